@@ -1,0 +1,57 @@
+# Everything is installed into .venv, in this folder, on first use. Variables, all optional:
+#   PYTHON=python3.12   the interpreter that makes .venv
+#   ARGS="..."          more arguments for isopos compare (run) or pytest (test, test-all)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux: PyTorch's own index of CPU builds, without CUDA
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help run test test-all lint format clean
+.NOTPARALLEL:
+
+help:      ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+run: .venv/.installed-run       ## compare encodings: isopos compare ARGS
+	@$(BIN)/isopos compare $(ARGS)
+
+test: .venv/.installed-dev      ## the tests without the slow ones, on two processes
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: .venv/.installed-dev  ## the slow tests
+	@$(BIN)/pytest -m slow $(ARGS)
+
+lint: .venv/.installed-dev      ## check style, format and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: .venv/.installed-dev    ## format the code and repair what ruff can
+	@$(BIN)/ruff check --fix --exit-zero
+	@$(BIN)/ruff format
+
+clean:     ## remove .venv, caches and build files; runs/ stays
+	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find isopos tests -name __pycache__ -prune -exec rm -rf {} +
+
+# A stamp is written last, so an interrupted installation leaves none. The dev installation includes the other.
+.venv/.installed-dev: EXTRA := [dev]
+.venv/.installed-run .venv/.installed-dev: pyproject.toml constraints.txt $(BIN)/python
+	@$(PIP) --version >/dev/null 2>&1 || { $(NEW_VENV); }
+	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
+	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".$(EXTRA)"
+	@touch .venv/.installed-run $@
+
+# Absent, or a link to a Python that is gone: the stamps above are stale.
+$(BIN)/python: ;
+
+FAIL = { echo "isopos: $(1)" >&2; exit 1; }
+define NEW_VENV
+"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null \
+|| $(call FAIL,Python 3.11 or newer is needed and $(PYTHON) is $$("$(PYTHON)" -V 2>/dev/null || echo absent); \
+name another: make PYTHON=python3.12 ...); \
+"$(PYTHON)" -c "import ensurepip, venv" 2>/dev/null \
+|| $(call FAIL,$(PYTHON) lacks venv or ensurepip; on Debian and Ubuntu: apt install python3-venv); \
+"$(PYTHON)" -m venv --clear .venv
+endef

@@ -1,0 +1,72 @@
+"""isopos: positional encodings as isometries.
+
+A position acts on queries and keys as a unitary operator, so attention, softmax or linear, sees relative positions only:
+
+    >>> import torch
+    >>> import torch.nn.functional as F
+    >>> import isopos
+    >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
+    >>> scheme = isopos.rope(head_dim=64)
+    >>> rho = scheme.encoding(isopos.sequence(128))
+    >>> y = F.scaled_dot_product_attention(rho(q), rho(k), v, is_causal=True)
+    >>> y = isopos.linear_attention(q, k, v, **scheme.at(isopos.sequence(128)), causal=True)
+
+Names are imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from isopos.catalog import CATALOG
+
+if TYPE_CHECKING:
+    from isopos.attention import Attention as Attention
+    from isopos.functional import linear_attention as linear_attention
+    from isopos.functional import softmax_attention as softmax_attention
+    from isopos.models import Decoder as Decoder
+    from isopos.positions import grid as grid
+    from isopos.positions import product as product
+    from isopos.positions import ring as ring
+    from isopos.positions import sequence as sequence
+    from isopos.schemes import Scheme as Scheme
+    from isopos.schemes import ape_sequence as ape_sequence
+    from isopos.schemes import learned as learned
+    from isopos.schemes import lrpe_orthogonal as lrpe_orthogonal
+    from isopos.schemes import lrpe_permutation as lrpe_permutation
+    from isopos.schemes import lrpe_unitary as lrpe_unitary
+    from isopos.schemes import none as none
+    from isopos.schemes import permuteformer as permuteformer
+    from isopos.schemes import retnet as retnet
+    from isopos.schemes import rope as rope
+    from isopos.schemes import sinusoidal as sinusoidal
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "linear_attention": "functional",
+    "softmax_attention": "functional",
+    "sequence": "positions",
+    "ring": "positions",
+    "grid": "positions",
+    "product": "positions",
+    "Attention": "attention",
+    "Decoder": "models",
+    "Scheme": "schemes",
+    **{name.replace("-", "_"): "schemes" for name in CATALOG},
+}
+_MODULES = (
+    *("attention", "bases", "catalog", "decays", "embeddings", "encodings", "feature_maps", "functional", "isometries"),
+    *("laws", "models", "ops", "positions", "schemes"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"isopos.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"isopos.{name}")
+    raise AttributeError(f"module 'isopos' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -1,0 +1,116 @@
+"""Bases P: constant orthogonal maps applied before an encoding's operator (LRPE, W_s = P^H Lambda^(s) P).
+
+The outer P^H cancels in products of queries and keys (LRPE, Eq. 75), so P is applied once. A basis is a module; calling it
+returns an isometry that is the same for every token.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from isopos.exact import ExactModule, constant
+from isopos.isometries import Gather, Isometry, Matrix, Reflection
+
+__all__ = ["Basis", "Fourier", "Householder", "OddEven"]
+
+
+class Basis(ExactModule, ABC):
+    """A constant orthogonal map of `features` features."""
+
+    features: int
+
+    @abstractmethod
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The map as an isometry, on a device and in a dtype."""
+
+
+class Householder(Basis):
+    """The reflection P = I - 2 u u^T with u = v / |v|, one normal a head (LRPE, Appendix D.1).
+
+    Args:
+        normal: v, ``[h d]`` (h = 1: shared by all heads). Any length but zero.
+        learned: Whether v is a parameter.
+
+    Example:
+        >>> x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+        >>> y = Householder(torch.ones(2, 8))(dtype=torch.float64)(x)
+        >>> torch.allclose(x.norm(dim=-1), y.norm(dim=-1))
+        True
+    """
+
+    def __init__(self, normal: Tensor, *, learned: bool = False):
+        super().__init__()
+        if normal.ndim != 2 or not (normal.norm(dim=-1) > 0).all():
+            raise ValueError(f"normal: expected [h d] without zero rows, got {list(normal.shape)}")
+        self.features = normal.shape[-1]
+        self.initial = constant(normal)
+        self.normal = nn.Parameter(torch.empty(normal.shape)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the initial normal."""
+        if self.normal is not None:
+            with torch.no_grad():
+                self.normal.copy_(self.initial)
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The reflection."""
+        normal = (self.initial if self.normal is None else self.normal).to(device, torch.float64)
+        return Reflection((normal / normal.norm(dim=-1, keepdim=True)).to(dtype)[:, None])
+
+
+class OddEven(Basis):
+    """The permutation that puts even features first: P x = (x_0, x_2, ..., x_1, x_3, ...) (LRPE, Eq. 74).
+
+    Zero-based, Eq. 74 is pi(2k) = k, pi(2k+1) = ceil(d/2) + k (the paper misprints it): feature i of x goes to place pi(i).
+    Followed by an interleaved rotation it is the half-split layout of rotary embeddings.
+
+    Args:
+        features: d.
+
+    Example:
+        >>> OddEven(5)()(torch.arange(5.0)[None, None]).flatten().tolist()
+        [0.0, 2.0, 4.0, 1.0, 3.0]
+    """
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.features = features
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The permutation."""
+        places = torch.arange(self.features, device=device)
+        return Gather(torch.cat((places[::2], places[1::2]))[None, None], constant=True)
+
+
+class Fourier(Basis):
+    """The orthonormal real discrete Fourier transform: rows of scaled cosines and sines in pairs of one frequency.
+
+    `rfft` of a real vector does not keep norms; these rows do: the constant, the pairs, and the alternating one if d is even.
+
+    Args:
+        features: d.
+
+    Example:
+        >>> P = Fourier(6)(dtype=torch.float64).matrix[0]
+        >>> torch.allclose(P @ P.T, torch.eye(6, dtype=torch.float64))
+        True
+    """
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.features = features
+        d = features
+        n = torch.arange(d, device="cpu", dtype=torch.float64)
+        k = torch.arange(1, (d + 1) // 2, device="cpu", dtype=torch.float64)
+        angle = 2 * torch.pi / d * k[:, None] * n
+        pairs = torch.stack((angle.cos(), angle.sin()), 1).flatten(0, 1) * (2 / d) ** 0.5
+        ends = [torch.ones(1, d, device="cpu", dtype=torch.float64) / d**0.5]
+        if d % 2 == 0:
+            ends.append((1 - 2 * (n % 2))[None] / d**0.5)
+        self.matrix = torch.cat((*ends, pairs))
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The transform."""
+        return Matrix(self.matrix.to(device, dtype)[None])

@@ -1,0 +1,69 @@
+"""Log decays: g(x) = -rate * x, so that a weight shrinks by exp(-rate) a step (RetNet; PermuteFormer's r = exp(-rate))."""
+
+import torch
+from torch import Tensor, nn
+
+from isopos.exact import ExactModule, constant
+from isopos.positions import Line
+
+__all__ = ["Decay", "permuteformer_rates", "retnet_rates"]
+
+
+class Decay(ExactModule):
+    """g(x) = -rate * x with one rate a head, on a line.
+
+    Args:
+        rate: ``[h]``, in nats a step, not negative (r = exp(-rate)). Positions must not decrease along tokens.
+        learned: Whether the rates are learned (as logarithms, so that they stay positive).
+
+    Example:
+        >>> Decay(torch.tensor([0.5]))(torch.arange(3)[:, None]).tolist()
+        [[-0.0, -0.5, -1.0]]
+    """
+
+    def __init__(self, rate: Tensor, *, learned: bool = False):
+        super().__init__()
+        least = "positive" if learned else "not negative"
+        if rate.ndim != 1 or not (rate > 0 if learned else rate >= 0).all():
+            raise ValueError(f"rate: expected [h], {least}, got {rate.tolist()}")
+        self.initial = constant(rate)
+        self.log_rate = nn.Parameter(torch.empty(rate.shape)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the initial rates."""
+        if self.log_rate is not None:
+            with torch.no_grad():
+                self.log_rate.copy_(self.initial.log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """g at positions x ``[*b t 1]``: float64 ``[*b h t]``."""
+        Line(real=True).check(x)
+        rate = self.initial.to(x.device) if self.log_rate is None else self.log_rate.double().exp()
+        return -rate[:, None] * x[..., None, :, 0].double()
+
+
+def retnet_rates(heads: int) -> Tensor:
+    """Rates of gamma = 1 - 2^(-5-h) for heads h = 0, 1, ... (Sun et al. 2023, section 3.1): float64 ``[heads]``.
+
+    Example:
+        >>> retnet_rates(2).neg().exp().tolist()
+        [0.96875, 0.984375]
+    """
+    head = torch.arange(heads, device="cpu", dtype=torch.float64)
+    return -torch.log1p(-torch.exp2(-5 - head))
+
+
+def permuteformer_rates(heads: int) -> Tensor:
+    """Rates of r in [0.88, 0.99], evenly spaced in log(r / (1 - r)) (PermuteFormer, section 4.2.1): float64 ``[heads]``.
+
+    Example:
+        >>> [round(r, 2) for r in permuteformer_rates(2).neg().exp().tolist()]
+        [0.88, 0.99]
+    """
+    ends = torch.tensor([0.88, 0.99], device="cpu", dtype=torch.float64).logit()
+    share = torch.linspace(0, 1, heads, device="cpu", dtype=torch.float64)
+    return -torch.sigmoid(ends[0] + share * (ends[1] - ends[0])).log()
+
+
+RATES = {"retnet": retnet_rates, "permuteformer": permuteformer_rates}

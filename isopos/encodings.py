@@ -1,0 +1,339 @@
+"""Encodings: unitary representations of a group of positions, as modules that return isometries.
+
+An encoding rho satisfies <rho(x) q, rho(y) k> = <q, rho(x^-1 y) k>: a score depends on relative positions only. `forward`
+evaluates it at a tensor of positions once; the isometry it returns is shared by queries, keys and layers.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isopos import isometries
+from isopos.bases import Basis
+from isopos.exact import ExactModule, constant
+from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrix, Rotation
+from isopos.ops.rotate import angles, rotation_table
+from isopos.positions import Group, Line, Product, Ring
+
+__all__ = ["DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary", "rope_frequencies"]
+
+
+class Encoding(ExactModule, ABC):
+    """A representation of `group` on `features` features; its isometries return `out_features`.
+
+    Subclasses are final: they set the three attributes and define `forward`.
+    """
+
+    group: Group
+    features: int
+    out_features: int
+
+    @abstractmethod
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """Evaluate at positions x ``[*b t c]``; tables have `dtype` (float32 or float64) and x's device."""
+
+
+def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:
+    """base^(-i / count) for i = 0, 1, ...: float64 ``[count]``, in radians a step (RoFormer, Eq. 15, with count = d/2).
+
+    Example:
+        >>> rope_frequencies(2).tolist()
+        [1.0, 0.01]
+    """
+    return base ** (-torch.arange(count, device="cpu", dtype=torch.float64) / count)
+
+
+class Identity(Encoding):
+    """The trivial representation of any group: no position at all.
+
+    Args:
+        features: d.
+        group: Whose positions it ignores.
+    """
+
+    def __init__(self, features: int, group: Group | None = None):
+        super().__init__()
+        self.group, self.features, self.out_features = group or Line(real=True), features, features
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The identity map."""
+        self.group.check(x)
+        return isometries.Identity()
+
+
+class Rotary(Encoding):
+    """Rotation of feature pairs (2i, 2i+1) by angle <frequency_i, x>: a sum of characters of a line, a ring or a grid.
+
+    rho(x) = diag(R(w_1 x), ..., R(w_f x)),  R(a) = [[cos a, -sin a], [sin a, cos a]]
+
+    With `lift` it acts on d real features as d complex numbers, x -> (x cos, x sin): LRPE's unitary type, whose real part
+    sum_i cos(w_i (x - y)) q_i k_i is direction-blind, score(x, y) = score(y, x).
+
+    Args:
+        frequency: ``[h c f]`` radians a step, for heads, coordinates and pairs (h = 1: shared by all heads).
+        learned: Whether the frequencies are learned. Fixed ones are float64 constants outside parameters and buffers.
+        lift: Map d features to 2d instead of rotating pairs.
+        group: A line by default, a grid for several coordinates; for a ring of n frequencies must be multiples of 2 pi / n.
+
+    References:
+        - RoFormer (Su et al. 2021), Eq. 14-16. https://arxiv.org/abs/2104.09864
+        - Linearized Relative Positional Encoding (Qin et al. 2023), Eq. 22 and 23. https://arxiv.org/abs/2307.09270
+
+    Example:
+        >>> rho = Rotary(rope_frequencies(4)[None, None])(torch.tensor([[0], [3]]))
+        >>> rho(torch.ones(1, 1, 2, 8))[0, 0, 0].tolist()
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+
+    def __init__(self, frequency: Tensor, *, learned: bool = False, lift: bool = False, group: Group | None = None):
+        super().__init__()
+        if frequency.ndim != 3 or not frequency.is_floating_point() or not frequency.isfinite().all():
+            raise ValueError(f"frequency: expected finite floats [h c f], got {frequency.dtype} {list(frequency.shape)}")
+        _, columns, count = frequency.shape
+        line = Line(real=True)
+        self.group = group or (line if columns == 1 else Product((line,) * columns))
+        if self.group.columns != columns:
+            raise ValueError(f"frequency: expected {self.group.columns} coordinates for {self.group}, got {columns}")
+        if isinstance(self.group, Ring):
+            turns = frequency.detach().double() * self.group.period / (2 * math.pi)
+            if learned or not torch.allclose(turns, turns.round(), rtol=0, atol=1e-6):
+                raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
+        self.lift = lift
+        self.features = count if lift else 2 * count
+        self.out_features = 2 * count
+        self.initial = constant(frequency)
+        self.frequency = nn.Parameter(torch.empty(frequency.shape)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the initial frequencies."""
+        if self.frequency is not None:
+            with torch.no_grad():
+                self.frequency.copy_(self.initial)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """Angles in float64, their cosines and sines rounded once to `dtype`."""
+        self.group.check(x)
+        frequency = self.initial if self.frequency is None else self.frequency
+        return Rotation(rotation_table(angles(x, frequency), dtype), self.lift)
+
+
+class Permutation(Encoding):
+    """Powers of permutations of the features: (rho(x) v)_i = v_{pi^x(i)}, for every integer x, negative too.
+
+    Powers come from the cycles of pi, so no table grows with length. Nonnegative features stay nonnegative, and so do the
+    denominators. Positions that differ by a multiple of a head's order look alike to it; all heads together tell
+    `common_order` positions apart.
+
+    Args:
+        permutation: int64 ``[h d]``, one of the features a head; or ``[h c d]`` for c coordinates, whose permutations must
+            commute (PermuteFormer, section 3.5).
+
+    References:
+        PermuteFormer (Chen 2021), Eq. 11-13. https://arxiv.org/abs/2109.02377
+
+    Example:
+        >>> rho = Permutation(torch.tensor([[1, 2, 0, 4, 3]]))
+        >>> rho.orders, rho.common_order
+        ((6,), 6)
+        >>> rho(torch.tensor([[0], [1], [-1]]))(torch.arange(5.0).expand(1, 3, 5)).tolist()
+        [[[0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 0.0, 4.0, 3.0], [2.0, 0.0, 1.0, 4.0, 3.0]]]
+    """
+
+    def __init__(self, permutation: Tensor):
+        super().__init__()
+        maps = permutation[:, None] if permutation.ndim == 2 else permutation
+        if maps.ndim != 3 or maps.is_floating_point() or not maps.sort(-1).values.eq(torch.arange(maps.shape[-1])).all():
+            raise ValueError(f"permutation: expected [h d] or [h c d] of 0 to d - 1, got {permutation.dtype} {list(maps.shape)}")
+        heads, columns, features = maps.shape
+        for a in range(columns):
+            for b in range(a):
+                if not maps[:, a].gather(-1, maps[:, b]).equal(maps[:, b].gather(-1, maps[:, a])):
+                    raise ValueError(f"permutation: expected axes that commute, got {b} and {a} that do not")
+        self.group = Line() if columns == 1 else Product((Line(),) * columns)
+        self.features = self.out_features = features
+        cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
+        self.orders = tuple(math.lcm(*(len(cycle) for axis in head for cycle in axis)) for head in cycles)
+        self.common_order = math.lcm(*self.orders)
+        # by place in a row of all cycles: the feature there; by feature: its cycle's first place, its rank, its cycle's length
+        table = torch.tensor([[_cycle_table(axis) for axis in head] for head in cycles], device="cpu")
+        self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The index of each token's permutation."""
+        self.group.check(x)
+        feature, first, rank, length = self.table.to(x.device)
+        index = None
+        for axis, steps in enumerate(x.to(torch.int64)[..., None, :, :].unbind(-1)):
+            place = first[axis, :, None] + (rank[axis, :, None] + steps[..., None]) % length[axis, :, None]
+            power = feature[axis, :, None].expand(*place.shape[:-1], -1).gather(-1, place)
+            index = power if index is None else index.gather(-1, power)
+        assert index is not None
+        return Gather(index)
+
+
+def _cycles(permutation: list[int]) -> list[list[int]]:
+    left, cycles = set(range(len(permutation))), []
+    while left:
+        start = feature = min(left)
+        cycle = []
+        while feature in left:
+            left.remove(feature)
+            cycle.append(feature)
+            feature = permutation[feature]
+        assert feature == start
+        cycles.append(cycle)
+    return cycles
+
+
+def _cycle_table(cycles: list[list[int]]) -> list[list[int]]:
+    size = sum(map(len, cycles))
+    table, first = [[0] * size for _ in range(4)], 0
+    for cycle in cycles:
+        for rank, feature in enumerate(cycle):
+            table[0][first + rank] = feature
+            table[1][feature], table[2][feature], table[3][feature] = first, rank, len(cycle)
+        first += len(cycle)
+    return table
+
+
+class Exponential(Encoding):
+    """exp(x (A - A^T)): every orthogonal representation of a line, in a learned basis with learned angles.
+
+    The skew matrix A - A^T = P^T (blocks of frequencies) P is diagonalised once a forward in float64, so that positions cost a
+    rotation in the basis P (whose outer P^T cancels in products) rather than a d x d matrix each.
+
+    Args:
+        generator: A, ``[h d d]`` with even d. The frequencies of A - A^T must be distinct and not zero, or its
+            eigenvectors have no gradient; a random or RoPE-like generator has such frequencies.
+        learned: Whether A is learned.
+
+    References:
+        Algebraic Positional Encodings (Kogkalidis et al. 2024), section 3.2. https://arxiv.org/abs/2312.16045
+
+    Example:
+        >>> rho = Exponential(torch.randn(2, 6, 6), learned=True)(torch.arange(4)[:, None])
+        >>> rho(torch.randn(1, 2, 4, 6)).shape
+        torch.Size([1, 2, 4, 6])
+    """
+
+    def __init__(self, generator: Tensor, *, learned: bool = True):
+        super().__init__()
+        if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2] or generator.shape[-1] % 2:
+            raise ValueError(f"generator: expected [h d d] with even d, got {list(generator.shape)}")
+        self.group = Line(real=True)
+        self.features = self.out_features = generator.shape[-1]
+        self.initial = constant(generator)
+        frequency = _spectrum(self.initial)[0]
+        gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
+        if not (gaps > 1e-9 * frequency[..., -1:]).all() or not (frequency > 0).all():
+            raise ValueError(
+                "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
+                "add a little noise, such as 0.01 * torch.randn_like(generator)"
+            )
+        self.generator = nn.Parameter(torch.empty(generator.shape)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the initial generator."""
+        if self.generator is not None:
+            with torch.no_grad():
+                self.generator.copy_(self.initial)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The basis, then the rotation."""
+        self.group.check(x)
+        generator = self.initial if self.generator is None else self.generator
+        frequency, basis = _spectrum(generator.to(x.device, torch.float64))
+        return Chain(Matrix(basis.to(dtype)), Rotation(rotation_table(angles(x, frequency[:, None]), dtype)))
+
+
+def _spectrum(generator: Tensor) -> tuple[Tensor, Tensor]:
+    """Frequencies ``[h f]`` > 0 and basis ``[h d d]`` with A - A^T = P^T R' P: pairs of P rotate by frequency."""
+    skew = generator - generator.mT
+    values, vectors = torch.linalg.eigh(1j * skew)  # S u = -i w u, so exp(xS) u = e^{-iwx} u; eigenvalues come in pairs +-w
+    half = generator.shape[-1] // 2
+    u = vectors[..., half:]
+    pivot = u.gather(-2, u.abs().argmax(-2, keepdim=True))
+    u = u * (pivot.conj() / pivot.abs())  # a phase of their own choice would differ between two evaluations
+    rows = torch.stack((u.real.mT, u.imag.mT), -2).flatten(-3, -2)  # sqrt(2) <conj u, x> rotates by +w
+    return values[..., half:], 2**0.5 * rows
+
+
+class InBasis(Encoding):
+    """P^T rho(x) P for an encoding rho and a constant orthogonal P; the outer P^T cancels in products, so P acts once.
+
+    Args:
+        encoding: rho.
+        basis: P, on as many features.
+
+    References:
+        Linearized Relative Positional Encoding (Qin et al. 2023), Eq. 22-24 and 75. https://arxiv.org/abs/2307.09270
+    """
+
+    def __init__(self, encoding: Encoding, basis: Basis):
+        super().__init__()
+        if basis.features != encoding.features:
+            raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {basis.features}")
+        self.encoding, self.basis = encoding, basis
+        self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The basis, then the encoding."""
+        return Chain(self.basis(x.device, dtype), self.encoding(x, dtype))
+
+
+class DirectSum(Encoding):
+    """Encodings side by side: each acts on its own features and, on a product of groups, on its own coordinates.
+
+    Args:
+        parts: The encodings, in order of features.
+        shared: Whether all parts see the same coordinates (of one group) instead of a product of theirs.
+
+    Example:
+        >>> lines = [Rotary(rope_frequencies(4)[None, None]) for _ in range(2)]
+        >>> grid = DirectSum(lines)
+        >>> grid.group.columns, grid.features
+        (2, 16)
+    """
+
+    def __init__(self, parts: Sequence[Encoding], *, shared: bool = False):
+        super().__init__()
+        if not parts:
+            raise ValueError("parts: expected at least one encoding, got none")
+        if shared and len({part.group for part in parts}) > 1:
+            raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
+        self.parts, self.shared = nn.ModuleList(parts), shared
+        self.widths = tuple(part.features for part in parts)
+        self.group = parts[0].group if shared else Product(tuple(part.group for part in parts))
+        self.features, self.out_features = sum(self.widths), sum(part.out_features for part in parts)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """Each part at its own coordinates."""
+        self.group.check(x)
+        columns = (x,) * len(self.parts) if self.shared else self.group.split(x)  # pyright: ignore[reportAttributeAccessIssue]
+        return BlockSum(tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True)), self.widths)
+
+
+class Partial(Encoding):
+    """An encoding on the first features, none on the rest: partial rotary, LRPE's identity block (Eq. 23, q > 0).
+
+    Args:
+        encoding: Acts on its own number of features.
+        features: d, at least as many; the rest pass unchanged.
+    """
+
+    def __init__(self, encoding: Encoding, features: int):
+        super().__init__()
+        self.rest = features - encoding.features
+        if self.rest < 0:
+            raise ValueError(f"features: expected at least {encoding.features} as the encoding, got {features}")
+        self.encoding, self.group = encoding, encoding.group
+        self.features, self.out_features = features, encoding.out_features + self.rest
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The encoding beside the identity."""
+        return BlockSum((self.encoding(x, dtype), isometries.Identity()), (self.encoding.features, self.rest))

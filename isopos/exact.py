@@ -1,0 +1,26 @@
+"""Modules whose parameters stay exact when the model around them is cast."""
+
+import torch
+from torch import Tensor, nn
+
+
+class ExactModule(nn.Module):
+    """A module whose parameters and buffers never fall below float32.
+
+    Frequencies, angles and decay rates are multiplied by positions: in bfloat16, 4096 positions give 769 distinct angles.
+    ``model.bfloat16()`` and ``.half()`` therefore move such a module but keep its dtype; ``.double()`` still widens it.
+    """
+
+    def _apply(self, fn, recurse=True):
+        def moved(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            if out.is_floating_point() and out.dtype.itemsize < 4:
+                return tensor.to(device=out.device)
+            return out
+
+        return super()._apply(moved, recurse)
+
+
+def constant(value: Tensor) -> Tensor:
+    """A float64 copy on the CPU, for a plain attribute: outside parameters and buffers, so no cast or meta device reaches it."""
+    return value.detach().to("cpu", torch.float64, copy=True)

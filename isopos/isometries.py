@@ -1,0 +1,249 @@
+"""Isometries: the immutable values that encodings return.
+
+An isometry maps features ``[*b h t d] -> [*b h t d']`` and keeps inner products. It is evaluated once for a tensor of
+positions and shared by queries, keys and layers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from isopos.ops.rotate import lift, permute, reflect, rotate, transform
+
+
+class Isometry(ABC):
+    """A map of features that keeps inner products. The output has the input's dtype; sums are float32 or wider."""
+
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """Map x ``[*b h t d]`` of at least float32."""
+
+    @abstractmethod
+    def tokens(self, start: int, stop: int) -> "Isometry":
+        """The part for tokens start to stop - 1."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int | None:
+        """Tokens it was evaluated for; None where it is the same for every token."""
+
+    @property
+    @abstractmethod
+    def features(self) -> int | None:
+        """The width d it maps; None where any will do."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor it holds."""
+        for field in fields(self):  # pyright: ignore[reportArgumentType]  # every final class is a dataclass
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, Isometry):
+                    yield from item.tensors()
+                elif isinstance(item, Tensor):
+                    yield item
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any part of it is learned."""
+        return any(tensor.requires_grad for tensor in self.tensors())
+
+    def check(self, x: Tensor, name: str = "x") -> None:
+        """Raise ValueError where x is not ``[*b h t d]`` of this isometry's tokens and features."""
+        if x.ndim < 3:
+            raise ValueError(f"{name}: expected [*b h t d], got {list(x.shape)}")
+        if self.features not in (None, x.shape[-1]):
+            raise ValueError(
+                f"{name}: expected {self.features} features, got {x.shape[-1]}; build the encoding for this head size"
+            )
+        if self.length not in (None, x.shape[-2]):
+            raise ValueError(
+                f"{name}: expected {self.length} tokens, one a position, got {x.shape[-2]}; "
+                f"evaluate the encoding at the positions of {name}"
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x ``[*b h t d]``."""
+        self.check(x)
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        return self.apply(wide).to(x.dtype)
+
+
+def _span(tensor: Tensor, start: int, stop: int, dim: int) -> Tensor:
+    return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, stop - start)
+
+
+@dataclass(frozen=True, eq=False)
+class Identity(Isometry):
+    """The trivial representation: no position."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Itself."""
+        return self
+
+    @property
+    def length(self) -> None:
+        """Any."""
+
+    @property
+    def features(self) -> None:
+        """Any."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation(Isometry):
+    """Rotation of feature pairs by a table ``[*b h t f 2]`` of cosines and sines; with ``lifted``, x -> (x cos, x sin)."""
+
+    table: Tensor
+    lifted: bool = False
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate, or lift."""
+        table = self.table if self.table.dtype == x.dtype else self.table.to(torch.promote_types(x.dtype, self.table.dtype))
+        return (lift if self.lifted else rotate)(x.to(table.dtype), table)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Rows of the table."""
+        return Rotation(_span(self.table, start, stop, -3), self.lifted)
+
+    @property
+    def length(self) -> int:
+        """Rows of the table."""
+        return self.table.shape[-3]
+
+    @property
+    def features(self) -> int:
+        """Two a frequency; one when lifted."""
+        return self.table.shape[-2] * (1 if self.lifted else 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Gather(Isometry):
+    """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for every token alike."""
+
+    index: Tensor
+    constant: bool = False
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Gather."""
+        return permute(x, self.index)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Rows of the index."""
+        return self if self.constant else Gather(_span(self.index, start, stop, -2))
+
+    @property
+    def length(self) -> int | None:
+        """Rows of the index."""
+        return None if self.constant else self.index.shape[-2]
+
+    @property
+    def features(self) -> int:
+        """Places of the index."""
+        return self.index.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Reflection(Isometry):
+    """A Householder reflection with unit normal ``[h 1 d]``, the same for every token."""
+
+    normal: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Reflect."""
+        return reflect(x, self.normal.to(x.dtype))
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Itself."""
+        return self
+
+    @property
+    def length(self) -> None:
+        """Any."""
+
+    @property
+    def features(self) -> int:
+        """The normal's width."""
+        return self.normal.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix(Isometry):
+    """A constant orthogonal matrix ``[h d d]``."""
+
+    matrix: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return transform(x, self.matrix)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Itself."""
+        return self
+
+    @property
+    def length(self) -> None:
+        """Any."""
+
+    @property
+    def features(self) -> int:
+        """Columns of the matrix."""
+        return self.matrix.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain(Isometry):
+    """One isometry after another: ``second(first(x))``."""
+
+    first: Isometry
+    second: Isometry
+
+    def apply(self, x: Tensor) -> Tensor:
+        """First, then second."""
+        return self.second.apply(self.first.apply(x))
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Both parts'."""
+        return Chain(self.first.tokens(start, stop), self.second.tokens(start, stop))
+
+    @property
+    def length(self) -> int | None:
+        """Of the part that has one."""
+        return self.second.length if self.first.length is None else self.first.length
+
+    @property
+    def features(self) -> int | None:
+        """The width that the first maps."""
+        return self.second.features if self.first.features is None else self.first.features
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSum(Isometry):
+    """Isometries side by side, each on its own slice of the features."""
+
+    parts: tuple[Isometry, ...]
+    widths: tuple[int, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Slice by slice."""
+        return torch.cat([part.apply(a) for part, a in zip(self.parts, x.split(self.widths, -1), strict=True)], -1)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Each part's."""
+        return BlockSum(tuple(part.tokens(start, stop) for part in self.parts), self.widths)
+
+    @property
+    def length(self) -> int | None:
+        """Of the first part that has one."""
+        return next((part.length for part in self.parts if part.length is not None), None)
+
+    @property
+    def features(self) -> int:
+        """The sum of the widths."""
+        return sum(self.widths)

@@ -1,0 +1,1 @@
+"""Operations on plain tensors: a readable naive definition beside each fast version."""

@@ -1,0 +1,419 @@
+"""Linear attention: sums of values under factorised weights, at a cost proportional to length.
+
+One primitive carries everything:
+
+    total_i = sum_j <q_i, k_j> exp(g_i - g_j) v_j
+
+A denominator is the same sum with v = 1: a further column of ones where numerator and denominator have the same features
+("encoded"), a sum of its own where they differ ("plain"). q, k ``[*b h t d]`` are features, v ``[*b h t e]`` values, g a pair
+of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along tokens. Causal sums run over j <= i. Otherwise
+they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the causal sum, and one over j > i that walks from the
+last token to the first. `naive` is the specification; the fast sums are tested against it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 64  # tokens whose weights are formed explicitly
+SEGMENT = 1 << 18  # feature elements that are mapped at a time; the states before a segment are kept for the backward pass
+EPS = 1e-6
+
+Span = tuple[int, int]
+Decays = tuple[Tensor, Tensor] | None
+Load = Callable[[Tensor, int, int], tuple[Tensor, ...]]
+"""``load(x, start, stop)`` makes of x ``[*b h t .]``, tokens start to stop - 1 of an input, that operand of each sum: one
+tensor, or two where the denominator is a sum of its own. Differentiable once; no gradient reaches anything else it holds."""
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, g: Decays = None, *, causal: bool = False) -> Tensor:
+    """The sum as the module's first lines define it: quadratic, any float dtype, twice differentiable.
+
+    Shapes: q ``[*b h t d]``, k ``[*b h s d]``, v ``[*b h s e]``, g ``[*b h t]`` and ``[*b h s]``. Causal sums align the last
+    query with the last key.
+    """
+    t, s = q.shape[-2], k.shape[-2]
+    weight = torch.ones(t, s, dtype=q.dtype, device=q.device)
+    if g is not None:
+        difference = g[0][..., :, None] - g[1][..., None, :]
+        weight = torch.exp(difference.tril(s - t) if causal else -difference.abs()).to(q.dtype)
+    if causal:
+        weight = weight.tril(s - t)
+    return (q @ k.mT * weight) @ v
+
+
+def clamp(denominator: Tensor) -> Tensor:
+    """The denominator with a magnitude of at least 1e-6 and its own sign."""
+    return torch.where(denominator.abs() < EPS, torch.full_like(denominator, EPS).copysign(denominator), denominator)
+
+
+def divide(total: Tensor) -> Tensor:
+    """The one division: sums ``[... e]`` over the denominator in the last column of total ``[... e+1]``, clamped."""
+    return total[..., :-1] / clamp(total[..., -1:])
+
+
+class _Terms(NamedTuple):
+    """Operands of one sum: rows ``[n t .]``, n = batch times heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def tokens(self, at: slice) -> "_Terms":
+        """A stretch of them."""
+        return _Terms(self.q[:, at], self.k[:, at], self.v[:, at])
+
+    def empty_state(self) -> Tensor:
+        """Zero sums of k v^T, ``[n d e]``."""
+        return self.k.new_zeros(len(self.k), self.k.shape[-1], self.v.shape[-1])
+
+
+class _Chunk:
+    """A stretch of tokens and its weights exp(g_i - g_j).
+
+    They are `inside` the chunk, from `before` it to its tokens, from its tokens to its end (`after`), and `across` it. Every
+    exponent is a difference of log decays and does not exceed zero: r^i and r^-j, which overflow, are never formed.
+    A state ``[n d e]`` is the sum of k v^T over the tokens before the chunk.
+    """
+
+    def __init__(self, g: Decays, span: Span, heads: torch.Size, diagonal: bool, dtype: torch.dtype):
+        self.heads, self.diagonal, self.decays = heads, diagonal, g is not None
+        if g is None:
+            return
+        query, key = (x[..., slice(*span)] for x in g)
+        previous, last = g[1][..., max(span[0] - 1, 0), None], key[..., -1:]
+        self.inside = (query[..., :, None] - key[..., None, :]).tril_().exp_().to(dtype)
+        self.before, self.after, self.across = (
+            difference.exp().to(dtype)[..., None] for difference in (query - previous, last - key, last - previous)
+        )
+
+    def times(self, x: Tensor, name: str) -> Tensor:
+        """Multiply rows x ``[n ...]`` in place by one of the four; heads broadcast over the batch."""
+        if self.decays:
+            x.view(*self.heads, *x.shape[1:]).mul_(getattr(self, name))
+        return x
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Multiply scores ``[n t t]`` by the weights inside, in place, and cut off later keys."""
+        return self.times(scores, "inside").tril_(0 if self.diagonal else -1)
+
+    def advance(self, terms: _Terms, state: Tensor) -> None:
+        """Carry the state across the chunk, in place."""
+        k = self.times(terms.k.clone(), "after") if self.decays else terms.k
+        self.times(state, "across").baddbmm_(k.mT, terms.v)
+
+    def forward(self, terms: _Terms, state: Tensor) -> Tensor:
+        """The sums of the chunk's tokens, ``[n t e]``."""
+        scores = self.weigh(torch.bmm(terms.q, terms.k.mT))
+        return self.times(torch.bmm(terms.q, state), "before").baddbmm_(scores, terms.v)
+
+    def backward(self, terms: _Terms, state: Tensor, grad: Tensor, grad_state: Tensor) -> _Terms:
+        """Gradients of the operands. `grad_state`, of the state after the chunk, becomes that of the state before it."""
+        q, k, v = terms
+        scores = self.weigh(torch.bmm(q, k.mT))
+        grad_scores = self.weigh(torch.bmm(grad, v.mT))
+        grad_before = self.times(grad.clone(), "before") if self.decays else grad
+        dq = torch.bmm(grad_before, state.mT).baddbmm_(grad_scores, k)
+        dk = self.times(torch.bmm(v, grad_state.mT), "after").baddbmm_(grad_scores.mT, q)
+        dv = self.times(torch.bmm(k, grad_state), "after").baddbmm_(scores.mT, grad)
+        self.times(grad_state, "across").baddbmm_(q.mT, grad_before)
+        return _Terms(dq, dk, dv)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+
+
+def _turn(x: Tensor, reverse: bool) -> Tensor:
+    return x.flip(1) if reverse else x
+
+
+class _Loaded:
+    """A segment of one input, what its load makes of it as rows ``[n t .]`` in walking order, and the way back."""
+
+    def __init__(self, x: Tensor, load: Load, place: Span, reverse: bool, grad: bool):
+        self.leaf, self.reverse = x[..., slice(*place), :].detach().requires_grad_(grad), reverse
+        with torch.set_grad_enabled(grad):
+            self.outputs = load(self.leaf, *place)
+        self.rows = [_turn(_rows(out.detach()), reverse) for out in self.outputs]
+
+    def backward(self, grads: Sequence[Tensor]) -> Tensor:
+        """The gradient of the segment, from those of its rows."""
+        pairs = [(o, _turn(g, self.reverse)) for o, g in zip(self.outputs, grads, strict=True) if o.requires_grad]
+        return torch.autograd.grad([o for o, _ in pairs], self.leaf, [g.reshape(o.shape) for o, g in pairs])[0]
+
+
+class _Walk:
+    """One walk over the tokens: its inputs q, k, v, how they are cut into segments of chunks, and the passes over them.
+
+    A `reverse` walk goes from the last token to the first and leaves out the diagonal. Spans are in walking order.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], g: Decays, loads: Sequence[Load], reverse: bool = False):
+        self.inputs, self.loads, self.reverse = inputs, loads, reverse
+        self.g = (-g[0].flip(-1), -g[1].flip(-1)) if g and reverse else g
+        self.heads, self.length = inputs[0].shape[:-2], inputs[0].shape[-2]
+        self.dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+
+    def spans(self, length: int) -> list[Span]:
+        """Starts and stops of segments, whole chunks of about SEGMENT feature elements."""
+        size = max(CHUNK, SEGMENT // (self.heads.numel() * self.inputs[0].shape[-1]) // CHUNK * CHUNK)
+        return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+    def place(self, span: Span) -> Span:
+        """Where a span of the walk lies in the sequence."""
+        return (self.length - span[1], self.length - span[0]) if self.reverse else span
+
+    def load(self, which: int, span: Span, grad: bool = False) -> _Loaded:
+        """A segment of input 0 (queries), 1 (keys) or 2 (values)."""
+        return _Loaded(self.inputs[which], self.loads[which], self.place(span), self.reverse, grad)
+
+    def chunks(self, span: Span) -> list[tuple[slice, _Chunk]]:
+        """The chunks of a segment, as slices of it."""
+        cuts = [(start, min(start + CHUNK, span[1])) for start in range(*span, CHUNK)]
+        return [
+            (slice(a - span[0], b - span[0]), _Chunk(self.g, (a, b), self.heads, not self.reverse, self.dtype))
+            for a, b in cuts
+        ]
+
+    def causal(self) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
+        """Where each segment lies, its sums side by side ``[n t e]``, and the states before it."""
+        states: list[Tensor] = []
+        for span in self.spans(self.length):
+            sums = [_Terms(*rows) for rows in zip(*(self.load(n, span).rows for n in range(3)), strict=True)]
+            states = states or [terms.empty_state() for terms in sums]
+            before = [state.clone() for state in states]
+            total = torch.cat([self._sum(span, *x) for x in zip(sums, states, strict=True)], -1)
+            yield slice(*self.place(span)), _turn(total, self.reverse), before
+
+    def _sum(self, span: Span, terms: _Terms, state: Tensor) -> Tensor:
+        out = torch.empty_like(terms.v)
+        for at, chunk in self.chunks(span):
+            here = terms.tokens(at)
+            out[:, at] = chunk.forward(here, state)
+            chunk.advance(here, state)
+        return out
+
+    def causal_backward(self, upstream: "_Upstream", before: list[list[Tensor]], grads: Sequence[Tensor]) -> None:
+        """Add the gradients of q, k, v and, where there are five of them, of both log decays, walking back."""
+        grad_states: list[Tensor] = []
+        for span, states in zip(reversed(self.spans(self.length)), reversed(before), strict=True):
+            self._segment_backward(span, upstream, states, grad_states, grads)
+
+    def _segment_backward(self, span: Span, upstream: "_Upstream", states, grad_states: list[Tensor], grads) -> None:
+        loaded = [self.load(n, span, grad=True) for n in range(3)]
+        sums = [_Terms(*rows) for rows in zip(*(x.rows for x in loaded), strict=True)]
+        if not grad_states:
+            grad_states += [terms.empty_state() for terms in sums]
+        at = slice(*self.place(span))
+        grad_totals = _turn(upstream.segment(at), self.reverse).split([terms.v.shape[-1] for terms in sums], -1)
+        grad_sums = [self._sum_backward(span, *x) for x in zip(sums, states, grad_totals, grad_states, strict=True)]
+        for grad, x, rows in zip(grads[:3], loaded, zip(*grad_sums, strict=True), strict=True):
+            grad[..., at, :] += x.backward(rows)
+        for n, grad in enumerate(grads[3:]):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
+            scale = torch.stack([(x[n] * y[n]).sum(-1, True) for x, y in zip(sums, grad_sums, strict=True)]).sum(0)
+            sign = -1 if bool(n) != self.reverse else 1
+            grad[..., at] += sign * _turn(scale, self.reverse).view(*self.heads, -1)
+
+    def _sum_backward(self, span: Span, terms: _Terms, state: Tensor, grad: Tensor, grad_state: Tensor) -> _Terms:
+        chunks, state = self.chunks(span), state.clone()
+        states = []
+        for at, chunk in chunks:
+            states.append(state.clone())
+            chunk.advance(terms.tokens(at), state)
+        out = _Terms(*(torch.empty_like(x) for x in terms))
+        for (at, chunk), before in zip(reversed(chunks), reversed(states), strict=True):
+            for whole, x in zip(out, chunk.backward(terms.tokens(at), before, grad[:, at], grad_state), strict=True):
+                whole[:, at] = x
+        return out
+
+    def full(self) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
+        """As `causal`, for sums over every key without decay; the states of all keys come with the first segment."""
+        states: list[Tensor] = []
+        for span in self.spans(self.inputs[1].shape[-2]):
+            rows = zip(self.load(1, span).rows, self.load(2, span).rows, strict=True)
+            for n, (k, v) in enumerate(rows):
+                states += [k.new_zeros(len(k), k.shape[-1], v.shape[-1])] if n == len(states) else []
+                states[n].baddbmm_(k.mT, v)
+        for span in self.spans(self.length):
+            rows = zip(self.load(0, span).rows, states, strict=True)
+            yield slice(*span), torch.cat([torch.bmm(q, state) for q, state in rows], -1), states if not span[0] else []
+
+    def full_backward(self, upstream: "_Upstream", states: list[Tensor], grads: Sequence[Tensor]) -> None:
+        """Set the gradients of q, k, v."""
+        grad_states = [torch.zeros_like(state) for state in states]
+        for span in self.spans(self.length):
+            query = self.load(0, span, grad=True)
+            grad_totals = upstream.segment(slice(*span)).split([state.shape[-1] for state in states], -1)
+            for q, grad, grad_state in zip(query.rows, grad_totals, grad_states, strict=True):
+                grad_state.baddbmm_(q.mT, grad)
+            rows = [torch.bmm(grad, state.mT) for grad, state in zip(grad_totals, states, strict=True)]
+            grads[0][..., slice(*span), :] = query.backward(rows)
+        for span in self.spans(self.inputs[1].shape[-2]):
+            key, value = self.load(1, span, grad=True), self.load(2, span, grad=True)
+            rows = [torch.bmm(v, state.mT) for v, state in zip(value.rows, grad_states, strict=True)]
+            grads[1][..., slice(*span), :] = key.backward(rows)
+            rows = [torch.bmm(k, state) for k, state in zip(key.rows, grad_states, strict=True)]
+            grads[2][..., slice(*span), :] = value.backward(rows)
+
+
+class _Upstream:
+    """The gradient of the sums, from that of the output: undoes the division where there is a denominator."""
+
+    def __init__(self, grad: Tensor, out: Tensor | None = None, denominator: Tensor | None = None):
+        self.grad, self.out, self.denominator = _rows(grad), out, denominator
+
+    def segment(self, at: slice) -> Tensor:
+        """Of the tokens at a place, ``[n t e]`` or, with the denominator's, ``[n t e+1]``."""
+        grad = self.grad[:, at]
+        if self.out is None or self.denominator is None:
+            return grad.contiguous()
+        denominator = self.denominator[:, at]
+        numerator = grad / denominator
+        below = -(numerator * self.out[:, at]).sum(-1, keepdim=True)
+        return torch.cat((numerator, below.masked_fill_(denominator.abs() <= EPS, 0)), -1)
+
+
+class _Fused(torch.autograd.Function):
+    """Load, sum and divide segment by segment. Keeps its inputs, its output and states of constant size; recomputes the rest.
+
+    Inputs q, k, v ``[*b h t .]`` and g_q, g_k ``[*b h t]`` or None; output ``[*b h t e]``, the sums side by side, or with
+    `divided` the first sums over the last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, g_q, g_k, loads, causal: bool, divided: bool) -> Tensor:
+        walks, states = _walks((q, k, v), None if g_q is None else (g_q, g_k), loads, causal), []
+        full = not causal and g_q is None
+        totals = None
+        for walk in walks:
+            for at, total, before in walk.full() if full else walk.causal():
+                states += before
+                if totals is None:
+                    totals = total.new_zeros(total.shape[0], q.shape[-2], total.shape[-1] - divided)
+                    denominator = total.new_zeros(total.shape[0], q.shape[-2], 1) if divided else None
+                totals[:, at] += total[..., : totals.shape[-1]]
+                if denominator is not None:
+                    denominator[:, at] += total[..., -1:]
+                    if walk is walks[-1]:
+                        denominator[:, at] = clamp(denominator[:, at])
+                        totals[:, at] /= denominator[:, at]
+        assert totals is not None
+        ctx.save_for_backward(q, k, v, g_q, g_k, totals, denominator, *states)
+        ctx.loads, ctx.causal, ctx.full = loads, causal, full
+        return totals.view(*q.shape[:-1], totals.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        q, k, v, g_q, g_k, totals, denominator, *states = ctx.saved_tensors
+        upstream = _Upstream(grad_outputs[0], totals, denominator)
+        walks = _walks((q, k, v), None if g_q is None else (g_q, g_k), ctx.loads, ctx.causal)
+        grads = _empty_grads(q, k, v, g_q, g_k)
+        with torch.autocast(q.device.type, enabled=False):
+            if ctx.full:
+                walks[0].full_backward(upstream, states, grads)
+            else:
+                segments = len(walks) * len(walks[0].spans(q.shape[-2]))
+                before = list(zip(*(iter(states),) * (len(states) // segments), strict=True))
+                for n, walk in enumerate(walks):
+                    own = before[n * segments // len(walks) : (n + 1) * segments // len(walks)]
+                    walk.causal_backward(upstream, own, grads)
+        return *grads, *(None,) * (8 - len(grads))
+
+
+def _walks(inputs: Sequence[Tensor], g: Decays, loads: Sequence[Load], causal: bool) -> list[_Walk]:
+    walks = [_Walk(inputs, g, loads)]
+    return walks if causal or g is None else [*walks, _Walk(inputs, g, loads, reverse=True)]
+
+
+def _empty_grads(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None) -> list[Tensor]:
+    decays = [x.new_zeros(*q.shape[:-2], x.shape[-1]) for x in (g_q, g_k) if x is not None]
+    return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] + decays
+
+
+def _ready(x: Tensor, start: int, stop: int) -> tuple[Tensor]:
+    return (x,)
+
+
+def _walk(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> _Walk:
+    return _Walk((q, k, v), None if g_q is None or g_k is None else (g_q, g_k), (_ready,) * 3, reverse)
+
+
+@torch.library.custom_op("isopos::causal_sum", mutates_args=())
+def _causal_sum(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> Tensor:
+    parts = [total for _, total, _ in _walk(q, k, v, g_q, g_k, reverse).causal()]
+    return torch.cat(parts[::-1] if reverse else parts, 1).view(v.shape)
+
+
+@_causal_sum.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+@torch.library.custom_op("isopos::causal_sum_backward", mutates_args=())
+def _causal_sum_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool
+) -> list[Tensor]:
+    walk, grads = _walk(q, k, v, g_q, g_k, reverse), _empty_grads(q, k, v, g_q, g_k)
+    walk.causal_backward(_Upstream(grad), [before for _, _, before in walk.causal()], grads)
+    return grads
+
+
+@_causal_sum_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool
+) -> list[Tensor]:
+    return _empty_grads(q, k, v, g_q, g_k)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.reverse = inputs[5]
+
+
+def _causal_sum_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grads = _causal_sum_backward(grad, *ctx.saved_tensors, ctx.reverse)
+    return *grads, *(None,) * (6 - len(grads))
+
+
+_causal_sum.register_autograd(_causal_sum_autograd, setup_context=_keep_inputs)
+
+
+def _total(terms: _Terms, g: Decays, causal: bool) -> Tensor:
+    if not causal and g is None:
+        return terms.q @ (terms.k.mT @ terms.v)
+    total = _causal_sum(*terms, *(g or (None, None)), False)
+    return total if causal else total + _causal_sum(*terms, *(g or (None, None)), True)
+
+
+def linear(
+    q: Tensor, k: Tensor, v: Tensor, loads: tuple[Load, Load, Load], g: Decays, *, causal: bool, divided: bool, fuse: bool
+) -> Tensor:
+    """Sums of loaded operands; with `divided`, the first over the last, which is the denominator.
+
+    Args:
+        q, k, v: ``[*b h t .]``, equal leading dimensions; equal lengths with decays that are not causal.
+        loads: What makes operands of queries, keys and values, float32 or float64.
+        g: Log decays of queries and keys, ``[*b h t]`` or broadcastable to it.
+        causal: Sum over keys up to the query's own index; the last query is aligned with the last key.
+        divided: Whether the loads give a denominator.
+        fuse: Whether loads may run again segment by segment in the backward pass; False where they hold learned tensors.
+
+    Returns:
+        ``[*b h t e]`` in the operands' dtype. Differentiable once.
+    """
+    t, s = q.shape[-2], k.shape[-2]
+    if fuse and (t == s or not causal) and not torch.compiler.is_compiling():
+        return _Fused.apply(q, k, v, *(g or (None, None)), loads, causal, divided)  # pyright: ignore[reportReturnType]
+    operands = [load(x, 0, x.shape[-2]) for load, x in zip(loads, (q, k, v), strict=True)]
+    if causal and t != s:  # rows of zeros come first where tokens are missing
+        missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
+        operands = [[F.pad(x, (0, 0, n, 0)) for x in xs] for xs, n in zip(operands, missing, strict=True)]
+        g = g and (torch.cat((g[1][..., : missing[0]], g[0]), -1), torch.cat((g[0][..., : missing[1]], g[1]), -1))
+    total = torch.cat([_total(_Terms(*rows), g, causal) for rows in zip(*operands, strict=True)], -1)[..., -t:, :]
+    return divide(total) if divided else total

@@ -1,0 +1,72 @@
+"""Rotations, permutations and dense maps of features: what isometries do to a tensor."""
+
+import torch
+from torch import Tensor
+
+
+def angles(position: Tensor, frequency: Tensor) -> Tensor:
+    """Angles in radians, float64 ``[*b h t f]``, of positions ``[*b t c]`` and frequencies ``[h c f]`` (radians per step).
+
+    Products and sums, not a matmul: autocast leaves them alone, and position 2^31 keeps an error below 1e-6.
+    """
+    x = position.to(torch.float64)[..., None, :, :, None]
+    return (x * frequency.to(x.device, torch.float64)[:, None]).sum(-2)
+
+
+def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosine and sine of angles ``[*b h t f]``, computed in the angles' dtype, rounded once: ``[*b h t f 2]``."""
+    return torch.stack((angle.cos(), angle.sin()), -1).to(dtype)
+
+
+def rotate_naive(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate feature pairs (2i, 2i+1) of x ``[*b h t 2f]`` by a table ``[*b h t f 2]`` (RoFormer, Eq. 15)."""
+    cos, sin = table.unbind(-1)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """`rotate_naive` as one complex product: pairs and table are viewed as complex numbers, nothing but the result is made."""
+    if torch.compiler.is_compiling() or x.dtype != table.dtype:
+        return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
+    if x.stride(-1) != 1 or any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset())):
+        x = x.contiguous()
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2)
+
+
+def lift(x: Tensor, table: Tensor) -> Tensor:
+    """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: the complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
+    cos, sin = table.unbind(-1)
+    return torch.cat((x * cos, x * sin), -1)
+
+
+def permute(x: Tensor, index: Tensor) -> Tensor:
+    """Feature ``index[..., i]`` of x at place i: x ``[*b h t d]``, index int64 ``[*b h t d]`` or broadcastable to it."""
+    shape = torch.broadcast_shapes(x.shape, index.shape)
+    return x.expand(shape).gather(-1, index.expand(shape))
+
+
+def transform(x: Tensor, matrix: Tensor) -> Tensor:
+    """Apply a constant matrix ``[h d' d]`` to each token of x ``[*b h t d]``."""
+    return x @ matrix.mT.to(x.dtype)
+
+
+def reflect(x: Tensor, normal: Tensor) -> Tensor:
+    """Householder reflection x - 2 <x, u> u with a unit normal u ``[h 1 d]``: two passes, never a d x d product."""
+    return x - (2 * (x * normal).sum(-1, keepdim=True)) * normal
+
+
+def half_to_interleaved(features: int, *, device: torch.device | str | None = None) -> Tensor:
+    """The index that turns the half-split layout (pair i, i + d/2) into the interleaved one (pair 2i, 2i+1): ``[d]``.
+
+    ``x_half[..., half_to_interleaved(d)]`` is interleaved; applied to the rows of a projection's weight it converts a
+    checkpoint. ``half_to_interleaved(d).argsort()`` is the way back.
+
+    Example:
+        >>> half_to_interleaved(6).tolist()
+        [0, 3, 1, 4, 2, 5]
+    """
+    if features % 2:
+        raise ValueError(f"features: expected an even number, got {features}")
+    return torch.arange(features, device=device).unflatten(0, (2, -1)).T.flatten()
