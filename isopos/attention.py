@@ -35,7 +35,9 @@ class Attention(nn.Module):
             raise ValueError(f"model_dim: expected a multiple of the {scheme.heads} heads, got {model_dim}")
         head_dim = model_dim // scheme.heads
         if head_dim != scheme.encoding.features:
-            raise ValueError(f"model_dim: expected {scheme.heads} heads of {scheme.encoding.features} features, got {head_dim}")
+            raise ValueError(
+                f"model_dim: expected {scheme.heads} heads of {scheme.encoding.features} features, got {head_dim}"
+            )
         self.heads = scheme.heads
         self.attend = softmax_attention if scheme.attention == "softmax" else linear_attention
         self.normalised = scheme.normalised
@@ -51,7 +53,7 @@ class Attention(nn.Module):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from x ``[b t m]`` to itself, or to a context ``[b s m]``; mask ``[b s]`` is True where a key takes part."""
+        """Attend from x ``[b t m]`` to itself or to a context ``[b s m]``; mask ``[b s]``: True where a key takes part."""
         source = x if context is None else context
         heads = (layer(a).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, a in self._inputs(x, source))
         y = self.attend(*heads, causal=causal, mask=mask, **at)

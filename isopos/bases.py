@@ -85,9 +85,9 @@ class OddEven(Basis):
 
 
 class Fourier(Basis):
-    """The orthonormal real discrete Fourier transform: rows of scaled cosines and sines in pairs of one frequency.
+    """The orthonormal real discrete Fourier transform: rows of scaled cosines and sines, a pair a frequency.
 
-    `rfft` of a real vector does not keep norms; these rows do: the constant, the pairs, and the alternating one if d is even.
+    `rfft` of a real vector does not keep norms. These rows do: the constant, the alternating one if d is even, the pairs.
 
     Args:
         features: d.

@@ -14,6 +14,7 @@ class Sinusoidal(nn.Module):
 
     Args:
         model_dim: d, even.
+        scale: Factor of all, 1 in the paper, whose token embeddings have unit variance.
 
     Example:
         >>> Sinusoidal(4)(torch.tensor([[0]])).tolist()
@@ -22,18 +23,18 @@ class Sinusoidal(nn.Module):
 
     max_length = None
 
-    def __init__(self, model_dim: int):
+    def __init__(self, model_dim: int, *, scale: float = 1.0):
         super().__init__()
         if model_dim % 2:
             raise ValueError(f"model_dim: expected an even width, got {model_dim}")
-        self.model_dim = model_dim
+        self.model_dim, self.scale = model_dim, scale
         self.frequency = 10000.0 ** (-torch.arange(0, model_dim, 2, device="cpu", dtype=torch.float64) / model_dim)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Embeddings ``[*b t model_dim]`` of positions ``[*b t 1]``."""
         Line(real=True).check(x)
         angle = angles(x, self.frequency[None, None]).squeeze(-3)
-        return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(dtype)
+        return (self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)).to(dtype)
 
 
 class Learned(nn.Module):

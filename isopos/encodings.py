@@ -7,9 +7,11 @@ evaluates it at a tensor of positions once; the isometry it returns is shared by
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from isopos import isometries
 from isopos.bases import Basis
@@ -18,7 +20,17 @@ from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrix, Rotatio
 from isopos.ops.rotate import angles, rotation_table
 from isopos.positions import Group, Line, Product, Ring
 
-__all__ = ["DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary", "rope_frequencies"]
+__all__ = [
+    "DirectSum",
+    "Encoding",
+    "Exponential",
+    "Identity",
+    "InBasis",
+    "Partial",
+    "Permutation",
+    "Rotary",
+    "rope_frequencies",
+]
 
 
 class Encoding(ExactModule, ABC):
@@ -43,6 +55,8 @@ def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:
         >>> rope_frequencies(2).tolist()
         [1.0, 0.01]
     """
+    if not (count > 0 and base > 0):
+        raise ValueError(f"base: expected a positive number, and at least one frequency, got {base} and {count}")
     return base ** (-torch.arange(count, device="cpu", dtype=torch.float64) / count)
 
 
@@ -146,9 +160,12 @@ class Permutation(Encoding):
     def __init__(self, permutation: Tensor):
         super().__init__()
         maps = permutation[:, None] if permutation.ndim == 2 else permutation
-        if maps.ndim != 3 or maps.is_floating_point() or not maps.sort(-1).values.eq(torch.arange(maps.shape[-1])).all():
-            raise ValueError(f"permutation: expected [h d] or [h c d] of 0 to d - 1, got {permutation.dtype} {list(maps.shape)}")
-        heads, columns, features = maps.shape
+        places = torch.arange(maps.shape[-1], device=maps.device)
+        if maps.ndim != 3 or maps.is_floating_point() or not maps.sort(-1).values.eq(places).all():
+            raise ValueError(
+                f"permutation: expected [h d] or [h c d] of 0 to d - 1, got {permutation.dtype} {list(maps.shape)}"
+            )
+        _, columns, features = maps.shape
         for a in range(columns):
             for b in range(a):
                 if not maps[:, a].gather(-1, maps[:, b]).equal(maps[:, b].gather(-1, maps[:, a])):
@@ -158,7 +175,7 @@ class Permutation(Encoding):
         cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
         self.orders = tuple(math.lcm(*(len(cycle) for axis in head for cycle in axis)) for head in cycles)
         self.common_order = math.lcm(*self.orders)
-        # by place in a row of all cycles: the feature there; by feature: its cycle's first place, its rank, its cycle's length
+        # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
         table = torch.tensor([[_cycle_table(axis) for axis in head] for head in cycles], device="cpu")
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
 
@@ -203,8 +220,8 @@ def _cycle_table(cycles: list[list[int]]) -> list[list[int]]:
 class Exponential(Encoding):
     """exp(x (A - A^T)): every orthogonal representation of a line, in a learned basis with learned angles.
 
-    The skew matrix A - A^T = P^T (blocks of frequencies) P is diagonalised once a forward in float64, so that positions cost a
-    rotation in the basis P (whose outer P^T cancels in products) rather than a d x d matrix each.
+    The skew matrix A - A^T = P^T (blocks of frequencies) P is diagonalised once a forward in float64, so that positions
+    cost a rotation in the basis P (whose outer P^T cancels in products) rather than a d x d matrix each.
 
     Args:
         generator: A, ``[h d d]`` with even d. The frequencies of A - A^T must be distinct and not zero, or its
@@ -251,15 +268,40 @@ class Exponential(Encoding):
         return Chain(Matrix(basis.to(dtype)), Rotation(rotation_table(angles(x, frequency[:, None]), dtype)))
 
 
+class _Eigh(torch.autograd.Function):
+    """Eigenvalues and eigenvectors of a Hermitian matrix.
+
+    `torch.linalg.eigh` refuses to differentiate what depends on the phases of eigenvectors, by a bound that large gradients
+    exceed although nothing here depends on them. This backward leaves the phases out instead.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(matrix)
+        ctx.save_for_backward(values, vectors)
+        return values, vectors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, vectors = ctx.saved_tensors
+        grad_values, grad_vectors = grad_outputs
+        gaps = values[..., None, :] - values[..., :, None]
+        gaps.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+        inner = (vectors.mH @ grad_vectors) / gaps + torch.diag_embed(grad_values)
+        grad = vectors @ inner @ vectors.mH
+        return (grad + grad.mH) / 2
+
+
 def _spectrum(generator: Tensor) -> tuple[Tensor, Tensor]:
-    """Frequencies ``[h f]`` > 0 and basis ``[h d d]`` with A - A^T = P^T R' P: pairs of P rotate by frequency."""
+    """Frequencies ``[h f]`` > 0 and basis P ``[h d d]`` with A - A^T = P^T (blocks of frequencies) P."""
     skew = generator - generator.mT
-    values, vectors = torch.linalg.eigh(1j * skew)  # S u = -i w u, so exp(xS) u = e^{-iwx} u; eigenvalues come in pairs +-w
+    values, vectors = _Eigh.apply(1j * skew)  # pyright: ignore[reportGeneralTypeIssues]  # S u = -i w u: pairs of +-w
     half = generator.shape[-1] // 2
     u = vectors[..., half:]
     pivot = u.gather(-2, u.abs().argmax(-2, keepdim=True))
     u = u * (pivot.conj() / pivot.abs())  # a phase of their own choice would differ between two evaluations
-    rows = torch.stack((u.real.mT, u.imag.mT), -2).flatten(-3, -2)  # sqrt(2) <conj u, x> rotates by +w
+    rows = torch.stack((u.real.mT, u.imag.mT), -2).flatten(-3, -2)
     return values[..., half:], 2**0.5 * rows
 
 

@@ -22,5 +22,5 @@ class ExactModule(nn.Module):
 
 
 def constant(value: Tensor) -> Tensor:
-    """A float64 copy on the CPU, for a plain attribute: outside parameters and buffers, so no cast or meta device reaches it."""
+    """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
     return value.detach().to("cpu", torch.float64, copy=True)

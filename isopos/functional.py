@@ -36,9 +36,9 @@ def linear_attention(
         feature_map: phi, applied before rho; None leaves q and k as they are.
         decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens; a pair for
             cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
-        denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by the sum
-            with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive), None by
-            nothing. Decay and mask weigh in both. A vanishing one is clamped to a magnitude of 1e-6.
+        denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by
+            the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
+            None by nothing. Decay and mask weigh in both. A vanishing one is clamped to a magnitude of 1e-6.
         causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
         mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
 
@@ -66,7 +66,8 @@ def linear_attention(
     if 0 in (*batch, t, s):
         return q.new_zeros(*batch, t, v.shape[-1])
     wide = torch.promote_types(q.dtype, torch.float32)
-    parts = {None: 1, "encoded": 1, "plain": 1 if isinstance(rho_q, Identity) else 2}[denominator]
+    unmoved = isinstance(rho_q, Identity) and isinstance(rho_k, Identity)
+    parts = {None: 1, "encoded": 1, "plain": 1 if unmoved else 2}[denominator]
     keys_kept = None if mask is None else mask[..., None, :, None]
     load_q = _load_features(rho_q, feature_map, parts, wide, None)
     load_k = _load_features(rho_k, feature_map, parts, wide, keys_kept)
@@ -89,7 +90,7 @@ def softmax_attention(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
+    """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
     Args:
         q: Queries ``[*b h t d]``, any floating dtype.
@@ -132,13 +133,15 @@ def softmax_attention(
         difference = g[0][..., :, None] - g[1][..., None, :]
         bias = difference if causal else -difference.abs()
     # a row without keys attends everywhere, which keeps its gradient finite, and is then set to zero
-    bias = bias.masked_fill(~keep & alive, -torch.inf).to(q.dtype)
+    bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~keep, -torch.inf).masked_fill(~alive, 0).to(q.dtype)
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.expand(*batch, t, s), scale=scale)
     return torch.where(alive, out, 0)
 
 
-def _load_features(rho: Isometry, phi: FeatureMap | None, parts: int, dtype: torch.dtype, kept: Tensor | None) -> linear.Load:
+def _load_features(
+    rho: Isometry, phi: FeatureMap | None, parts: int, dtype: torch.dtype, kept: Tensor | None
+) -> linear.Load:
     """phi, then rho: the features of the numerator, and phi's alone where the denominator takes them as they are."""
 
     def load(x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
@@ -160,9 +163,7 @@ def _load_values(parts: int, divided: bool, dtype: torch.dtype, kept: Tensor | N
     return load
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None
-) -> tuple[Isometry, Isometry]:
+def _check(q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None) -> tuple[Isometry, Isometry]:
     """The isometries of queries and keys; ValueError where the arguments do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():
@@ -182,11 +183,20 @@ def _check(
         if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
             raise ValueError(f"mask: expected bool [*b {k.shape[-2]}], got {mask.dtype} {list(mask.shape)}")
         if not _broadcasts(mask.shape[:-1], batch[:-1]):
-            raise ValueError(f"mask: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(mask.shape)}")
+            raise ValueError(
+                f"mask: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(mask.shape)}"
+            )
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     rho_q, rho_k = rho_q or Identity(), rho_k or Identity()
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
+        if not isinstance(rho, Isometry):
+            raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
+        if not _broadcasts(rho.leading, x.shape[:-2]):
+            raise ValueError(
+                f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
+                f"got {list(rho.leading)}; build the encoding for these heads"
+            )
     return rho_q, rho_k
 
 
@@ -196,6 +206,8 @@ def _decays(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | N
         return None
     pair = decay if isinstance(decay, tuple) else (decay, decay)
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
+        if not isinstance(g, Tensor):
+            raise TypeError(f"decay: expected a tensor of log decays, got {type(g).__name__}")
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
         if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _broadcasts(g.shape[:-1], x.shape[:-2]):
@@ -205,4 +217,4 @@ def _decays(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | N
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
+    return len(shape) <= len(to) and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(to), strict=False))

@@ -35,6 +35,11 @@ class Isometry(ABC):
     def features(self) -> int | None:
         """The width d it maps; None where any will do."""
 
+    @property
+    @abstractmethod
+    def leading(self) -> torch.Size:
+        """Axes ``[*b h]`` of its own, which broadcast to those of what it maps."""
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor it holds."""
         for field in fields(self):  # pyright: ignore[reportArgumentType]  # every final class is a dataclass
@@ -54,11 +59,11 @@ class Isometry(ABC):
         """Raise ValueError where x is not ``[*b h t d]`` of this isometry's tokens and features."""
         if x.ndim < 3:
             raise ValueError(f"{name}: expected [*b h t d], got {list(x.shape)}")
-        if self.features not in (None, x.shape[-1]):
+        if self.features is not None and self.features != x.shape[-1]:
             raise ValueError(
                 f"{name}: expected {self.features} features, got {x.shape[-1]}; build the encoding for this head size"
             )
-        if self.length not in (None, x.shape[-2]):
+        if self.length is not None and self.length != x.shape[-2]:
             raise ValueError(
                 f"{name}: expected {self.length} tokens, one a position, got {x.shape[-2]}; "
                 f"evaluate the encoding at the positions of {name}"
@@ -92,6 +97,11 @@ class Identity(Isometry):
         """Any."""
 
     @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return torch.Size()
+
+    @property
     def features(self) -> None:
         """Any."""
 
@@ -116,6 +126,11 @@ class Rotation(Isometry):
     def length(self) -> int:
         """Rows of the table."""
         return self.table.shape[-3]
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.table.shape[:-3]
 
     @property
     def features(self) -> int:
@@ -144,6 +159,11 @@ class Gather(Isometry):
         return None if self.constant else self.index.shape[-2]
 
     @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.index.shape[:-2]
+
+    @property
     def features(self) -> int:
         """Places of the index."""
         return self.index.shape[-1]
@@ -168,6 +188,11 @@ class Reflection(Isometry):
         """Any."""
 
     @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.normal.shape[:-2]
+
+    @property
     def features(self) -> int:
         """The normal's width."""
         return self.normal.shape[-1]
@@ -190,6 +215,11 @@ class Matrix(Isometry):
     @property
     def length(self) -> None:
         """Any."""
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.matrix.shape[:-2]
 
     @property
     def features(self) -> int:
@@ -218,6 +248,11 @@ class Chain(Isometry):
         return self.second.length if self.first.length is None else self.first.length
 
     @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return torch.broadcast_shapes(self.first.leading, self.second.leading)
+
+    @property
     def features(self) -> int | None:
         """The width that the first maps."""
         return self.second.features if self.first.features is None else self.first.features
@@ -232,7 +267,9 @@ class BlockSum(Isometry):
 
     def apply(self, x: Tensor) -> Tensor:
         """Slice by slice."""
-        return torch.cat([part.apply(a) for part, a in zip(self.parts, x.split(self.widths, -1), strict=True)], -1)
+        slices = [part.apply(a) for part, a in zip(self.parts, x.split(self.widths, -1), strict=True)]
+        leading = torch.broadcast_shapes(*(a.shape[:-1] for a in slices))  # one part's tables may have heads or batches
+        return torch.cat([a.expand(*leading, -1) for a in slices], -1)
 
     def tokens(self, start: int, stop: int) -> Isometry:
         """Each part's."""
@@ -242,6 +279,11 @@ class BlockSum(Isometry):
     def length(self) -> int | None:
         """Of the first part that has one."""
         return next((part.length for part in self.parts if part.length is not None), None)
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return torch.broadcast_shapes(*(part.leading for part in self.parts))
 
     @property
     def features(self) -> int:

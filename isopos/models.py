@@ -9,7 +9,9 @@ from isopos.attention import Attention
 from isopos.positions import sequence
 from isopos.schemes import Scheme
 
-__all__ = ["Block", "Decoder"]
+__all__ = ["TOKEN_STD", "Block", "Decoder"]
+
+TOKEN_STD = 0.1  # of initial token embeddings
 
 
 class Block(nn.Module):
@@ -56,14 +58,14 @@ class Decoder(nn.Module):
     def __init__(self, vocabulary: int, model_dim: int, layers: int, scheme: Scheme, *, dropout: float = 0.0):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, model_dim)
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
         self.blocks = nn.ModuleList(Block(model_dim, scheme, dropout=dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(model_dim)
         self.head = nn.Linear(model_dim, vocabulary)
         self.scheme = scheme
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``; positions ``[t 1]`` or ``[b t 1]``, 0 to t - 1 by default."""
+        """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
         positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
         x = self.tokens(tokens)
         if self.scheme.embedding is not None:

@@ -18,7 +18,7 @@ INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 class Group(ABC):
-    """A group whose elements are rows of ``columns`` coordinates. Encodings name their group; nothing else guesses geometry."""
+    """A group whose elements are rows of ``columns`` coordinates. Encodings name theirs; nothing guesses geometry."""
 
     @property
     @abstractmethod

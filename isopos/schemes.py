@@ -20,7 +20,7 @@ from isopos.embeddings import Learned, Sinusoidal
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS
 
-__all__ = ["REGISTRY", "Choices", "Scheme", "build", *(name.replace("-", "_") for name in CATALOG)]
+__all__ = ["REGISTRY", "Choices", "Scheme", "build"]
 
 Basis = Literal["identity", "householder", "odd-even", "fourier"]
 
@@ -73,6 +73,8 @@ class Scheme(nn.Module):
             _expect("decay", decay, ("none", *RATES))
         self.encoding, self.heads, self.attention, self.embedding = encoding, heads, attention, embedding
         self.decay = decay if isinstance(decay, Decay) else Decay(RATES[decay](heads)) if decay != "none" else None
+        if self.decay is not None and len(self.decay.initial) not in (1, heads):
+            raise ValueError(f"decay: expected rates of {heads} heads, got {len(self.decay.initial)}")
         linear = attention == "linear"
         self.choices = {
             "attention": attention,
@@ -92,7 +94,7 @@ class Scheme(nn.Module):
         return self.choices["denominator"] == "none"
 
     def at(self, x: Tensor, x_key: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """The keyword arguments of the attention function at positions x ``[*b t c]`` of queries, and of keys if they differ."""
+        """Keyword arguments of the attention function, at positions x ``[*b t c]`` of queries and of keys if they differ."""
         pair = lambda f: f(x) if x_key is None else (f(x), f(x_key))  # noqa: E731
         arguments: dict[str, Any] = {
             "isometry": pair(lambda at: self.encoding(at, dtype)),
@@ -112,7 +114,9 @@ def _scheme(encoding: Encoding, heads: int, choices: Choices, *, embedding: Any 
     if choices.get("attention") == "softmax":
         for name in ("feature_map", "denominator"):
             if name in choices:
-                raise ValueError(f"{name}: expected none with softmax attention, which has its own, got {choices[name]!r}")
+                raise ValueError(
+                    f"{name}: expected no choice with softmax attention, which has its own, got {choices.get(name)!r}"
+                )
     return Scheme(encoding, heads, embedding=embedding, **(defaults | dict(choices)))  # pyright: ignore[reportArgumentType]
 
 
@@ -121,16 +125,19 @@ def none(head_dim: int, heads: int = 1, **choices: Unpack[Choices]) -> Scheme:
     return _scheme(encodings.Identity(_size(head_dim, heads)), heads, choices)
 
 
-def sinusoidal(head_dim: int, heads: int = 1, *, model_dim: int | None = None, **choices: Unpack[Choices]) -> Scheme:
+def sinusoidal(
+    head_dim: int, heads: int = 1, *, model_dim: int | None = None, scale: float = 1.0, **choices: Unpack[Choices]
+) -> Scheme:
     """Sines and cosines added to the token embeddings (Vaswani et al. 2017, section 3.5).
 
     Args:
         head_dim: d.
         heads: h.
         model_dim: Width of the token embeddings; head_dim * heads by default.
+        scale: Amplitude; 1 beside token embeddings of unit variance, as in the paper, and less beside smaller ones.
         choices: See `Choices`.
     """
-    embedding = Sinusoidal(_size(head_dim, heads) * heads if model_dim is None else model_dim)
+    embedding = Sinusoidal(_size(head_dim, heads) * heads if model_dim is None else model_dim, scale=scale)
     return _scheme(encodings.Identity(head_dim), heads, choices, embedding=embedding)
 
 
@@ -213,7 +220,7 @@ def lrpe_unitary(
 ) -> Scheme:
     """LRPE's unitary type on real vectors: d angles base^(-2t/d), the real part of the complex score (LRPE, Eq. 22).
 
-    The score is a sum of cosines: score(i, j) = score(j, i), direction-blind. Without `causal` a model cannot tell left from right.
+    The score is a sum of cosines, score(i, j) = score(j, i): without `causal` a model cannot tell left from right.
 
     Args:
         head_dim: d.
@@ -225,7 +232,7 @@ def lrpe_unitary(
         seed: Of the Householder normal.
         choices: See `Choices`.
     """
-    angle = rope_frequencies(_size(head_dim, heads), base**2).expand(heads if learned else 1, 1, -1)
+    angle = rope_frequencies(_size(head_dim, heads), base).square().expand(heads if learned else 1, 1, -1)
     encoding = encodings.Rotary(angle, learned=learned, lift=True)
     return _scheme(_in_basis(encoding, basis, heads, learned_basis, seed), heads, choices)
 
@@ -321,21 +328,20 @@ def _size(head_dim: int, heads: int) -> int:
 
 
 def _even(width: int) -> int:
-    if width % 2:
+    if width % 2 or width < 2:
         raise ValueError(f"head size: expected an even number of features for a rotation of pairs, got {width}")
     return width
 
 
 def _rotary(width: int, heads: int, base: float, learned: bool) -> Encoding:
-    if not base > 0:
-        raise ValueError(f"base: expected a positive number, got {base}")
     frequency = rope_frequencies(_even(width) // 2, base)
     return encodings.Rotary(frequency.expand(heads if learned else 1, 1, -1), learned=learned)
 
 
 def _permutation(width: int, heads: int, seed: int) -> Encoding:
     generator = torch.Generator().manual_seed(seed)
-    return encodings.Permutation(torch.stack([torch.randperm(width, generator=generator) for _ in range(heads)]))
+    rows = [torch.randperm(width, generator=generator, device="cpu") for _ in range(heads)]
+    return encodings.Permutation(torch.stack(rows))
 
 
 def _in_basis(encoding: Encoding, basis: str, heads: int, learned: bool, seed: int) -> Encoding:
@@ -365,12 +371,12 @@ def build(name: str, head_dim: int, heads: int, options: Mapping[str, str] | Non
         'retnet'
     """
     if name not in REGISTRY:
-        raise ValueError(f"scheme {name!r}: expected {closest(name, REGISTRY)}")
+        raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
     parameters = options_of(name)
     values = {}
     for option, text in (options or {}).items():
         if option not in parameters:
-            raise ValueError(f"{name}: option {option!r}: expected {closest(option, parameters)}")
+            raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
         values[option] = _parse(f"{name}: {option}", text, parameters[option])
     return REGISTRY[name](head_dim, heads, **values)
 
@@ -383,9 +389,9 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def closest(name: str, names: Mapping[str, Any]) -> str:
-    """The known names, those nearest to a misspelt one first."""
+    """The known names, or the nearest to a misspelt one."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"{' or '.join(near)}?" if near else f"one of {', '.join(names)}"
+    return f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(names)}"
 
 
 def _parse(what: str, text: str, kind: Any) -> Any:
@@ -405,4 +411,4 @@ def _parse(what: str, text: str, kind: Any) -> Any:
 
 def _expect(what: str, value: Any, names: Any) -> None:
     if value not in names:
-        raise ValueError(f"{what}: expected {closest(str(value), {n: None for n in names})}, got {value!r}")
+        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {value!r}")

@@ -5,10 +5,10 @@ One primitive carries everything:
     total_i = sum_j <q_i, k_j> exp(g_i - g_j) v_j
 
 A denominator is the same sum with v = 1: a further column of ones where numerator and denominator have the same features
-("encoded"), a sum of its own where they differ ("plain"). q, k ``[*b h t d]`` are features, v ``[*b h t e]`` values, g a pair
-of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along tokens. Causal sums run over j <= i. Otherwise
-they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the causal sum, and one over j > i that walks from the
-last token to the first. `naive` is the specification; the fast sums are tested against it.
+("encoded"), a sum of its own where they differ ("plain"). q, k ``[*b h t d]`` are features, v ``[*b h t e]`` values, g a
+pair of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along tokens. Causal sums run over j <= i.
+Otherwise they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the causal sum, and one over j > i that walks
+from the last token to the first. `naive` is the specification; the fast sums are tested against it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -198,7 +198,7 @@ class _Walk:
             chunk.advance(here, state)
         return out
 
-    def causal_backward(self, upstream: "_Upstream", before: list[list[Tensor]], grads: Sequence[Tensor]) -> None:
+    def causal_backward(self, upstream: "_Upstream", before: Sequence[Sequence[Tensor]], grads) -> None:
         """Add the gradients of q, k, v and, where there are five of them, of both log decays, walking back."""
         grad_states: list[Tensor] = []
         for span, states in zip(reversed(self.spans(self.length)), reversed(before), strict=True):
@@ -279,7 +279,7 @@ class _Upstream:
 
 
 class _Fused(torch.autograd.Function):
-    """Load, sum and divide segment by segment. Keeps its inputs, its output and states of constant size; recomputes the rest.
+    """Load, sum and divide segment by segment. Keeps inputs, output and states of constant size; recomputes the rest.
 
     Inputs q, k, v ``[*b h t .]`` and g_q, g_k ``[*b h t]`` or None; output ``[*b h t e]``, the sums side by side, or with
     `divided` the first sums over the last.
@@ -289,7 +289,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, q, k, v, g_q, g_k, loads, causal: bool, divided: bool) -> Tensor:
         walks, states = _walks((q, k, v), None if g_q is None else (g_q, g_k), loads, causal), []
         full = not causal and g_q is None
-        totals = None
+        totals = denominator = None
         for walk in walks:
             for at, total, before in walk.full() if full else walk.causal():
                 states += before
@@ -309,7 +309,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, g_q, g_k, totals, denominator, *states = ctx.saved_tensors
         upstream = _Upstream(grad_outputs[0], totals, denominator)
         walks = _walks((q, k, v), None if g_q is None else (g_q, g_k), ctx.loads, ctx.causal)
@@ -360,14 +360,13 @@ def _causal_sum_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool
 ) -> list[Tensor]:
     walk, grads = _walk(q, k, v, g_q, g_k, reverse), _empty_grads(q, k, v, g_q, g_k)
-    walk.causal_backward(_Upstream(grad), [before for _, _, before in walk.causal()], grads)
+    with torch.autocast(q.device.type, enabled=False):
+        walk.causal_backward(_Upstream(grad), [before for _, _, before in walk.causal()], grads)
     return grads
 
 
 @_causal_sum_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool
-) -> list[Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> list[Tensor]:
     return _empty_grads(q, k, v, g_q, g_k)
 
 
@@ -414,6 +413,9 @@ def linear(
     if causal and t != s:  # rows of zeros come first where tokens are missing
         missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
         operands = [[F.pad(x, (0, 0, n, 0)) for x in xs] for xs, n in zip(operands, missing, strict=True)]
-        g = g and (torch.cat((g[1][..., : missing[0]], g[0]), -1), torch.cat((g[0][..., : missing[1]], g[1]), -1))
+        if g is not None:
+            query, key = torch.broadcast_tensors(g[0][..., :1], g[1][..., :1])  # one shape but for the tokens
+            query, key = g[0].expand(*query.shape[:-1], t), g[1].expand(*key.shape[:-1], s)
+            g = torch.cat((key[..., : missing[0]], query), -1), torch.cat((query[..., : missing[1]], key), -1)
     total = torch.cat([_total(_Terms(*rows), g, causal) for rows in zip(*operands, strict=True)], -1)[..., -t:, :]
     return divide(total) if divided else total

@@ -14,7 +14,7 @@ def angles(position: Tensor, frequency: Tensor) -> Tensor:
 
 
 def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosine and sine of angles ``[*b h t f]``, computed in the angles' dtype, rounded once: ``[*b h t f 2]``."""
+    """Cosine and sine of angles ``[*b h t f]``, rounded once: ``[*b h t f 2]``."""
     return torch.stack((angle.cos(), angle.sin()), -1).to(dtype)
 
 
@@ -26,17 +26,17 @@ def rotate_naive(x: Tensor, table: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """`rotate_naive` as one complex product: pairs and table are viewed as complex numbers, nothing but the result is made."""
+    """`rotate_naive` as one complex product: pairs and table are viewed as complex, nothing but the result is made."""
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
     if x.stride(-1) != 1 or any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset())):
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2)
 
 
 def lift(x: Tensor, table: Tensor) -> Tensor:
-    """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: the complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
+    """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
     cos, sin = table.unbind(-1)
     return torch.cat((x * cos, x * sin), -1)
 
