@@ -1,0 +1,1 @@
+"""The laboratory: text, training, comparison and reports. It imports isopos and is never imported by it."""

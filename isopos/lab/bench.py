@@ -1,0 +1,137 @@
+"""Measurements of the operations: side by side in one process, interleaved, medians. Figures are rows, never tests."""
+
+import itertools
+import json
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from isopos.feature_maps import elu1
+from isopos.functional import linear_attention
+from isopos.ops.rotate import rotate
+from isopos.positions import sequence
+from isopos.schemes import REGISTRY
+
+__all__ = ["bench"]
+
+ROUNDS = 9
+BATCH, HEADS, HEAD_DIM, LENGTH = 2, 8, 64, 8192
+
+
+def bench(console: Console) -> int:
+    """Print every row; return the exit status."""
+    console.print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32; medians of {ROUNDS} interleaved rounds"
+    )
+    table = Table("work", "figure", "what it is", header_style="bold")
+    for rows in (_rotation, _growth, _memory):
+        for row in rows():
+            table.add_row(*row)
+    console.print(table)
+    return 0
+
+
+def _times(works: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median seconds of each work, interleaved, after one round of warming up."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for n in range(ROUNDS + 1):
+        for name, work in works.items():
+            begun = time.perf_counter()
+            work()
+            if n:
+                seconds[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _textbook(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The formula that most code uses, on the half-split layout."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _rotation():
+    """Rotation of one tensor against the textbook formula, and its error against float64."""
+    rope = REGISTRY["rope"](HEAD_DIM, HEADS).encoding
+    rho, exact = (rope(sequence(LENGTH), dtype) for dtype in (torch.float32, torch.float64))
+    table = rho.table
+    cos, sin = (part.repeat(1, 1, 2) for part in table.unbind(-1))
+    shape = f"B=1 H={HEADS} L={LENGTH} d={HEAD_DIM}"
+    x = torch.randn(1, HEADS, LENGTH, HEAD_DIM)
+    leaf, grad = x.clone().requires_grad_(), torch.randn_like(x)
+    works = {
+        "ours": lambda: rotate(x, table),
+        "textbook": lambda: _textbook(x, cos, sin),
+        "ours backward": lambda: torch.autograd.grad(rotate(leaf, table), leaf, grad),
+        "textbook backward": lambda: torch.autograd.grad(_textbook(leaf, cos, sin), leaf, grad),
+    }
+    seconds = _times(works)
+    yield f"rotation forward, {shape}", f"{seconds['textbook'] / seconds['ours']:.2f}x", "textbook rotate-half time / ours"
+    ratio = seconds["textbook backward"] / seconds["ours backward"]
+    yield f"rotation forward + backward, {shape}", f"{ratio:.2f}x", "textbook rotate-half time / ours"
+    error = (rho(x).double() - exact(x.double())).abs().max() / x.abs().max()
+    yield f"rotation, {shape}", f"{error:.1e}", "largest error against float64, of the largest feature"
+
+
+def _inputs(length: int) -> list[Tensor]:
+    return [torch.randn(BATCH, HEADS, length, HEAD_DIM).requires_grad_() for _ in range(3)]
+
+
+def _growth():
+    """Time of causal linear attention with rope, as length doubles."""
+    scheme = REGISTRY["rope"](HEAD_DIM, HEADS)
+    lengths = (1024, 2048, 4096, 8192)
+
+    def work(length: int) -> Callable[[], object]:
+        inputs, at = _inputs(length), scheme.at(sequence(length))
+        return lambda: torch.autograd.grad(linear_attention(*inputs, causal=True, **at).sum(), inputs)
+
+    seconds = _times({str(length): work(length) for length in lengths})
+    for a, b in itertools.pairwise(lengths):
+        yield (
+            f"attention with rope forward + backward, L={b}",
+            f"{seconds[str(b)] / seconds[str(a)]:.2f}x",
+            f"time / time at L={a}",
+        )
+
+
+def _memory():
+    """Peak memory of forward + backward above the inputs, in bytes of q; each in a process of its own."""
+    for name in ("none", "rope", "permuteformer", "retnet"):
+        code = f"from isopos.lab.bench import peak; peak({name!r})"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        shape = f"B={BATCH} H={HEADS} L={LENGTH} d={HEAD_DIM}"
+        yield (
+            f"attention with {name} forward + backward, {shape}",
+            f"{json.loads(out):.2f}",
+            "peak memory above the inputs / bytes of q",
+        )
+
+
+def peak(name: str) -> None:
+    """Print the peak resident memory of one forward and backward pass above its inputs, as a multiple of the bytes of q."""
+    scheme = REGISTRY[name](HEAD_DIM, HEADS)
+    small, inputs = _inputs(256), _inputs(LENGTH)
+    linear_attention(*small, causal=True, feature_map=elu1).sum().backward()
+    at, grad = scheme.at(sequence(LENGTH)), torch.ones(BATCH, HEADS, LENGTH, HEAD_DIM)
+    before = _high_water()
+    linear_attention(*inputs, causal=True, **at).backward(grad)
+    after = _high_water()
+    print((after - before) / (inputs[0].numel() * inputs[0].element_size()))
+
+
+def _high_water() -> int:
+    """The most bytes of memory that this process has held."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent held when it started this process
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

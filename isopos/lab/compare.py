@@ -1,0 +1,149 @@
+"""The comparison: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
+
+import json
+import os
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from isopos.lab import report, text
+from isopos.lab.recipes import Comparison, Recipe, join_spec, split_spec
+from isopos.lab.table import render, rows_of
+from isopos.lab.train import build_model, loss_of, train
+
+__all__ = ["compare"]
+
+ROUNDS = 9
+
+
+def compare(comparison: Comparison, console: Console) -> int:
+    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished.
+
+    Raises:
+        ValueError: Before any work, where a choice or the data do not fit.
+    """
+    recipes, folder = _check(comparison)
+    source = text.load(comparison.data, comparison.length)
+    console.print(f"text: {source.name}, {len(source.train)} + {len(source.validation)} bytes, sha256 {source.sha256[:12]}")
+    _make(folder, comparison.overwrite)
+    about: dict[str, object] = {
+        "text": source.name,
+        "sha256": source.sha256,
+        "bytes": len(source.train) + len(source.validation),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": recipes[0].device,
+    }
+    _write(folder, about | {"complete": False})
+    complete = False
+    try:
+        _train_all(recipes, source, folder, console)
+        about["speed"] = _speeds(recipes, source)
+        complete = True
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted: the report holds what is finished")
+    finally:
+        _write(folder, about | {"complete": complete})
+        page = report.write(folder)
+    rows = rows_of(folder)
+    console.print(*render(rows))
+    console.print(f"report: {page}")
+    return 0 if complete else 130
+
+
+def _check(comparison: Comparison) -> tuple[list[Recipe], Path]:
+    """Recipes that build, and a folder that can be made."""
+    for name in ("steps", "seeds", "length", "batch", "layers", "model_dim", "heads", "learning_rate"):
+        if not getattr(comparison, name) > 0:
+            raise ValueError(f"{name}: expected a positive number, got {getattr(comparison, name)}")
+    device = comparison.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here") from None
+    recipes = [replace(recipe, device=device) for recipe in comparison.recipes()]
+    for recipe in recipes[: len(recipes) // comparison.seeds]:
+        build_model(recipe)
+    name = comparison.name or time.strftime("compare-%Y%m%d-%H%M%S")
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
+    folder = Path("runs") / name
+    if folder.exists() and not comparison.overwrite:
+        raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
+    if folder.exists() and not (folder / "comparison.json").exists():
+        raise ValueError(f"overwrite: {folder} holds no comparison; remove it yourself or choose another --name")
+    return recipes, folder
+
+
+def _make(folder: Path, overwrite: bool) -> None:
+    try:
+        if overwrite and folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
+
+
+def _write(folder: Path, about: dict[str, object]) -> None:
+    part = folder / "comparison.json.part"
+    part.write_text(json.dumps(about, indent=1) + "\n")
+    os.replace(part, folder / "comparison.json")
+
+
+def run_folder(folder: Path, recipe: Recipe) -> Path:
+    """Where a run of a comparison lives: its scheme, in characters that every file system takes, and its seed."""
+    return folder / f"{recipe.scheme.replace(':', '+')}-seed{recipe.seed}"
+
+
+def _train_all(recipes: list[Recipe], source: text.Text, folder: Path, console: Console) -> None:
+    columns = ("{task.description:<32}", BarColumn(20), MofNCompleteColumn(), "{task.fields[loss]}", "{task.fields[rate]}")
+    shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
+    with Progress(*shown, TimeRemainingColumn(), console=console) as progress:
+        for recipe in recipes:
+            title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
+            bar = progress.add_task(title, total=recipe.steps, loss="", rate="")
+
+            def show(step: int, bits: float, rate: float, bar=bar) -> None:
+                progress.update(bar, completed=step, loss=f"{bits:.3f} bits/byte", rate=f"{rate:,.0f} tokens/s")
+
+            result = train(recipe, source, run_folder(folder, recipe), show)
+            if result.status != "finished":
+                progress.console.print(f"[red]{title}: {result.status}")
+
+
+def _speeds(recipes: list[Recipe], source: text.Text) -> dict[str, float]:
+    """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
+    first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
+    bases = {recipe.scheme: _without_position(recipe) for recipe in first}
+    models = {spec: build_model(replace(first[0], scheme=spec)) for spec in {*bases, *bases.values()}}
+    batch = [x.to(first[0].device) for x in source.batch(0, 0, first[0].batch, first[0].length)]
+    seconds: dict[str, list[float]] = {spec: [] for spec in models}
+    for n in range(ROUNDS + 1):
+        for spec, model in models.items():
+            _synchronize(first[0].device)
+            begun = time.perf_counter()
+            loss_of(model, *batch).backward()
+            _synchronize(first[0].device)
+            if n:  # the first round warms up
+                seconds[spec].append(time.perf_counter() - begun)
+            model.zero_grad()
+    ratios = {spec: [b / a for a, b in zip(seconds[spec], seconds[base], strict=True)] for spec, base in bases.items()}
+    return {spec: statistics.median(ratio) for spec, ratio in ratios.items()}
+
+
+def _without_position(recipe: Recipe) -> str:
+    attention = split_spec(recipe.scheme)[1].get("attention")
+    return join_spec("none", {"attention": attention} if attention else {})
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -1,0 +1,147 @@
+"""The report of a comparison: one HTML file, made from the folder alone, that loads nothing from outside."""
+
+import html
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from isopos.lab.kernels import kernel
+from isopos.lab.table import HEADER, cells, notes, read_runs, rows_of
+from isopos.lab.train import load_run
+
+__all__ = ["write"]
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
+body { background: #fff } small { color: #666 } .warn { color: #a00 } .wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: 14px }
+th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap }
+td.n { text-align: right; font-variant-numeric: tabular-nums } tbody tr:first-child { background: #eef7ee }
+figure { margin: 1em 0 } svg { max-width: 100%; height: auto }
+"""
+
+
+def write(folder: Path) -> Path:
+    """Write report.html, and curves.svg beside it, from what the folder holds; return the report's path."""
+    about = json.loads((folder / "comparison.json").read_text())
+    runs, rows = read_runs(folder), rows_of(folder)
+    curves = _svg(_curves(runs, [row.scheme for row in rows]))
+    _replace(folder / "curves.svg", curves)
+    first = {run["recipe"]["scheme"]: run for run in reversed(runs) if run["result"]}
+    pictures = [_kernel_section(first[row.scheme]) for row in rows if row.status == "finished"]
+    unfinished = [run["folder"].name for run in runs if not run["result"]]
+    parts = [
+        "<!doctype html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>isopos: {html.escape(folder.name)}</title>',
+        f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
+        f"<p>{html.escape(_setting(about, runs))}</p>",
+        ""
+        if about["complete"]
+        else f'<p class="warn">Interrupted: unfinished {html.escape(", ".join(unfinished) or "timing")}.</p>',
+        '<div class="wide">',
+        _table(rows),
+        "</div>",
+        *(f"<p><small>{html.escape(note)}</small></p>" for note in notes(rows)),
+        f"<h2>Training loss</h2><figure>{curves}</figure>",
+        "<h2>What each scheme sees</h2>",
+        "<p>Score of one query and one key of random content, relative to that at the same position, as a function of "
+        "their offset: whole, even part and odd part. Without an odd part a scheme is blind to direction. Beside it the "
+        "score at each pair of positions: constant along diagonals where it depends on relative positions only.</p>",
+        *pictures,
+        "</body></html>",
+    ]
+    path = folder / "report.html"
+    _replace(path, "\n".join(parts))
+    return path
+
+
+def _replace(path: Path, content: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(content, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _setting(about: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    text = f"Text: {about['text']}, {about['bytes']:,} bytes, sha256 {about['sha256'][:12]}. "
+    if runs:
+        r = runs[0]["recipe"]
+        text += (
+            f"Byte-level decoder of {r['layers']} layers, width {r['model_dim']}, {r['heads']} heads; {r['steps']} steps of "
+            f"{r['batch']} windows of {r['length']} bytes, AdamW {r['learning_rate']}. "
+        )
+    return text + f"torch {about['torch']}, {about['device']}, {about['threads']} threads."
+
+
+def _table(rows: list[Any]) -> str:
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in HEADER)
+    numeric = range(4, 11)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{' class=n' * (n in numeric)}>{html.escape(c)}</td>" for n, c in enumerate(cells(row)))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _curves(runs: list[dict[str, Any]], order: list[str]) -> Figure:
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    schemes = order + sorted({run["recipe"]["scheme"] for run in runs} - set(order))
+    for run in runs:
+        scheme, seed = run["recipe"]["scheme"], run["recipe"]["seed"]
+        points = [(row["step"], row["bits_per_byte"]) for row in run["training"] if row["bits_per_byte"] is not None]
+        place = schemes.index(scheme)
+        label = scheme if run is next(r for r in runs if r["recipe"]["scheme"] == scheme) else None
+        (line,) = axes.plot(
+            *zip(*points, strict=True) if points else ([], []), label=label, color=colormaps["tab10"](place % 10)
+        )
+        line.set_dashes([(), (6, 2), (1, 2)][place // 10 % 3])
+        line.set_gid(f"curve-{scheme}-seed{seed}")
+    axes.set(xlabel="step", ylabel="training bits per byte")
+    if runs:
+        handles, labels = axes.get_legend_handles_labels()
+        places = sorted(range(len(labels)), key=lambda n: schemes.index(labels[n]))
+        axes.legend([handles[n] for n in places], [labels[n] for n in places], fontsize=8, frameon=False)
+    _plain(axes)
+    return figure
+
+
+def _kernel_section(run: dict[str, Any]) -> str:
+    scheme = load_run(run["folder"])[1].scheme
+    offset, score, heat = (x.numpy() for x in kernel(scheme))
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    even, odd = (score + score[::-1]) / 2, (score - score[::-1]) / 2
+    for name, values, style in (("score", score, "-"), ("even part", even, "--"), ("odd part", odd, ":")):
+        left.plot(offset, values, style, label=name, linewidth=1.2)
+    left.set(xlabel="offset: key - query", ylabel="relative score")
+    left.legend(fontsize=8, frameon=False)
+    _plain(left)
+    image = right.imshow(heat, cmap="viridis")
+    right.set(xlabel="key position", ylabel="query position")
+    figure.colorbar(image, ax=right)
+    name = run["recipe"]["scheme"]
+    return f'<h3>{html.escape(name)}</h3><figure id="kernel-{html.escape(name)}">{_svg(figure)}</figure>'
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as an svg element, without the prologue that names a document type elsewhere."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
