@@ -1,0 +1,72 @@
+"""Bases: constant orthogonal maps."""
+
+import copy
+
+import pytest
+import torch
+from cases import ALL_BASES, HEAD_DIM, HEADS, close, normals, perturb
+
+from isopos.bases import Fourier, Householder, OddEven
+
+
+def matrix_of(basis):
+    """The matrix of each head ``[h d d]``, from its columns."""
+    unit = torch.eye(basis.features, dtype=torch.float64)[:, None, None].expand(-1, HEADS, 1, -1)
+    return basis(dtype=torch.float64)(unit)[:, :, 0].permute(1, 2, 0)
+
+
+@pytest.mark.parametrize("make", ALL_BASES.values(), ids=ALL_BASES)
+def test_bases_are_orthogonal(make):
+    matrix = matrix_of(perturb(make()))
+    close(matrix @ matrix.mT, torch.eye(HEAD_DIM, dtype=torch.float64).expand_as(matrix))
+
+
+@pytest.mark.parametrize("features", [1, 2, 5, 6])
+def test_fourier_rows_are_the_fft(features):
+    close(matrix_of(Fourier(features)) @ matrix_of(Fourier(features)).mT, torch.eye(features).double().expand(HEADS, -1, -1))
+    x = torch.randn(features, dtype=torch.float64)
+    y = matrix_of(Fourier(features))[0] @ x
+    spectrum = torch.fft.fft(x, norm="ortho")
+    ends = spectrum[[0]].real if features % 2 else spectrum[[0, features // 2]].real
+    pairs = 2**0.5 * spectrum[1 : (features + 1) // 2]
+    close(y, torch.cat((ends, torch.stack((pairs.real, -pairs.imag), -1).flatten())))
+
+
+def test_householder_is_a_reflection_a_head():
+    normal = normals()
+    unit = normal / normal.norm(dim=-1, keepdim=True)
+    expected = torch.eye(HEAD_DIM).double() - 2 * unit[:, :, None] * unit[:, None, :]
+    close(matrix_of(Householder(normal)), expected)
+    close(matrix_of(Householder(5 * normal)), expected)
+
+
+@pytest.mark.parametrize("features", [1, 2, 5, 8])
+def test_odd_even_is_equation_74(features):
+    matrix = matrix_of(OddEven(features))[0]
+    for i in range(features):
+        place = i // 2 if i % 2 == 0 else (features + 1) // 2 + i // 2
+        assert matrix[place, i] == 1
+    assert matrix.sum() == features
+
+
+def test_learned_normal_round_trips():
+    basis = Householder(normals(), learned=True)
+    initial = copy.deepcopy(basis.state_dict())
+    assert initial["normal"].dtype == torch.float32
+    close(matrix_of(basis), matrix_of(Householder(normals())), dtype=torch.float32)
+    perturb(basis).reset_parameters()
+    torch.testing.assert_close(basis.float().state_dict(), initial, rtol=0, atol=0)
+
+
+WRONG_NORMALS = {
+    "no heads": torch.ones(3),
+    "zero": torch.zeros(2, 3),
+    "a zero head": torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+    "nan": torch.full((1, 2), torch.nan),
+}
+
+
+@pytest.mark.parametrize("normal", WRONG_NORMALS.values(), ids=WRONG_NORMALS)
+def test_householder_needs_normals(normal):
+    with pytest.raises(ValueError, match="normal: expected"):
+        Householder(normal)

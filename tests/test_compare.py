@@ -1,0 +1,190 @@
+"""`isopos compare` end to end at a tiny size, through the command line."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from isopos import cli
+from isopos.lab import compare
+
+TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
+
+
+@pytest.fixture
+def isopos(monkeypatch, tmp_path, capsys):
+    """Runs a command line in an empty folder: exit status, output and error output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["isopos", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return run
+
+
+class _Page(HTMLParser):
+    """The ids of a page, what it loads, and whether its tags are balanced."""
+
+    VOID = ("meta", "br", "img", "link")
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.loads, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def _check_page(path):
+    text = path.read_text()
+    page = _Page(text)
+    assert page.open == []
+    assert all(load.startswith(("#", "data:")) for load in page.loads)
+    assert not re.search(r"@import|url\((?!#)|<script|<!DOCTYPE svg", text)
+    return page, text
+
+
+def test_a_comparison_end_to_end(isopos, tmp_path):
+    schemes = "none,sinusoidal,rope:decay=retnet,denominator=encoded,lrpe-unitary"
+    code, out, _ = isopos("compare", "--schemes", schemes, "--seeds", "2", "--name", "one", *TINY)
+    assert code == 0
+    folder = tmp_path / "runs" / "one"
+    runs = sorted(path.parent.name for path in folder.glob("*/model.safetensors"))
+    names = ["lrpe-unitary", "none", "rope+decay=retnet,denominator=encoded", "sinusoidal"]
+    assert runs == sorted(f"{name}-seed{seed}" for name in names for seed in range(2))
+    page, text = _check_page(folder / "report.html")
+    assert sum(i.startswith("curve-") for i in page.ids) == 8
+    assert sum(i.startswith("kernel-") for i in page.ids) == 4
+    about = json.loads((folder / "comparison.json").read_text())
+    assert about["complete"]
+    assert about["sha256"][:12] in out
+    assert about["sha256"][:12] in text
+    assert set(about["speed"]) == {"none", "sinusoidal", "rope:decay=retnet,denominator=encoded", "lrpe-unitary"}
+    assert about["speed"]["none"] == 1
+    assert "no (attention)" in out  # sinusoidal sees absolute positions
+    assert out.count("yes") == 3
+
+
+def test_softmax_attention_and_own_text(isopos, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.bin").write_bytes(bytes(range(256)) * 4)
+    schemes = "rope,rope:attention=linear"
+    code, out, _ = isopos("compare", "--data=mine", "--attention=softmax", "--schemes", schemes, "--name=one", *TINY)
+    assert code == 0
+    assert "softmax" in out
+    assert "elu+1" in out
+    runs = {json.loads(p.read_text())["scheme"] for p in (tmp_path / "runs" / "one").glob("*/recipe.json")}
+    assert runs == {"rope:attention=softmax", "rope:attention=linear"}
+
+
+def test_ctrl_c_leaves_a_report_of_what_is_finished(isopos, tmp_path, monkeypatch):
+    original = compare.train
+
+    def interrupted(recipe, source, folder, on_step):
+        def stop(step, *rest):
+            on_step(step, *rest)
+            if recipe.scheme == "rope" and step == 2:
+                raise KeyboardInterrupt
+
+        return original(recipe, source, folder, stop)
+
+    monkeypatch.setattr(compare, "train", interrupted)
+    code, out, _ = isopos("compare", "--schemes", "none,rope,retnet", "--name", "one", *TINY)
+    assert code == 130
+    page, text = _check_page(tmp_path / "runs" / "one" / "report.html")
+    assert {i for i in page.ids if i.startswith("curve-")} == {"curve-none-seed0", "curve-rope-seed0"}
+    assert "Interrupted" in text
+    assert "none" in out
+    assert not json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["complete"]
+
+
+def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monkeypatch):
+    import torch
+
+    original = compare.train
+    from isopos.lab import train
+
+    def poisoned(recipe, *rest):
+        if recipe.scheme != "rope":
+            return original(recipe, *rest)
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "loss_of", lambda model, *_: next(model.parameters()).sum() * torch.nan)
+            return original(recipe, *rest)
+
+    monkeypatch.setattr(compare, "train", poisoned)
+    code, out, _ = isopos("compare", "--schemes", "none,rope,retnet", "--name", "one", *TINY)
+    assert code == 0
+    assert "diverged at step 1" in out
+    page, text = _check_page(tmp_path / "runs" / "one" / "report.html")
+    assert "diverged at step 1" in text
+    assert {"kernel-none", "kernel-retnet"} <= set(page.ids)
+
+
+BAD = {
+    "--schemes rop": "did you mean rope",
+    "--schemes rope:bse=2": "did you mean base",
+    "--schemes rope:decay=fast": "retnet",
+    "--schemes rope --heads 8 --model-dim 24": "even",
+    "--heads 3": "multiple",
+    "--steps 0": "positive",
+    "--seeds -1": "positive",
+    "--data nowhere": "does not exist",
+    "--data empty": "is empty",
+    "--data short": "at least",
+    "--name ../up": "one folder",
+    "--name there": "--overwrite",
+    "--device tpu": "device",
+    "--schemes rope:denominator=plain --attention softmax": "softmax",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_gets_one_line_and_writes_nothing(isopos, tmp_path, arguments):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"short")
+    (tmp_path / "runs" / "there").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = isopos("compare", *TINY, *arguments.split())
+    assert code == 2
+    assert out == ""
+    assert BAD[arguments] in err
+    assert err.startswith("isopos: ")
+    assert len(err.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_made(isopos, tmp_path):
+    (tmp_path / "runs").write_text("a file in the way")
+    code, _, err = isopos("compare", "--name", "one", *TINY)
+    assert code == 2
+    assert "cannot write" in err
+
+
+def test_overwrite_replaces_comparisons_only(isopos, tmp_path):
+    arguments = ["compare", "--schemes", "none", "--name", "one", "--overwrite", *TINY]
+    assert isopos(*arguments)[0] == 0
+    (tmp_path / "runs" / "one" / "old").touch()
+    assert isopos(*arguments)[0] == 0
+    assert not (tmp_path / "runs" / "one" / "old").exists()
+    (tmp_path / "runs" / "one" / "comparison.json").unlink()
+    code, _, err = isopos(*arguments)
+    assert code == 2
+    assert "holds no comparison" in err

@@ -1,0 +1,129 @@
+"""Whole attention compiles into one graph, is what eager is, and is not compiled again for every length."""
+
+import pytest
+import torch
+from cases import HEADS, PRESETS, SCHEMES, close, ids, inputs, perturb, scheme_case
+from torch import nn
+
+from isopos.functional import linear_attention, softmax_attention
+from isopos.models import Decoder
+from isopos.ops import linear
+from isopos.positions import sequence
+
+# of PyTorch's tracer, wherever it meets an autograd function
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+FUNCTIONS = {"linear": linear_attention, "softmax": softmax_attention}
+kinds = pytest.mark.parametrize("kind", FUNCTIONS)
+
+
+class Attend(nn.Module):
+    """A scheme and its attention, evaluated from positions."""
+
+    def __init__(self, case, kind="linear", causal=True, **more):
+        super().__init__()
+        self.scheme, self.kind, self.causal = perturb(case.build(attention=kind, **more)).float(), kind, causal
+
+    def forward(self, q, k, v, x, mask=None):
+        if self.scheme.embedding is not None:
+            v = v + self.scheme.embedding(x)[..., :1].unsqueeze(-3)
+        return FUNCTIONS[self.kind](q, k, v, **self.scheme.at(x), causal=self.causal, mask=mask)
+
+
+class Counter:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, example_inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compare(module, compiled, t=70, mask=None, roundings=2048):
+    """Outputs and gradients of inputs and parameters; eager and compiled order sums differently."""
+    leaves = inputs(2, t=t, dtype=torch.float32, requires_grad=True)
+    learned = list(module.parameters())
+    results = []
+    for f in (module, compiled):
+        out = f(*leaves, sequence(t), mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *learned], allow_unused=True)])
+    for eager, fast in zip(*results, strict=True):
+        assert (eager is None) == (fast is None)
+        if eager is not None:
+            close(fast, eager, roundings=roundings)
+
+
+@kinds
+@pytest.mark.parametrize("case", PRESETS, ids=ids)
+def test_one_graph_equals_eager(case, kind):
+    module = Attend(case, kind)
+    compare(module, torch.compile(module, fullgraph=True, backend="aot_eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+@kinds
+@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+def test_every_row_compiles(case, kind, causal):
+    module = Attend(case, kind, causal)
+    mask = torch.rand(2, 70) < 0.7
+    compare(module, torch.compile(module, fullgraph=True, backend="aot_eager"), mask=mask)
+
+
+def lengths_share_graphs(module, **options):
+    counter = Counter()
+    compiled = torch.compile(module, fullgraph=True, backend=counter, **options)
+    for t in (3, 64, 65, 130):
+        q, k, v = inputs(2, t=t, dtype=torch.float32)
+        close(compiled(q, k, v, sequence(t)), module(q, k, v, sequence(t)))
+    assert counter.graphs <= 2  # the first length, then any
+
+
+@pytest.mark.parametrize("case", PRESETS, ids=ids)
+def test_lengths_share_graphs(case):
+    lengths_share_graphs(Attend(case, decay="retnet"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "causal"), [("linear", False), ("softmax", True), ("softmax", False)])
+@pytest.mark.parametrize("case", PRESETS, ids=ids)
+def test_lengths_share_graphs_otherwise(case, kind, causal):
+    lengths_share_graphs(Attend(case, kind, causal, decay="retnet"))
+
+
+def test_lengths_share_graphs_when_every_size_is_dynamic():
+    lengths_share_graphs(Attend(scheme_case("rope-learned"), decay="retnet"), dynamic=True)
+
+
+def test_a_model_compiles_once_for_all_lengths():
+    model, counter = Decoder(11, 16, 2, scheme_case("rope-decay").build()), Counter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for t in (9, 10, 33, 70, 130):
+        x = torch.randint(11, (2, t))
+        close(compiled(x), model(x))
+    assert counter.graphs <= 2
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize("decayed", [True, False])
+def test_the_custom_op_is_registered_right(decayed, reverse):
+    leaves = inputs(1, t=5, d=3, e=2, requires_grad=True)
+    g = -torch.rand(1, HEADS, 5, dtype=torch.float64).cumsum(-1) if decayed else None
+    torch.library.opcheck(linear._causal_sum, (*leaves, g, g, reverse))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
+@kinds
+@pytest.mark.parametrize("name", ["rope-decay", "lrpe-orthogonal-learned"])
+def test_inductor(name, kind):
+    module = Attend(scheme_case(name), kind)
+    compare(module, torch.compile(module, fullgraph=True))

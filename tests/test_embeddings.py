@@ -1,0 +1,62 @@
+"""Absolute embeddings: the baselines."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import close
+
+from isopos.embeddings import Learned, Sinusoidal
+from isopos.positions import sequence
+
+
+def test_sinusoids_by_hand():
+    p = Sinusoidal(6)(torch.tensor([[[0], [3]], [[-2], [100]]]), torch.float64)
+    for (b, t), x in {(0, 0): 0, (0, 1): 3, (1, 0): -2, (1, 1): 100}.items():
+        row = [f(x / 10000 ** (2 * i / 6)) for i in range(3) for f in (math.sin, math.cos)]
+        close(p[b, t], torch.tensor(row, dtype=torch.float64))
+
+
+def test_sinusoids_scale():
+    x = sequence(9)
+    close(Sinusoidal(6, scale=0.3)(x, torch.float64), 0.3 * Sinusoidal(6)(x, torch.float64))
+
+
+def test_sinusoids_are_exact_in_float32_and_distinct_in_bfloat16_models():
+    p = Sinusoidal(64).bfloat16()(sequence(4096))
+    assert p.dtype == torch.float32
+    close(p, Sinusoidal(64)(sequence(4096), torch.float64), dtype=torch.float32, roundings=2)
+    assert len(p.unique(dim=0)) == 4096
+    assert not list(Sinusoidal(64).state_dict())
+
+
+def test_learned_rows_round_trip():
+    table, x = Learned(10, 4, seed=1), torch.tensor([[[9], [0]], [[3], [3]]])
+    assert torch.equal(table(x), table.weight[x[..., 0]])
+    assert table(x, torch.float64).dtype == torch.float64
+    assert torch.equal(Learned(10, 4, seed=1).weight, table.weight)
+    assert not torch.equal(Learned(10, 4, seed=2).weight, table.weight)
+    initial = copy.deepcopy(table.state_dict())
+    table.weight.data.zero_()
+    table.to("meta").to_empty(device="cpu").reset_parameters()
+    assert torch.equal(table.weight, initial["weight"])
+    table(x).sum().backward()
+    assert set(table.weight.grad.sum(1).nonzero().flatten().tolist()) == {0, 3, 9}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Sinusoidal(5), "model_dim: expected an even width"),
+        (lambda: Sinusoidal(4)(torch.zeros(3, 2)), r"expected \[\*b t 1\]"),
+        (lambda: Sinusoidal(4)(torch.zeros(3, 1).half()), "torch.float16"),
+        (lambda: Learned(0, 4), "length: expected at least 1"),
+        (lambda: Learned(4, 4)(sequence(5)), "expected 0 to 3, which have learned vectors, got 0 to 4"),
+        (lambda: Learned(4, 4)(sequence(3) - 1), "got -1 to 1"),
+        (lambda: Learned(4, 4)(torch.zeros(3, 1)), "expected integers"),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,376 @@
+"""Encodings are unitary representations: the laws that every row of the table obeys."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import ALL_BASES, ENCODINGS, HEAD_DIM, HEADS, close, generator, ids, inputs, permutations, perturb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isopos import bases, encodings
+from isopos.encodings import DirectSum, Exponential, InBasis, Partial, Permutation, Rotary, rope_frequencies
+from isopos.positions import Line, Product, Ring, grid, sequence
+
+every = pytest.mark.parametrize("case", ENCODINGS, ids=ids)
+learned = pytest.mark.parametrize("case", [case for case in ENCODINGS if case.learned], ids=ids)
+T = 9
+
+
+def operators(encoding, x):
+    """The matrix of each token and head ``[*b h t d' d]``, from its columns."""
+    unit = torch.eye(encoding.features, dtype=torch.float64)
+    shape = (*x.shape[:-2], HEADS, x.shape[-2], encoding.features)
+    columns = [encoding(x, torch.float64)(row.expand(shape)) for row in unit]
+    return torch.stack(columns, -1)
+
+
+def scores(encoding, x, y, q, k):
+    """<rho(x) q, rho(y) k> token by token."""
+    return (encoding(x, torch.float64)(q) * encoding(y, torch.float64)(k)).sum(-1)
+
+
+def test_every_class_has_a_row():
+    final = {getattr(encodings, name) for name in encodings.__all__ if name not in ("Encoding", "rope_frequencies")}
+    assert {type(case.make()) for case in ENCODINGS} == final
+    assert {type(make()) for make in ALL_BASES.values()} == {getattr(bases, name) for name in bases.__all__} - {bases.Basis}
+
+
+@every
+def test_the_row_tells_what_the_encoding_is(case):
+    encoding = case.make()
+    assert encoding.group == case.group
+    assert encoding.features == HEAD_DIM
+    assert bool(list(encoding.parameters())) == case.learned
+    assert not list(encoding.buffers())
+    rho = encoding(case.group.random(T))
+    assert rho.requires_grad == case.learned
+    assert rho(torch.randn(1, HEADS, T, HEAD_DIM)).shape == (1, HEADS, T, encoding.out_features)
+
+
+@every
+def test_relative_law(case):
+    encoding, group = perturb(case.make()), case.group
+    x, y = group.random(3, T), group.random(3, T)
+    matrix = [operators(encoding, at) for at in (x, y, group.relative(x, y), group.origin(T))]
+    close(matrix[0].mT @ matrix[1], matrix[3].mT @ matrix[2])
+    assert case.id == "identity" or not torch.allclose(matrix[0].mT @ matrix[1], matrix[3].mT @ matrix[3])
+
+
+@every
+def test_isometry(case):
+    encoding = perturb(case.make())
+    x = torch.randn(3, HEADS, T, HEAD_DIM, dtype=torch.float64)
+    close(encoding(case.group.random(3, T), torch.float64)(x).norm(dim=-1), x.norm(dim=-1))
+
+
+@every
+def test_scores_do_not_see_a_shift(case):
+    encoding, group = perturb(case.make()), case.group
+    q, k, _ = inputs(3, t=T)
+    x, y, shift = group.random(3, T), group.random(3, T), group.random(3, 1).expand(-1, T, -1)
+    expected = scores(encoding, x, y, q, k)
+    close(scores(encoding, group.compose(shift, x), group.compose(shift, y), q, k), expected)
+    if case.id != "identity":
+        assert not torch.allclose(scores(encoding, group.compose(shift, x), y, q, k), expected)
+
+
+@every
+def test_positions_of_a_sample_are_its_own(case):
+    encoding, x = perturb(case.make()), case.group.random(3, T)
+    q, *_ = inputs(3, t=T)
+    together = encoding(x, torch.float64)(q)
+    for n in range(3):
+        close(together[n], encoding(x[n], torch.float64)(q[n : n + 1])[0])
+    if case.id != "identity":
+        assert not torch.allclose(together[1], encoding(x[0], torch.float64)(q[1:2])[0])
+
+
+@every
+def test_order_of_calls_and_autocast_change_nothing(case):
+    encoding, x = perturb(case.make()), case.group.random(T)
+
+    def tensors(dtype):
+        return list(encoding(x, dtype).tensors())
+
+    first = tensors(torch.float32)
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in first)
+    tensors(torch.float64), encoding(case.group.random(2, 3 * T), torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = tensors(torch.float32)
+    for again in (tensors(torch.float32), inside):
+        assert len(again) == len(first)
+        assert all(map(torch.equal, again, first))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_the_model_keeps_frequencies_exact(case, dtype):
+    encoding, x = case.make(), case.group.random(T)
+    before = list(encoding(x).tensors())
+    encoding.to(dtype)
+    assert all(parameter.dtype == torch.float32 for parameter in encoding.parameters())
+    assert all(map(torch.equal, encoding(x).tensors(), before))
+
+
+@every
+def test_round_trips(case):
+    encoding, x = perturb(case.make(), 0.1), case.group.random(T)
+    q, k, _ = inputs(1, t=T)
+    expected = scores(encoding, x, x.flip(-2), q, k)
+    restored = case.make().double()
+    restored.load_state_dict(encoding.state_dict())
+    for other in (copy.deepcopy(encoding), restored):
+        assert torch.equal(scores(other, x, x.flip(-2), q, k), expected)
+    if case.learned:
+        assert not torch.allclose(scores(case.make(), x, x.flip(-2), q, k), expected)
+
+
+@every
+def test_meta_device_then_reset(case):
+    encoding, x = case.make(), case.group.random(T)
+    before = list(encoding(x).tensors())
+    perturb(encoding).float().to("meta").to_empty(device="cpu")
+    for module in encoding.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(map(torch.equal, encoding(x).tensors(), before))
+
+
+@learned
+def test_learned_starts_as_fixed(case):
+    encoding, x = case.make(), case.group.random(T)
+    unlearned = next((other for other in ENCODINGS if other.id == case.id.removesuffix("-learned") != case.id), None)
+    if unlearned is not None:
+        q, k, _ = inputs(1, t=T)
+        close(scores(encoding, x, x.flip(-2), q, k), scores(unlearned.make(), x, x.flip(-2), q, k), dtype=torch.float32)
+
+
+@learned
+def test_gradients_of_every_parameter(case):
+    encoding = perturb(case.make())
+    x, y = case.group.random(4) % 20, case.group.random(4) % 20
+    q, k, _ = inputs(1, t=4)
+    names, values = zip(*encoding.named_parameters(), strict=True)
+
+    def score(*values):
+        rho_x, rho_y = (
+            torch.func.functional_call(encoding, dict(zip(names, values, strict=True)), (at, torch.float64)) for at in (x, y)
+        )
+        return (rho_x(q) * rho_y(k)).sum(-1)
+
+    assert torch.autograd.gradcheck(score, values)
+    for grad in torch.autograd.grad(score(*values).sum(), values):
+        assert (grad.flatten(1) != 0).any(1).all(), "a head without gradient"
+
+
+def test_bfloat16_models_still_tell_4096_positions_apart():
+    rho = Rotary(rope_frequencies(4)[None, None], learned=True).bfloat16()(sequence(4096))
+    assert len(rho.table.unique(dim=1)[0]) == 4096
+
+
+# Rotations
+
+
+def test_rotary_by_hand():
+    rho = Rotary(torch.tensor([[[0.5, 2.0]], [[0.1, 3.0]]], dtype=torch.float64))(torch.tensor([[-3], [7]]), torch.float64)
+    x = torch.randn(1, 2, 2, 4, dtype=torch.float64)
+    for head, frequency in enumerate([(0.5, 2.0), (0.1, 3.0)]):
+        for token, position in enumerate([-3, 7]):
+            for pair, w in enumerate(frequency):
+                z = complex(*x[0, head, token, 2 * pair : 2 * pair + 2]) * torch.exp(torch.tensor(1j * w * position)).item()
+                close(
+                    rho(x)[0, head, token, 2 * pair : 2 * pair + 2],
+                    torch.tensor([z.real, z.imag]).double(),
+                    dtype=torch.float32,
+                )
+
+
+def test_rope_frequencies_are_geometric():
+    close(rope_frequencies(4, 100.0), torch.tensor([1.0, 100**-0.25, 0.1, 100**-0.75], dtype=torch.float64))
+
+
+def test_real_positions_interpolate():
+    encoding = Rotary(rope_frequencies(4)[None, None])
+    halves = encoding(torch.tensor([[0.5], [1.0]]), torch.float64).table
+    close(halves[:, 1], encoding(torch.tensor([[1]]), torch.float64).table[:, 0])
+    assert not torch.allclose(halves[:, 0], halves[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.float64])
+def test_positions_of_any_dtype_name_the_same_angles(dtype):
+    for encoding in (Rotary(rope_frequencies(4)[None, None]), Exponential(generator(), learned=False)):
+        pairs = zip(encoding(sequence(100).to(dtype)).tensors(), encoding(sequence(100)).tensors(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("case", [case for case in ENCODINGS if "ring" in case.id], ids=ids)
+def test_a_ring_closes(case):
+    encoding, x = case.make(), case.group.random(T)
+    columns = [part.period if isinstance(part, Ring) else 0 for part in getattr(case.group, "parts", [case.group])]
+    close(operators(encoding, x + torch.tensor(columns)), operators(encoding, x))
+    assert not torch.allclose(operators(encoding, x + torch.tensor(columns) // 2), operators(encoding, x))
+
+
+def test_the_lift_is_direction_blind_and_rotation_is_not():
+    q, _, _ = inputs(1, t=T)
+    x, y = sequence(T), sequence(T).flip(0)
+    for lift in (True, False):
+        encoding = Rotary(rope_frequencies(HEAD_DIM if lift else HEAD_DIM // 2)[None, None], lift=lift)
+        k = q.roll(1, -1)
+        assert torch.allclose(scores(encoding, x, y, q, k), scores(encoding, y, x, q, k)) == lift
+
+
+# Permutations
+
+
+@given(st.data())
+def test_powers_of_permutations(data):
+    d = data.draw(st.integers(1, 7))
+    step = data.draw(st.permutations(range(d)))
+    x = data.draw(st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=4))
+    encoding = Permutation(torch.tensor([step]))
+    (order,) = encoding.orders
+
+    power, powers = list(range(d)), []
+    while not powers or power != powers[0]:
+        powers.append(power)
+        power = [step[i] for i in power]
+    assert order == encoding.common_order == len(powers)
+    y = encoding(torch.tensor(x)[:, None])(torch.arange(d).double().expand(1, len(x), d))[0]
+    assert y.long().tolist() == [powers[n % order] for n in x]
+
+
+def test_permutations_are_exact_bijections():
+    encoding, x = Permutation(permutations(2)), torch.randint(-(10**9), 10**9, (3, T, 2))
+    index = encoding(x).index
+    assert index.shape == (3, HEADS, T, HEAD_DIM)
+    assert torch.equal(index.sort(-1).values, torch.arange(HEAD_DIM).expand_as(index))
+    v = torch.randn(3, HEADS, T, HEAD_DIM)
+    assert torch.equal(encoding(-x)(encoding(x)(v)), v)
+
+
+def test_two_axes_multiply():
+    maps, x = permutations(2), grid(3, 4) - 1
+    both = Permutation(maps)
+    one, two = Permutation(maps[:, 0]), Permutation(maps[:, 1])
+    v = torch.randn(1, HEADS, len(x), HEAD_DIM)
+    assert torch.equal(both(x)(v), two(x[:, 1:])(one(x[:, :1])(v)))
+
+
+def test_orders_are_reported_by_head():
+    encoding = Permutation(torch.tensor([[1, 2, 0, 3, 4], [1, 0, 3, 2, 4]]))
+    assert encoding.orders == (3, 2)
+    assert encoding.common_order == 6
+
+
+def test_permutation_keeps_features_positive():
+    x = torch.rand(1, HEADS, T, HEAD_DIM)
+    assert (Permutation(permutations())(Line().random(T))(x) >= 0).all()
+
+
+# Exponentials
+
+
+def test_exponential_is_matrix_exp():
+    encoding, x = Exponential(generator(), learned=False), sequence(6) - 3
+    matrix = operators(encoding, x)
+    skew = generator() - generator().mT
+    for i in range(6):
+        for j in range(6):
+            close(matrix[:, i].mT @ matrix[:, j], torch.matrix_exp((x[j, 0] - x[i, 0]) * skew))
+
+
+def test_exponential_chooses_the_phase_of_its_basis():
+    basis = Exponential(generator())(sequence(1), torch.float64).first.matrix.unflatten(1, (-1, 2))
+    largest = basis.norm(dim=2, keepdim=True).argmax(-1, keepdim=True).expand(-1, -1, 2, -1)
+    real, imaginary = basis.gather(-1, largest)[..., 0].unbind(-1)
+    assert (real > 0).all()
+    close(imaginary, torch.zeros_like(imaginary))
+
+
+@pytest.mark.parametrize("initial", ["random", "rope"])
+def test_exponential_gradients_are_finite_far_out(initial):
+    rope = torch.diag(rope_frequencies(HEAD_DIM // 2).repeat_interleave(2)[:-1] * torch.tensor([1.0, 0] * 4)[:-1], -1)
+    encoding = Exponential(generator() if initial == "random" else rope[None])
+    x = sequence(4096) * 100
+    q, k, _ = inputs(1, t=4096, dtype=torch.float32)
+    (1e3 * (encoding(x)(q) * encoding(x.flip(0))(k)).sum()).backward()
+    assert encoding.generator.grad.isfinite().all()
+
+
+# Sums and parts
+
+
+def test_direct_sum_acts_side_by_side():
+    parts = [Rotary(rope_frequencies(2)[None, None]), Permutation(permutations(1, HEADS, 4))]
+    x, (q, *_) = grid(3, 3), inputs(2, t=9)
+    both = DirectSum(parts)(x, torch.float64)(q)
+    separate = [part(x[:, n : n + 1], torch.float64)(q[..., 4 * n : 4 * n + 4]) for n, part in enumerate(parts)]
+    close(both, torch.cat(separate, -1))
+
+
+def test_shared_sum_gives_all_parts_the_same_coordinates():
+    parts = [Rotary(rope_frequencies(2, base)[None, None]) for base in (10.0, 100.0)]
+    x, (q, *_) = sequence(9), inputs(2, t=9)
+    both = DirectSum(parts, shared=True)(x, torch.float64)(q)
+    separate = [part(x, torch.float64)(q[..., 4 * n : 4 * n + 4]) for n, part in enumerate(parts)]
+    close(both, torch.cat(separate, -1))
+
+
+def test_partial_leaves_the_rest_alone():
+    (q, *_), x = inputs(1, t=T), Line().random(T)
+    part = Rotary(rope_frequencies(2)[None, None])
+    y = Partial(part, HEAD_DIM)(x, torch.float64)(q)
+    assert torch.equal(y[..., 4:], q[..., 4:])
+    close(y[..., :4], part(x, torch.float64)(q[..., :4]))
+    close(Partial(part, 4)(x, torch.float64)(q[..., :4]), y[..., :4])
+
+
+def test_in_basis_applies_the_basis_first():
+    (q, *_), x = inputs(1, t=T), Line().random(T)
+    rotary, basis = Rotary(rope_frequencies(4)[None, None]), bases.Fourier(HEAD_DIM)
+    y = InBasis(rotary, basis)(x, torch.float64)(q)
+    close(y, rotary(x, torch.float64)(basis(dtype=torch.float64)(q)))
+
+
+FREQUENCY = torch.ones(1, 1, 2)
+ROTARY = Rotary(FREQUENCY)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Rotary(torch.ones(2)), r"frequency: expected finite floats \[h c f\]"),
+        (lambda: Rotary(torch.ones(1, 1, 2, dtype=torch.int64)), "frequency: expected finite floats"),
+        (lambda: Rotary(FREQUENCY * math.inf), "frequency: expected finite floats"),
+        (lambda: Rotary(FREQUENCY, group=Product((Line(), Line()))), "expected 2 coordinates"),
+        (lambda: Rotary(FREQUENCY, group=Ring(12)), "multiples of 2 pi / 12"),
+        (lambda: Rotary(2 * math.pi / 12 * FREQUENCY, learned=True, group=Ring(12)), "expected fixed multiples"),
+        (lambda: Permutation(torch.tensor([[0, 2]])), "permutation: expected"),
+        (lambda: Permutation(torch.tensor([[0, 0]])), "permutation: expected"),
+        (lambda: Permutation(torch.tensor([0, 1])), "permutation: expected"),
+        (lambda: Permutation(torch.tensor([[0.0, 1.0]])), "permutation: expected"),
+        (lambda: Permutation(torch.tensor([[[1, 0, 2], [0, 2, 1]]])), "axes that commute, got 0 and 1"),
+        (lambda: Exponential(torch.randn(4, 4)), "generator: expected"),
+        (lambda: Exponential(torch.randn(1, 3, 3)), "even d"),
+        (lambda: Exponential(torch.randn(1, 4, 6)), "generator: expected"),
+        (lambda: Exponential(torch.zeros(1, 4, 4)), "distinct frequencies"),
+        (lambda: Exponential(torch.eye(4).roll(2, 0)[None].triu()), "distinct frequencies"),
+        (lambda: InBasis(ROTARY, bases.OddEven(6)), "basis: expected 4 features as the encoding, got 6"),
+        (lambda: DirectSum([]), "at least one encoding"),
+        (lambda: DirectSum([ROTARY, Permutation(permutations())], shared=True), "one group to share"),
+        (lambda: Partial(ROTARY, 2), "at least 4 as the encoding, got 2"),
+        (lambda: ROTARY(torch.zeros(3, 2)), r"expected \[\*b t 1\]"),
+        (lambda: ROTARY(torch.zeros(3, 1).half()), "got torch.float16"),
+        (lambda: ROTARY(torch.zeros(3, 1).bfloat16()), "got torch.bfloat16"),
+        (lambda: Permutation(permutations())(torch.zeros(3, 1)), "expected integers"),
+        (lambda: Exponential(generator())(torch.zeros(3, 2)), r"expected \[\*b t 1\]"),
+        (lambda: encodings.Identity(4)(torch.zeros(3)), r"expected \[\*b t 1\]"),
+        (lambda: DirectSum([ROTARY, ROTARY])(torch.zeros(3, 1)), r"expected \[\*b t 2\]"),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

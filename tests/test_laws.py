@@ -1,0 +1,70 @@
+import pytest
+import torch
+from cases import ENCODINGS, SCHEMES
+
+import isopos
+from isopos import encodings, isometries, laws
+
+
+@pytest.mark.parametrize("case", SCHEMES, ids=lambda case: case.id)
+def test_every_scheme_obeys_what_it_promises(case):
+    report = laws.check(case.build())
+    assert report.broken == ([] if case.relative else ["attention"]), report
+
+
+@pytest.mark.parametrize("case", ENCODINGS, ids=lambda case: case.id)
+def test_every_encoding_obeys(case):
+    assert laws.check(case.make).holds
+
+
+class _Broken(encodings.Encoding):
+    """A rotation by the square of the position: isometric, not relative."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = encodings.Rotary(torch.full((1, 1, 2), 1e-3))
+        self.group, self.features, self.out_features = self.inner.group, 4, 4
+
+    def forward(self, x, dtype=torch.float32):
+        return self.inner(x**2, dtype)
+
+
+class _Growing(_Broken):
+    """Scaled by the position: not an isometry."""
+
+    def forward(self, x, dtype=torch.float32):
+        return isometries.Chain(self.inner(x, dtype), isometries.Matrix(2 * torch.eye(4, dtype=dtype)[None]))
+
+
+class _Dead(_Broken):
+    """With a parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x, dtype=torch.float32):
+        return self.inner(x, dtype)
+
+
+@pytest.mark.parametrize(("broken", "law"), [(_Broken, "relative"), (_Growing, "isometry"), (_Dead, "gradient")])
+def test_a_broken_encoding_is_found(broken, law):
+    report = laws.check(broken)
+    assert law in report.broken
+    assert "BROKEN" in str(report)
+
+
+def test_direction_and_positivity_are_properties_not_laws():
+    unitary, rope = laws.check(isopos.lrpe_unitary(8, 2)), laws.check(isopos.rope(8, 2))
+    assert unitary.holds
+    assert not unitary["directional"].holds
+    assert rope["directional"].holds
+    assert laws.check(isopos.permuteformer(8, 2))["positive"].holds
+    encoded = [laws.check(isopos.rope(2, 8, denominator="encoded"), seed=seed)["positive"].holds for seed in range(5)]
+    assert not all(encoded)  # a rotated denominator at d = 2 is often negative
+
+
+def test_the_report_prints_a_line_a_finding():
+    report = laws.check(isopos.rope(8, 2))
+    assert len(str(report).splitlines()) == 1 + len(report.findings)
+    assert "every law holds" in str(report)

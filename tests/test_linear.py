@@ -1,0 +1,196 @@
+"""Linear attention on tensors: the fast sums of `isopos.ops.linear` against `naive`."""
+
+import math
+
+import pytest
+import torch
+from cases import close, gradients
+from torch.autograd import gradcheck, gradgradcheck
+
+from isopos.ops import linear as ops
+
+N = (2, 3)  # batch, heads
+
+
+def tensors(t, s=None, d=4, e=3, decay=None, n=N):
+    """q, k, v and a log decay that does not increase, of all tokens of the longer side: float64 with gradients."""
+    s = t if s is None else s
+    leaves = [torch.randn(*n, *shape, dtype=torch.float64) for shape in ((t, d), (s, d), (s, e))]
+    if decay is not None:
+        leaves.append(-decay * torch.rand(*n, max(t, s), dtype=torch.float64).cumsum(-1))
+    return [x.requires_grad_() for x in leaves]
+
+
+def decays(g, t, s):
+    """Those of queries and keys, the last tokens aligned; None where there is no g."""
+    return (g[0][..., max(t, s) - t :], g[0][..., max(t, s) - s :]) if g else None
+
+
+def one(x, start, stop):
+    return (x,)
+
+
+def with_ones(x, start, stop):
+    return (torch.cat((x, torch.ones_like(x[..., :1])), -1),)
+
+
+def by_place(x, start, stop):
+    """A load that depends on where the segment lies."""
+    return (x * torch.arange(1, 1000, dtype=x.dtype)[start:stop, None].cos(),)
+
+
+def twice(x, start, stop):
+    return torch.cos(x), x.exp()
+
+
+def values_twice(x, start, stop):
+    return x, torch.ones_like(x[..., :1])
+
+
+LOADS = {
+    "sum": ((one, one, one), False),
+    "places": ((by_place, by_place, by_place), False),
+    "encoded": ((lambda x, *_: (x.exp(),), lambda x, *_: (x.exp(),), with_ones), True),
+    "plain": ((twice, twice, values_twice), True),
+}
+
+
+def definition(q, k, v, g, loads, causal, divided):
+    rows = zip(*(load(x, 0, x.shape[-2]) for load, x in zip(loads, (q, k, v), strict=True)), strict=True)
+    total = torch.cat([ops.naive(*row, g, causal=causal) for row in rows], -1)
+    return ops.divide(total) if divided else total
+
+
+def test_naive_is_the_loop():
+    for causal, decay, t, s in [
+        (True, 0.5, 4, 4),
+        (False, 0.5, 4, 4),
+        (True, 0.5, 3, 5),
+        (True, None, 5, 3),
+        (False, None, 3, 5),
+    ]:
+        q, k, v, *g = tensors(t, s, decay=decay)
+        pair = decays(g, t, s)
+        expected = torch.zeros(*N, t, 3, dtype=torch.float64)
+        for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (*N, t, s))).tolist():
+            if causal and j > i + s - t:
+                continue
+            difference = (pair[0][b, h, i] - pair[1][b, h, j]).item() if pair else 0.0
+            weight = sum(q[b, h, i, n].item() * k[b, h, j, n].item() for n in range(4)) * math.exp(-abs(difference))
+            expected[b, h, i] += weight * v[b, h, j].detach()
+        close(ops.naive(q, k, v, pair, causal=causal), expected)
+
+
+def test_naive_is_twice_differentiable():
+    def f(q, k, v, g):
+        return ops.naive(q, k, v, (g, g), causal=True)
+
+    assert gradgradcheck(f, tensors(3, d=2, e=2, decay=0.5, n=(1, 2)))
+
+
+def test_division_keeps_signs_and_clamps():
+    below = torch.tensor([2.0, -2.0, 1e-9, -1e-9, 0.0, -0.0])
+    assert ops.clamp(below).tolist() == pytest.approx([2.0, -2.0, 1e-6, -1e-6, 1e-6, -1e-6])
+    total = torch.stack((torch.ones(6), below), -1)
+    close(ops.divide(total)[:, 0], 1 / ops.clamp(below), roundings=2)
+
+
+@pytest.mark.parametrize("t", [1, 63, 64, 65, 130, 300])
+@pytest.mark.parametrize("decay", [None, 0.1])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("kind", LOADS)
+def test_fast_is_naive(monkeypatch, kind, fuse, causal, decay, t):
+    monkeypatch.setattr(ops, "SEGMENT", 2 * ops.CHUNK * 4 * math.prod(N))  # two chunks a segment
+    leaves = tensors(t, decay=decay)
+    (q, k, v, *g), (loads, divided) = leaves, LOADS[kind]
+    fast = ops.linear(q, k, v, loads, decays(g, t, t), causal=causal, divided=divided, fuse=fuse)
+    slow = definition(q, k, v, decays(g, t, t), loads, causal, divided)
+    close(fast, slow)
+    for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 65), (65, 1), (70, 130), (130, 70)])
+@pytest.mark.parametrize("decay", [None, 0.1])
+@pytest.mark.parametrize("kind", LOADS)
+def test_causal_cross_sums_align_the_last_tokens(kind, decay, t, s):
+    leaves = tensors(t, s, decay=decay)
+    (q, k, v, *g), (loads, divided) = leaves, LOADS[kind]
+    fast = ops.linear(q, k, v, loads, decays(g, t, s), causal=True, divided=divided, fuse=True)
+    slow = definition(q, k, v, decays(g, t, s), loads, True, divided)
+    close(fast, slow)
+    for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize(("t", "s"), [(3, 200), (200, 3)])
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("kind", LOADS)
+def test_bidirectional_cross_sums(monkeypatch, kind, fuse, t, s):
+    monkeypatch.setattr(ops, "SEGMENT", 1)
+    leaves, (loads, divided) = tensors(t, s), LOADS[kind]
+    fast = ops.linear(*leaves, loads, None, causal=False, divided=divided, fuse=fuse)
+    slow = definition(*leaves, None, loads, False, divided)
+    close(fast, slow)
+    for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_segments_change_nothing(monkeypatch, causal):
+    leaves = tensors(300, decay=0.1)
+    (q, k, v, *g), (loads, _) = leaves, LOADS["plain"]
+    outs = []
+    for size in (1 << 30, 1):
+        monkeypatch.setattr(ops, "SEGMENT", size)
+        outs.append(ops.linear(q, k, v, loads, decays(g, 300, 300), causal=causal, divided=True, fuse=True))
+        outs[-1] = [outs[-1], *gradients(outs[-1], leaves)]
+    for one_segment, several in zip(*outs, strict=True):
+        close(several, one_segment)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_small_chunks_gradcheck(monkeypatch, causal, fuse):
+    monkeypatch.setattr(ops, "CHUNK", 2)
+    monkeypatch.setattr(ops, "SEGMENT", 1)
+    loads, divided = LOADS["plain"]
+
+    def f(q, k, v, g):
+        return ops.linear(q, k, v, loads, (g, g), causal=causal, divided=divided, fuse=fuse)
+
+    assert gradcheck(f, tensors(5, d=2, e=2, decay=0.5, n=(1, 2)))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_second_derivatives_raise(fuse):
+    leaves, (loads, divided) = tensors(5, decay=0.5), LOADS["plain"]
+    q, k, v, *g = leaves
+    out = ops.linear(q, k, v, loads, decays(g, 5, 5), causal=True, divided=divided, fuse=fuse)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|no autograd formula"):
+        first.sum().backward()
+
+
+def test_clamped_denominators_pass_no_gradient():
+    q, k, v = tensors(3)
+    with torch.no_grad():
+        q[..., :, 0], q[..., :, 1:] = 1.0, 0.0
+        k[..., :, 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
+    out = ops.linear(q, k, v, (one, one, with_ones), None, causal=True, divided=True, fuse=True)
+    slow = ops.divide(ops.naive(q, k, with_ones(v, 0, 3)[0], causal=True))
+    close(out, slow)
+    for actual, expected in zip(gradients(out, [q, k, v]), gradients(slow, [q, k, v]), strict=True):
+        close(actual, expected)
+
+
+def test_decays_of_heads_broadcast():
+    q, k, v = tensors(70)
+    g = -torch.rand(3, 70, dtype=torch.float64).cumsum(-1)
+    g.requires_grad_()
+    fast = ops.linear(q, k, v, (one,) * 3, (g, g), causal=True, divided=False, fuse=True)
+    slow = ops.naive(q, k, v, (g, g), causal=True)
+    close(fast, slow)
+    for actual, expected in zip(gradients(fast, [q, k, v, g]), gradients(slow, [q, k, v, g]), strict=True):
+        close(actual, expected)

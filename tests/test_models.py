@@ -1,0 +1,103 @@
+"""The decoder model."""
+
+import copy
+
+import pytest
+import torch
+from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, TOLERANCE, close, ids, perturb
+
+from isopos import Decoder, schemes
+from isopos.models import Block
+from isopos.positions import sequence
+
+WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
+presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
+
+
+def made(case, **more):
+    return perturb(Decoder(VOCABULARY, WIDTH, 2, case.build(**more)))
+
+
+def tokens(*shape):
+    return torch.randint(VOCABULARY, shape)
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+def test_shift_and_causality(case, kind):
+    model, x = made(case, attention=kind), tokens(2, T)
+    y = model(x)
+    assert y.shape == (2, T, VOCABULARY)
+    assert torch.equal(model(x, sequence(T).expand(2, T, 1)), y)
+    shifted = model(x, sequence(T) + torch.tensor([50, 7])[:, None, None])
+    if case.relative:
+        close(shifted, y, roundings=100 * TOLERANCE)
+    else:
+        assert (shifted - y).abs().max() > 1e-4
+    assert torch.allclose(model(x, 2 * sequence(T)), y) == (case.name == "none")
+    later = x.clone()
+    later[:, 5:] = (x[:, 5:] + 1) % VOCABULARY
+    assert torch.equal(model(later)[:, :5], y[:, :5])
+    assert not torch.equal(model(later)[:, 5:], y[:, 5:])
+
+
+@presets
+def test_one_step_reaches_every_parameter(case):
+    model, x = made(case), tokens(4, T)
+    model(x).square().mean().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+@presets
+def test_round_trips(case):
+    model, x = made(case).float(), tokens(2, T)
+    restored = Decoder(VOCABULARY, WIDTH, 2, case.build())
+    restored.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), restored):
+        assert torch.equal(other(x), model(x))
+
+
+@presets
+def test_bfloat16_keeps_the_scheme_exact(case):
+    model, x = Decoder(VOCABULARY, WIDTH, 2, case.build()), tokens(2, T)
+    exact = model.double()(x)
+    y = model.bfloat16()(x)
+    assert y.dtype == torch.bfloat16
+    close(y, exact, roundings=16)
+    encoded = list(model.scheme.encoding.parameters())
+    assert all(parameter.dtype.itemsize >= 4 for parameter in encoded)
+
+
+@presets
+def test_autocast_is_finite(case):
+    model, x = Decoder(VOCABULARY, WIDTH, 2, case.build()), tokens(2, T)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    y.float().square().mean().backward()
+    close(y, model(x), dtype=torch.bfloat16, roundings=16)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_scheme_is_evaluated_once_a_forward():
+    scheme = schemes.rope(HEAD_DIM, HEADS)
+    calls = []
+    scheme.encoding.register_forward_hook(lambda *_: calls.append(1))
+    Decoder(VOCABULARY, WIDTH, 3, scheme)(tokens(2, T))
+    assert calls == [1]
+
+
+def test_layers_and_widths():
+    scheme = schemes.rope(HEAD_DIM, HEADS)
+    model = Decoder(VOCABULARY, WIDTH, 3, scheme, dropout=0.5)
+    assert len(model.blocks) == 3
+    x = tokens(2, T)
+    assert not torch.equal(model(x), model(x)), "dropout"
+    assert torch.equal(model.eval()(x), model(x))
+    assert Block(WIDTH, scheme, hidden_dim=5).feed_forward[0].out_features == 5
+    assert Block(WIDTH, scheme).feed_forward[0].out_features == 4 * WIDTH
+
+
+def test_learned_positions_end():
+    model = Decoder(VOCABULARY, WIDTH, 1, schemes.learned(HEAD_DIM, HEADS, length=4))
+    with pytest.raises(ValueError, match="expected 0 to 3"):
+        model(tokens(1, 5))

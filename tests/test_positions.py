@@ -1,0 +1,110 @@
+"""Groups of positions and the tensors that hold their elements."""
+
+import itertools
+
+import pytest
+import torch
+
+from isopos import positions
+from isopos.positions import Line, Product, Ring
+
+GROUPS = [
+    Line(),
+    Line(real=True),
+    Ring(1),
+    Ring(7),
+    Product((Line(), Ring(4))),
+    Product((Line(), Product((Ring(3), Line())))),
+]
+
+
+def equal(x, y):
+    return x.shape == y.shape and bool((x == y).all())
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_group_axioms(group):
+    x, y, z = (group.random(3, 5) for _ in range(3))
+    origin = group.origin(3, 5)
+    assert x.shape == origin.shape == (3, 5, group.columns)
+    assert equal(group.compose(group.compose(x, y), z), group.compose(x, group.compose(y, z)))
+    assert equal(group.compose(x, origin), x)
+    assert equal(group.compose(origin, x), x)
+    assert equal(group.compose(x, group.inverse(x)), origin)
+    assert equal(group.compose(x, group.relative(x, y)), y)
+    group.check(x)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_distance_is_an_invariant_metric(group):
+    x, y, z = (group.random(200) for _ in range(3))
+    distance = group.distance(x, y)
+    assert distance.shape == (200,)
+    assert (distance >= 0).all()
+    assert equal(distance == 0, (x == y).all(-1))
+    assert equal(distance, group.distance(y, x))
+    assert (group.distance(x, z) <= distance + group.distance(y, z)).all()
+    assert equal(distance, group.distance(group.compose(z, x), group.compose(z, y)))
+
+
+def test_distances_count_steps():
+    assert Line().distance(torch.tensor([[3]]), torch.tensor([[-4]])).tolist() == [7]
+    assert Ring(12).distance(torch.tensor([[11]]), torch.tensor([[2]])).tolist() == [3]
+    assert Ring(12).inverse(torch.tensor([[0], [5]])).tolist() == [[0], [7]]
+    group = Product((Line(), Ring(12)))
+    assert group.distance(torch.tensor([[3, 11]]), torch.tensor([[-4, 2]])).tolist() == [10]
+
+
+def test_random_covers_a_ring_and_obeys_its_generator():
+    assert set(Ring(5).random(200).flatten().tolist()) == set(range(5))
+    draw = [Line().random(9, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert equal(*draw)
+
+
+def test_groups_are_values():
+    assert Product((Line(), Ring(4))) == Product((Line(), Ring(4)))
+    assert hash(Ring(4)) == hash(Ring(4))
+    assert Line() != Line(real=True)
+
+
+def test_builders():
+    assert positions.sequence(3).tolist() == [[0], [1], [2]]
+    assert positions.ring(2).tolist() == [[0], [1]]
+    assert positions.sequence(0).shape == (0, 1)
+    assert positions.grid(2, 3, 4).tolist() == [list(x) for x in itertools.product(range(2), range(3), range(4))]
+    parts = positions.grid(2, 2), positions.sequence(3) + 5
+    expected = [[*a, *b] for a, b in itertools.product(parts[0].tolist(), parts[1].tolist())]
+    assert positions.product(*parts).tolist() == expected
+    assert positions.grid(2, 2).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: positions.sequence(-1), "t: expected an integer of at least 0"),
+        (lambda: positions.sequence(2.0), "t: expected an integer"),
+        (lambda: positions.sequence(True), "t: expected an integer"),
+        (lambda: positions.ring(0), "period: expected an integer of at least 1"),
+        (lambda: positions.grid(), "at least one axis"),
+        (lambda: positions.grid(2, -1), "size: expected"),
+        (lambda: positions.product(torch.zeros(2)), r"expected parts \[t c\]"),
+        (lambda: Ring(0), "period: expected at least 1"),
+        (lambda: Line().check(torch.zeros(3, 2, dtype=torch.int64)), r"expected \[\*b t 1\]"),
+        (lambda: Line().check(torch.arange(3)), r"expected \[\*b t 1\]"),
+        (lambda: Line().check(torch.zeros(3, 1)), "expected integers"),
+        (lambda: Line().check(torch.zeros(3, 1, dtype=torch.bool)), "expected integers"),
+        (lambda: Line(real=True).check(torch.zeros(3, 1, dtype=torch.float16)), "float32 or float64, got torch.float16"),
+        (lambda: Ring(3).check(torch.zeros(3, 1)), "expected integers"),
+        (lambda: Product((Line(), Line())).check(torch.zeros(3, 1, dtype=torch.int64)), r"expected \[\*b t 2\]"),
+        (lambda: Product((Line(True), Line())).check(torch.zeros(3, 2)), "expected integers"),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_real_lines_take_floats():
+    Line(real=True).check(torch.zeros(3, 1))
+    Line(real=True).check(torch.zeros(2, 3, 1, dtype=torch.float64))
+    Line().check(torch.zeros(3, 1, dtype=torch.uint8))

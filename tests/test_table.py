@@ -1,0 +1,48 @@
+import json
+
+import pytest
+
+from isopos.lab.table import HEADER, cells, notes, render, rows_of
+
+CHOICES = {"attention": "linear", "decay": "none", "denominator": "plain", "feature_map": "elu+1"}
+
+
+def _folder(tmp_path, bits):
+    (tmp_path / "comparison.json").write_text(json.dumps({"speed": {"rope": 0.9}}))
+    for (scheme, seed), value in bits.items():
+        run = tmp_path / f"{scheme}-{seed}"
+        run.mkdir()
+        (run / "recipe.json").write_text(json.dumps({"scheme": scheme, "seed": seed}))
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "bits_per_byte": 3.0}\n')
+        status = "diverged at step 3" if value is None else "finished"
+        result = {"status": status, "bits_per_byte": {"1": value, "2": value, "4": None}, "tokens_per_second": 10.0}
+        (run / "result.json").write_text(json.dumps(result | {"parameters": 5, "choices": CHOICES, "laws": "yes"}))
+    return rows_of(tmp_path)
+
+
+def test_rows_are_sorted_and_failures_come_last(tmp_path):
+    rows = _folder(tmp_path, {("none", 0): 3.0, ("bad", 0): None, ("rope", 0): 2.5})
+    assert [row.scheme for row in rows] == ["rope", "none", "bad"]
+    table = [dict(zip(HEADER, cells(row), strict=True)) for row in rows]
+    assert [row["to best"] for row in table] == ["best", "+0.500", "-"]
+    assert table[2]["bits/byte"] == "diverged at step 3"
+    assert [row["speed"] for row in table] == ["0.90", "-", "-"]
+    assert table[0]["at 4x"] == "-"
+    assert "--seeds 3" in " ".join(notes(rows))
+
+
+@pytest.mark.parametrize(("other", "shown"), [((2.6, 2.7, 2.8), "+0.200 ± 0.100"), ((2.3, 2.5, 2.9), "(+0.067 ± 0.306)")])
+def test_a_difference_inside_its_spread_is_shown_as_such(tmp_path, other, shown):
+    bits = {("rope", seed): 2.5 for seed in range(3)} | {("none", seed): value for seed, value in enumerate(other)}
+    assert cells(_folder(tmp_path, bits)[1])[5] == shown
+
+
+def test_differences_are_paired_by_seed(tmp_path):
+    bits = {("rope", 0): 2.0, ("rope", 1): 3.0, ("none", 0): 2.5, ("none", 1): 3.5}
+    assert cells(_folder(tmp_path, bits)[1])[5] == "+0.500 ± 0.000"
+
+
+def test_the_table_renders_without_rows(tmp_path):
+    rows = _folder(tmp_path, {})
+    assert rows == []
+    assert render(rows)[0].row_count == 0

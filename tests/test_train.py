@@ -1,0 +1,82 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isopos.lab import text, train
+from isopos.lab.recipes import Recipe
+
+TINY = Recipe(steps=12, length=32, batch=2, layers=1, model_dim=16, heads=2, validation_bytes=512)
+
+
+@pytest.fixture(scope="module")
+def source():
+    return text.load("", TINY.length)
+
+
+def _losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def test_a_run_learns_and_its_folder_is_complete(source, tmp_path):
+    seen = []
+    recipe = replace(TINY, steps=60, learning_rate=1e-2)
+    result = train.train(recipe, source, tmp_path / "run", lambda *row: seen.append(row))
+    assert result.status == "finished"
+    assert [row[0] for row in seen] == list(range(1, 61))
+    assert result.bits_per_byte["1"] < 6 < seen[0][1]
+    assert _losses(tmp_path / "run")[-1][0] == 60
+    loaded, model = train.load_run(tmp_path / "run")
+    assert loaded == recipe
+    assert train.evaluate(model, recipe, source, TINY.length) == pytest.approx(result.bits_per_byte["1"], rel=1e-6)
+
+
+def test_runs_repeat_bit_for_bit(source, tmp_path):
+    for name in ("a", "b"):
+        train.train(TINY, source, tmp_path / name, lambda *row: None)
+    assert _losses(tmp_path / "a") == _losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "scheme", ["sinusoidal", "rope", "lrpe-orthogonal:learned=true", "learned", "permuteformer", "ape-sequence"]
+)
+def test_what_schemes_share_starts_equal(scheme):
+    plain, other = (train.build_model(replace(TINY, scheme=name)).state_dict() for name in ("none", scheme))
+    assert all(torch.equal(value, other[name]) for name, value in plain.items())
+
+
+def test_divergence_ends_the_run_and_is_recorded(source, tmp_path):
+    result = train.train(replace(TINY, learning_rate=1e12), source, tmp_path / "run", lambda *row: None)
+    assert result.status.startswith("diverged at step")
+    assert set(result.bits_per_byte.values()) == {None}
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == result.status
+
+
+def test_learned_positions_are_not_evaluated_beyond_their_table(source, tmp_path):
+    result = train.train(replace(TINY, scheme="learned"), source, tmp_path / "run", lambda *row: None)
+    assert result.bits_per_byte["1"] is not None
+    assert result.bits_per_byte["2"] is None
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero():
+    shares = [train._share(step, 100) for step in range(101)]
+    assert shares[0] == pytest.approx(0.1)
+    assert max(shares) == shares[9] == shares[10] == 1
+    assert shares[100] == pytest.approx(0)
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(ValueError, match="multiple of the 3 heads"):
+        train.build_model(replace(TINY, heads=3))
+
+
+def test_evaluation_is_a_mean_over_bytes(source):
+    model = train.build_model(TINY)
+    bits = train.evaluate(model, TINY, source, TINY.length)
+    tokens, targets = zip(*source.windows(TINY.length, TINY.validation_bytes, 1), strict=True)
+    losses = [
+        train.loss_of(model, a, b).item() / torch.log(torch.tensor(2.0)).item() for a, b in zip(tokens, targets, strict=True)
+    ]
+    assert bits == pytest.approx(sum(losses) / len(losses), rel=1e-5)
