@@ -26,6 +26,8 @@ __all__ = ["bench"]
 
 ROUNDS = 9
 BATCH, HEADS, HEAD_DIM, LENGTH = 2, 8, 64, 8192
+GROWTH = (1024, 2048, 4096, 8192)
+MEMORY = ("none", "rope", "permuteformer", "retnet")
 
 
 def bench(console: Console) -> int:
@@ -89,14 +91,13 @@ def _inputs(length: int) -> list[Tensor]:
 def _growth():
     """Time of causal linear attention with rope, as length doubles."""
     scheme = REGISTRY["rope"](HEAD_DIM, HEADS)
-    lengths = (1024, 2048, 4096, 8192)
 
     def work(length: int) -> Callable[[], object]:
         inputs, at = _inputs(length), scheme.at(sequence(length))
         return lambda: torch.autograd.grad(linear_attention(*inputs, causal=True, **at).sum(), inputs)
 
-    seconds = _times({str(length): work(length) for length in lengths})
-    for a, b in itertools.pairwise(lengths):
+    seconds = _times({str(length): work(length) for length in GROWTH})
+    for a, b in itertools.pairwise(GROWTH):
         yield (
             f"attention with rope forward + backward, L={b}",
             f"{seconds[str(b)] / seconds[str(a)]:.2f}x",
@@ -106,7 +107,7 @@ def _growth():
 
 def _memory():
     """Peak memory of forward + backward above the inputs, in bytes of q; each in a process of its own."""
-    for name in ("none", "rope", "permuteformer", "retnet"):
+    for name in MEMORY:
         code = f"from isopos.lab.bench import peak; peak({name!r})"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         shape = f"B={BATCH} H={HEADS} L={LENGTH} d={HEAD_DIM}"

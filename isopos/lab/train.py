@@ -5,6 +5,7 @@ The batch of step n is a pure function of (seed, n) and weights that schemes sha
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def _fit(model: Decoder, recipe: Recipe, text: Text, log: TextIO, on_step: OnSte
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, recipe.steps))
     begun, done, seconds = time.perf_counter(), 0, 0.0
+    recent: list[float] = []
     for step in range(1, recipe.steps + 1):
         tokens, targets = (x.to(recipe.device) for x in text.batch(recipe.seed, step, recipe.batch, recipe.length))
         loss = loss_of(model, tokens, targets)
@@ -99,13 +101,11 @@ def _fit(model: Decoder, recipe: Recipe, text: Text, log: TextIO, on_step: OnSte
             optimizer.step()
             schedule.step()
         done, seconds = step * recipe.batch * recipe.length, time.perf_counter() - begun
+        recent.append(value)
         if step % LOG_EVERY == 0 or step in (1, recipe.steps) or not finite:
-            row = (
-                {"loss": value, "bits_per_byte": value * BITS}
-                if math.isfinite(value)
-                else {"loss": None, "bits_per_byte": None}
-            )
-            _write(log, step=step, **row)
+            mean = statistics.fmean(recent) * BITS  # of the steps since the last row: a curve with less noise
+            _write(log, step=step, loss=_number(value), bits_per_byte=_number(mean))
+            recent.clear()
         on_step(step, value * BITS, done / seconds)
         if not finite:
             return f"diverged at step {step}", done, seconds
@@ -122,6 +122,11 @@ def _share(step: int, steps: int) -> float:
     """Of the peak learning rate: a linear warm-up over a tenth of the steps, then a cosine to zero."""
     warm = max(1, steps // 10)
     return (step + 1) / warm if step < warm else 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
+
+
+def _number(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
 
 
 def _write(log: TextIO, **row: object) -> None:
