@@ -21,6 +21,6 @@ CATALOG: dict[str, Entry] = {
     "lrpe-orthogonal": Entry("rotation of feature pairs in an orthogonal basis", "Qin et al. 2023, LRPE, Eq. 23"),
     "lrpe-permutation": Entry("powers of a permutation in an orthogonal basis", "Qin et al. 2023, LRPE, Eq. 24"),
     "permuteformer": Entry("powers of a permutation a head, with decay", "Chen 2021, PermuteFormer, Eq. 11"),
-    "retnet": Entry("rotation of feature pairs, with decay a head", "Sun et al. 2023, RetNet, Eq. 5-8"),
-    "ape-sequence": Entry("powers of one learned orthogonal matrix a head", "Kogkalidis et al. 2024, APE, section 3.2"),
+    "retnet": Entry("rotation of feature pairs, with decay a head", "Sun et al. 2023, RetNet, Eq. 5 and 8"),
+    "ape-sequence": Entry("powers of one learned orthogonal matrix a head", "Kogkalidis et al. 2024, APE, section 3.1"),
 }

@@ -44,7 +44,7 @@ class Decay(ExactModule):
 
 
 def retnet_rates(heads: int) -> Tensor:
-    """Rates of gamma = 1 - 2^(-5-h) for heads h = 0, 1, ... (Sun et al. 2023, section 3.1): float64 ``[heads]``.
+    """Rates of gamma = 1 - 2^(-5-h) for heads h = 0, 1, ... (Sun et al. 2023, Eq. 8): float64 ``[heads]``.
 
     Example:
         >>> retnet_rates(2).neg().exp().tolist()
@@ -55,7 +55,7 @@ def retnet_rates(heads: int) -> Tensor:
 
 
 def permuteformer_rates(heads: int) -> Tensor:
-    """Rates of r in [0.88, 0.99], evenly spaced in log(r / (1 - r)) (PermuteFormer, section 4.2.1): float64 ``[heads]``.
+    """Rates of r in [0.88, 0.99] (PermuteFormer, section 4.2.1), evenly spaced in log(r / (1 - r)): float64 ``[heads]``.
 
     Example:
         >>> [round(r, 2) for r in permuteformer_rates(2).neg().exp().tolist()]

@@ -229,7 +229,7 @@ class Exponential(Encoding):
         learned: Whether A is learned.
 
     References:
-        Algebraic Positional Encodings (Kogkalidis et al. 2024), section 3.2. https://arxiv.org/abs/2312.16045
+        Algebraic Positional Encodings (Kogkalidis et al. 2024), sections 3.1 and 4.2. https://arxiv.org/abs/2312.16045
 
     Example:
         >>> rho = Exponential(torch.randn(2, 6, 6), learned=True)(torch.arange(4)[:, None])

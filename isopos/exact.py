@@ -1,5 +1,7 @@
 """Modules whose parameters stay exact when the model around them is cast."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,13 @@ class ExactModule(nn.Module):
             return out
 
         return super()._apply(moved, recurse)
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """A context that autocast does not reach."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def constant(value: Tensor) -> Tensor:

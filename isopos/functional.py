@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.exact import full_precision
 from isopos.feature_maps import FEATURE_MAPS, FeatureMap
 from isopos.isometries import Identity, Isometry
 from isopos.ops import linear
@@ -34,8 +35,8 @@ def linear_attention(
         v: Values ``[*b h s e]``.
         isometry: rho, evaluated at the positions of q and k; a pair (of queries, of keys) for cross-attention.
         feature_map: phi, applied before rho; None leaves q and k as they are.
-        decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens; a pair for
-            cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
+        decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
+            a pair for cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
         denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by
             the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
             None by nothing. Decay and mask weigh in both. A vanishing one is clamped to a magnitude of 1e-6.
@@ -57,6 +58,7 @@ def linear_attention(
     """
     rho_q, rho_k = _check(q, k, v, isometry, mask)
     g = _decays(decay, q, k)
+    _check_order(g)
     if denominator not in ("plain", "encoded", None):
         raise ValueError(f"denominator: expected 'plain', 'encoded' or None, got {denominator!r}")
     t, s = q.shape[-2], k.shape[-2]
@@ -74,7 +76,7 @@ def linear_attention(
     load_v = _load_values(parts, denominator is not None, wide, keys_kept)
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     fuse = (feature_map is None or feature_map in FEATURE_MAPS.values()) and not (rho_q.requires_grad or rho_k.requires_grad)
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(q.device):
         out = linear.linear(q, k, v, (load_q, load_k, load_v), g, causal=causal, divided=denominator is not None, fuse=fuse)
     return out.to(q.dtype)
 
@@ -214,6 +216,13 @@ def _decays(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | N
             expected = [*x.shape[:-2], x.shape[-2]]
             raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
     return pair
+
+
+def _check_order(pair: tuple[Tensor, Tensor] | None) -> None:
+    """ValueError where a log decay increases along tokens; not while compiling, nor on a GPU, which would have to wait."""
+    for g in () if pair is None or torch.compiler.is_compiling() else pair:
+        if g.device.type == "cpu" and (g.diff(dim=-1) > 0).any():
+            raise ValueError("decay: expected log decays that do not increase along tokens; sort tokens by position")
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from isopos.exact import full_precision
 from isopos.ops.rotate import lift, permute, reflect, rotate, transform
 
 
@@ -73,7 +74,8 @@ class Isometry(ABC):
         """Map x ``[*b h t d]``."""
         self.check(x)
         wide = x if x.dtype.itemsize >= 4 else x.float()
-        return self.apply(wide).to(x.dtype)
+        with full_precision(x.device):
+            return self.apply(wide).to(x.dtype)
 
 
 def _span(tensor: Tensor, start: int, stop: int, dim: int) -> Tensor:

@@ -5,7 +5,7 @@
     homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (a lift is measured in its complex form)
     exact         float32 scores at positions about 2^20 and 2^31 are within 1e-6 of float64 scores
     gradient      a gradient reaches every learned parameter of every head
-    attention     a layer's output is the same at shifted positions, denominator, decay and embedding included
+    attention     a layer's sums are the same at shifted positions, denominator, decay and embedding included
 
 Two properties are choices, and reported beside them: whether scores tell direction, and whether denominators are positive.
 """
@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isopos.encodings import Encoding
-from isopos.feature_maps import FEATURE_MAPS
+from isopos.encodings import Encoding, InBasis, Rotary
 from isopos.functional import linear_attention, softmax_attention
-from isopos.ops.linear import naive
 from isopos.positions import Line, Product
 from isopos.schemes import Scheme
 
@@ -97,7 +95,8 @@ def check(subject: Scheme | Encoding | Callable[[], Scheme | Encoding], *, seed:
     findings = _encoding_findings(encoding, generator)
     if isinstance(subject, Scheme):
         findings += _scheme_findings(subject, generator)
-    return Report(type(encoding).__name__, tuple(findings))
+    seen = encoding if not isinstance(subject, Scheme) else subject.embedding or encoding
+    return Report(type(seen).__name__, tuple(findings))
 
 
 def _encoding_findings(encoding: Encoding, generator: torch.Generator) -> list[Finding]:
@@ -114,7 +113,7 @@ def _encoding_findings(encoding: Encoding, generator: torch.Generator) -> list[F
             "relative": (_most(here - there), TOLERANCE, "largest change of a score when both positions are shifted"),
             "isometry": (_most(_score(encoding, x, x) - unit), TOLERANCE, "largest change of a norm"),
         }
-        if encoding.out_features in (encoding.features, 2 * encoding.features):  # a partial lift has neither form
+        if encoding.out_features == encoding.features or _is_lift(encoding):
             errors["homomorphism"] = (_most(w_x @ w_y - w_xy), TOLERANCE, "largest |W(x) W(y) - W(xy)|")
         if _is_line(encoding):
             errors["exact"] = (
@@ -138,9 +137,14 @@ def _operator(encoding: Encoding, x: Tensor, dtype: torch.dtype = torch.float64)
 def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
     """rho(x)^H rho(y), dense ``[h t d d]``; a lift's features are its real and imaginary parts."""
     m_x, m_y = (_operator(encoding, z) for z in (x, y))
-    if complex_form and encoding.out_features == 2 * encoding.features:
+    if complex_form and _is_lift(encoding):
         m_x, m_y = (torch.complex(*m.chunk(2, -2)) for m in (m_x, m_y))
     return m_x.mH @ m_y
+
+
+def _is_lift(encoding: Encoding) -> bool:
+    """Whether the output is the real parts, then the imaginary parts, of as many complex features."""
+    return _is_lift(encoding.encoding) if isinstance(encoding, InBasis) else isinstance(encoding, Rotary) and encoding.lift
 
 
 def _is_line(encoding: Encoding) -> bool:
@@ -186,29 +190,34 @@ def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding
     if scheme.decay is not None or scheme.embedding is not None:  # on a line, in order
         x, shift = (x % max(half, 1)).sort(0).values, torch.tensor([[half]])
 
-    def output(x: Tensor, causal: bool) -> Tensor:
+    def sums(x: Tensor, causal: bool) -> list[Tensor]:
+        """A layer's output, before the division: a denominator near zero would blow rounding up."""
         q, k, v = content if scheme.embedding is None else content + scheme.embedding(x, torch.float64)
         q, k, v = (a.unflatten(-1, (heads, width)).transpose(-2, -3)[None] for a in (q, k, v))
-        attend = softmax_attention if scheme.attention == "softmax" else linear_attention
-        return attend(q, k, v, causal=causal, **scheme.at(x, dtype=torch.float64))
+        at = scheme.at(x, dtype=torch.float64)
+        if scheme.attention == "softmax":
+            return [softmax_attention(q, k, v, causal=causal, **at)]
+        denominator = at.pop("denominator")
+        out = [linear_attention(q, k, v, causal=causal, denominator=None, **at)]
+        if denominator is not None:
+            at["isometry"] = at["isometry"] if denominator == "encoded" else None
+            out.append(linear_attention(q, k, torch.ones_like(v[..., :1]), causal=causal, denominator=None, **at))
+        return out
 
     with torch.no_grad():
-        error = max(_most(output(x, causal) - output(group.compose(shift, x), causal)) for causal in (True, False))
-    findings = [Finding("attention", error <= TOLERANCE, error, "largest change of a layer's output at shifted positions")]
+        pairs = [
+            pair
+            for causal in (True, False)
+            for pair in zip(sums(x, causal), sums(group.compose(shift, x), causal), strict=True)
+        ]
+    error = max(_most(before - after) / max(1.0, _most(before)) for before, after in pairs)
+    note = "largest change of a layer's sums at shifted positions"
+    findings = [Finding("attention", error <= TOLERANCE, error, note)]
     if scheme.attention == "linear" and not scheme.normalised:
-        least = _least_denominator(scheme, x, content[:2])
-        findings.append(Finding("positive", least > 0, least, "least causal denominator of random features", is_law=False))
+        least = pairs[1][0].min().item()
+        note = "least causal denominator of random queries and keys"
+        findings.append(Finding("positive", least > 0, least, note, is_law=False))
     return findings
-
-
-def _least_denominator(scheme: Scheme, x: Tensor, content: Tensor) -> float:
-    at = scheme.at(x, dtype=torch.float64)
-    phi, g = FEATURE_MAPS[scheme.choices["feature_map"]], at["decay"]
-    q, k = (phi(a.unflatten(-1, (scheme.heads, -1)).transpose(-2, -3)[None]) for a in content)
-    if at["denominator"] == "encoded":
-        q, k = at["isometry"](q), at["isometry"](k)
-    with torch.no_grad():
-        return naive(q, k, torch.ones_like(k[..., :1]), None if g is None else (g, g), causal=True).min().item()
 
 
 def _most(error: Tensor) -> float:

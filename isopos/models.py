@@ -57,6 +57,10 @@ class Decoder(nn.Module):
 
     def __init__(self, vocabulary: int, model_dim: int, layers: int, scheme: Scheme, *, dropout: float = 0.0):
         super().__init__()
+        if scheme.embedding is not None and scheme.embedding.model_dim != model_dim:
+            raise ValueError(
+                f"model_dim: expected the {scheme.embedding.model_dim} of the scheme's embedding, got {model_dim}"
+            )
         self.tokens = nn.Embedding(vocabulary, model_dim)
         nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
         self.blocks = nn.ModuleList(Block(model_dim, scheme, dropout=dropout) for _ in range(layers))

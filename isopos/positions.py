@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["Group", "Line", "Product", "Ring", "grid", "product", "ring", "sequence"]
 
 REAL_DTYPES = (torch.float32, torch.float64)
-INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 
 
 class Group(ABC):

@@ -41,9 +41,10 @@ class Scheme(nn.Module):
         encoding: rho, for `heads` heads.
         heads: Number of key heads.
         attention: "linear" or "softmax".
-        feature_map: phi of linear attention: a name of `FEATURE_MAPS`.
+        feature_map: phi of linear attention: a name of `FEATURE_MAPS`; "auto" is "elu+1".
         decay: A name of `decays.RATES`, a `Decay`, or "none".
-        denominator: Of linear attention: "plain", "encoded" or "none" (then `Attention` normalises each head's output).
+        denominator: Of linear attention: "plain" (also "auto"), "encoded" or "none" (then `Attention` normalises each
+            head's output).
         embedding: Absolute positions to add to the token embeddings, or None.
 
     Example:
@@ -60,13 +61,19 @@ class Scheme(nn.Module):
         heads: int,
         *,
         attention: str = "linear",
-        feature_map: str = "elu+1",
+        feature_map: str = "auto",
         decay: str | Decay = "none",
-        denominator: str = "plain",
+        denominator: str = "auto",
         embedding: Sinusoidal | Learned | None = None,
     ):
         super().__init__()
         _expect("attention", attention, ("linear", "softmax"))
+        if attention == "softmax":
+            for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
+                if choice != "auto":
+                    raise ValueError(f"{name}: expected no choice with softmax attention, which has its own, got {choice!r}")
+        feature_map = "elu+1" if feature_map == "auto" else feature_map
+        denominator = "plain" if denominator == "auto" else denominator
         _expect("feature_map", feature_map, FEATURE_MAPS)
         _expect("denominator", denominator, ("plain", "encoded", "none"))
         if not isinstance(decay, Decay):
@@ -110,13 +117,9 @@ class Scheme(nn.Module):
 
 
 def _scheme(encoding: Encoding, heads: int, choices: Choices, *, embedding: Any = None, **defaults: str) -> Scheme:
-    """A scheme with a preset's defaults, where the user has not chosen."""
+    """A scheme with a preset's defaults, where they have a meaning and the user has not chosen."""
     if choices.get("attention") == "softmax":
-        for name in ("feature_map", "denominator"):
-            if name in choices:
-                raise ValueError(
-                    f"{name}: expected no choice with softmax attention, which has its own, got {choices.get(name)!r}"
-                )
+        defaults = {name: value for name, value in defaults.items() if name == "decay"}
     return Scheme(encoding, heads, embedding=embedding, **(defaults | dict(choices)))  # pyright: ignore[reportArgumentType]
 
 
@@ -126,7 +129,7 @@ def none(head_dim: int, heads: int = 1, **choices: Unpack[Choices]) -> Scheme:
 
 
 def sinusoidal(
-    head_dim: int, heads: int = 1, *, model_dim: int | None = None, scale: float = 1.0, **choices: Unpack[Choices]
+    head_dim: int, heads: int, *, model_dim: int | None = None, scale: float = 1.0, **choices: Unpack[Choices]
 ) -> Scheme:
     """Sines and cosines added to the token embeddings (Vaswani et al. 2017, section 3.5).
 
@@ -143,7 +146,7 @@ def sinusoidal(
 
 def learned(
     head_dim: int,
-    heads: int = 1,
+    heads: int,
     *,
     length: int = 2048,
     model_dim: int | None = None,
@@ -177,7 +180,7 @@ def rope(
 
     Args:
         head_dim: d, even.
-        heads: h.
+        heads: h; 1 serves any number of heads alike, with one decay and one set of learned frequencies.
         base: Of the geometric frequencies.
         learned: Learn the frequencies, each head its own.
         rotary_dim: Features that turn, even; the others pass unchanged (partial rotary). All by default.
@@ -189,9 +192,9 @@ def rope(
 
 
 def retnet(
-    head_dim: int, heads: int = 1, *, original: bool = False, base: float = 10000.0, **choices: Unpack[Choices]
+    head_dim: int, heads: int, *, original: bool = False, base: float = 10000.0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """Rotary with per-head decay gamma = 1 - 2^(-5-h) (RetNet, Sun et al. 2023, Eq. 5-8).
+    """Rotary with per-head decay gamma = 1 - 2^(-5-h) (RetNet, Sun et al. 2023, Eq. 5 and 8).
 
     By default on the feature map and denominator of its neighbours, so that only the decay differs from rope.
     TransNormerLLM's LRPE-d is of this family.
@@ -204,12 +207,14 @@ def retnet(
         choices: See `Choices`.
     """
     defaults = {"feature_map": "identity", "denominator": "none"} if original else {}
+    if original and choices.get("attention") == "softmax":
+        raise ValueError("original: expected linear attention, for which RetNet is defined, got softmax")
     return _scheme(_rotary(_size(head_dim, heads), heads, base, False), heads, choices, decay="retnet", **defaults)
 
 
 def lrpe_unitary(
     head_dim: int,
-    heads: int = 1,
+    heads: int,
     *,
     basis: Basis = "householder",
     learned: bool = False,
@@ -239,7 +244,7 @@ def lrpe_unitary(
 
 def lrpe_orthogonal(
     head_dim: int,
-    heads: int = 1,
+    heads: int,
     *,
     basis: Basis = "householder",
     learned: bool = False,
@@ -266,7 +271,7 @@ def lrpe_orthogonal(
 
 def lrpe_permutation(
     head_dim: int,
-    heads: int = 1,
+    heads: int,
     *,
     basis: Basis = "householder",
     learned_basis: bool = False,
@@ -287,10 +292,10 @@ def lrpe_permutation(
     return _scheme(_in_basis(encoding, basis, heads, learned_basis, seed), heads, choices)
 
 
-def permuteformer(head_dim: int, heads: int = 1, *, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
+def permuteformer(head_dim: int, heads: int, *, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
     """PermuteFormer: powers of a random permutation a head, ReLU features, decay r in [0.88, 0.99] (PermuteFormer, Eq. 11).
 
-    The paper has r = 1 in bidirectional models: ``decay="none"``.
+    The paper has r = 1 in bidirectional models: ``decay="none"``. Its fourfold width of query and key features is not here.
 
     Args:
         head_dim: d.
@@ -302,8 +307,8 @@ def permuteformer(head_dim: int, heads: int = 1, *, seed: int = 0, **choices: Un
     return _scheme(_permutation(_size(head_dim, heads), heads, seed), heads, choices, **defaults)
 
 
-def ape_sequence(head_dim: int, heads: int = 1, *, base: float = 10000.0, **choices: Unpack[Choices]) -> Scheme:
-    """Algebraic encoding of sequences: exp(x (A - A^T)) with a learned A a head (APE, section 3.2).
+def ape_sequence(head_dim: int, heads: int, *, base: float = 10000.0, **choices: Unpack[Choices]) -> Scheme:
+    """Algebraic encoding of sequences: exp(x (A - A^T)) with a learned A a head (APE, sections 3.1 and 4.2).
 
     It starts as rope with angles base^(-2i/d), in closed form, and learns both angles and basis.
 

@@ -34,7 +34,9 @@ class SchemeCase(NamedTuple):
     def build(self, head_dim: int = HEAD_DIM, heads: int = HEADS, **more: Any) -> schemes.Scheme:
         options = {name: value() if callable(value) else value for name, value in (dict(self.options) | more).items()}
         if options.get("attention") == "softmax":
-            options = {name: value for name, value in options.items() if name not in ("feature_map", "denominator")}
+            options = {
+                name: value for name, value in options.items() if name not in ("feature_map", "denominator", "original")
+            }
         return schemes.REGISTRY[self.name](head_dim, heads, **options)
 
 

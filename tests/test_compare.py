@@ -138,7 +138,30 @@ def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monke
     assert {"kernel-none", "kernel-retnet"} <= set(page.ids)
 
 
+def test_learned_positions_end_to_end(isopos, tmp_path):
+    assert isopos("compare", "--schemes", "learned", "--name", "one", *TINY)[0] == 0
+    assert "kernel-learned" in _check_page(tmp_path / "runs" / "one" / "report.html")[0].ids
+
+
+def test_ctrl_c_while_a_run_begins_leaves_a_report(isopos, tmp_path, monkeypatch):
+    def interrupted(recipe, source, folder, on_step):
+        folder.mkdir()
+        (folder / "recipe.json").write_text(json.dumps(recipe.as_dict()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "train", interrupted)
+    code, _, _ = isopos("compare", "--schemes", "none,rope", "--name", "one", *TINY)
+    assert code == 130
+    _, text = _check_page(tmp_path / "runs" / "one" / "report.html")
+    assert "Interrupted: unfinished none-seed0, rope-seed0" in text
+
+
 BAD = {
+    "--schemes none,learned:length=10": "0 to 9",
+    "--schemes sinusoidal:model_dim=50": "50",
+    "--schemes rope,rope:": "twice",
+    "--schemes retnet:original=true --attention softmax": "original",
+    "--device meta": "device",
     "--schemes rop": "did you mean rope",
     "--schemes rope:bse=2": "did you mean base",
     "--schemes rope:decay=fast": "retnet",

@@ -504,3 +504,28 @@ def test_bad_calls_of_linear_attention(changes, message):
         call(**changes)
     with pytest.raises(TypeError, match="unexpected keyword"):
         call(scale=1.0)
+
+
+def test_log_decays_that_increase_are_refused():
+    q, k, v = inputs(2, t=4)
+    g = torch.tensor([0.0, -1.0, -0.5, -2.0], dtype=torch.float64)
+    with pytest.raises(ValueError, match="do not increase"):
+        linear_attention(q, k, v, decay=g)
+    assert softmax_attention(q, k, v, decay=g).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["fourier", "exponential"])
+def test_autocast_does_not_reach_a_basis(name):
+    from isopos.bases import Fourier
+    from isopos.encodings import Exponential, InBasis
+
+    encoding = (
+        InBasis(Rotary(FREQUENCY[None, None]), Fourier(HEAD_DIM))
+        if name == "fourier"
+        else Exponential(torch.randn(HEADS, HEAD_DIM, HEAD_DIM))
+    )
+    rho, x = encoding(sequence(5)), torch.randn(1, HEADS, 5, HEAD_DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rho(x), encoding(sequence(5))(x))
+        inside = rho(x)
+    assert torch.equal(inside, rho(x))

@@ -30,3 +30,9 @@ def test_a_decay_is_part_of_the_picture(attention):
     plain, decayed = (kernel(isopos.none(8, 2, decay=decay, attention=attention)).score for decay in ("none", "retnet"))
     assert torch.allclose(plain, plain[REACH].expand_as(plain))
     assert (decayed[REACH:].diff() < 0).all()
+
+
+@pytest.mark.parametrize("length", [1, 2, 100])
+def test_a_table_of_positions_limits_the_picture(length):
+    picture = kernel(isopos.learned(8, 2, length=length))
+    assert picture.score.shape == picture.offset.shape == (2 * ((min(length, 129) - 1) // 2) + 1,)

@@ -64,6 +64,18 @@ def test_direction_and_positivity_are_properties_not_laws():
     assert not all(encoded)  # a rotated denominator at d = 2 is often negative
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("denominator", ["plain", "encoded"])
+def test_a_denominator_near_zero_breaks_no_law(seed, denominator):
+    scheme = isopos.rope(8, 2, denominator=denominator, feature_map="identity", decay="retnet")
+    assert laws.check(scheme, seed=seed).holds
+
+
+def test_lifts_side_by_side_are_not_taken_for_one():
+    lifts = [encodings.Rotary(torch.rand(1, 1, 2), lift=True) for _ in range(2)]
+    assert laws.check(encodings.DirectSum(lifts)).holds
+
+
 def test_the_report_prints_a_line_a_finding():
     report = laws.check(isopos.rope(8, 2))
     assert len(str(report).splitlines()) == 1 + len(report.findings)

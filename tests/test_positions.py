@@ -107,4 +107,6 @@ def test_bad_calls(call, message):
 def test_real_lines_take_floats():
     Line(real=True).check(torch.zeros(3, 1))
     Line(real=True).check(torch.zeros(2, 3, 1, dtype=torch.float64))
-    Line().check(torch.zeros(3, 1, dtype=torch.uint8))
+    Line().check(torch.zeros(3, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="integers"):  # whose differences would wrap
+        Line().check(torch.zeros(3, 1, dtype=torch.uint8))

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from isopos.lab.recipes import Comparison, Recipe, join_spec, parse_schemes, split_spec
+from isopos.lab.recipes import Comparison, Recipe, join_spec, split_spec
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -30,10 +30,10 @@ def test_split_and_join_are_inverse(spec):
     assert join_spec(*split_spec(spec)) == spec
 
 
-@pytest.mark.parametrize("text", ["", " , ", "rope,rope", "rope:a=1,rope:a=1"])
+@pytest.mark.parametrize("text", ["", " , ", "rope,rope", "rope:a=1,rope:a=1", "rope,rope:", "rope,rope:attention=softmax"])
 def test_bad_lists(text):
     with pytest.raises(ValueError, match="schemes"):
-        parse_schemes(text)
+        Comparison(schemes=text, attention="softmax").recipes()
 
 
 @pytest.mark.parametrize("spec", ["rope:decay", "rope:=x", "rope:decay="])

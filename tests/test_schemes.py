@@ -327,7 +327,7 @@ def test_random_seeds_of_torch_are_left_alone():
 def test_only_limited_schemes_have_a_max_length():
     for case in SCHEMES:
         assert case.build().max_length == case.options.get("length")
-    assert schemes.learned(HEAD_DIM).max_length == 2048
+    assert schemes.learned(HEAD_DIM, HEADS).max_length == 2048
 
 
 # Text options
@@ -400,23 +400,23 @@ def test_unknown_options_raise(case):
     ("call", "message"),
     [
         (lambda: schemes.rope(7), r"head size: expected an even number"),
-        (lambda: schemes.retnet(7), r"head size: expected an even number"),
-        (lambda: schemes.lrpe_orthogonal(7), r"head size: expected an even number"),
-        (lambda: schemes.ape_sequence(7), r"head size: expected an even number"),
+        (lambda: schemes.retnet(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.lrpe_orthogonal(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.ape_sequence(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=3), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=10), r"at least 10 as the encoding, got 8"),
         (lambda: schemes.rope(8, rotary_dim=-2), r"expected"),
         (lambda: schemes.rope(8, base=0.0), r"base: expected a positive number"),
         (lambda: schemes.rope(8, base=math.nan), r"base: expected a positive number"),
-        (lambda: schemes.ape_sequence(8, base=-5.0), r"base: expected"),
-        (lambda: schemes.lrpe_unitary(8, base=-5.0), r"base: expected"),
-        (lambda: schemes.lrpe_orthogonal(8, basis="furier"), r"basis: expected .*fourier.* got 'furier'"),
+        (lambda: schemes.ape_sequence(8, 1, base=-5.0), r"base: expected"),
+        (lambda: schemes.lrpe_unitary(8, 1, base=-5.0), r"base: expected"),
+        (lambda: schemes.lrpe_orthogonal(8, 1, basis="furier"), r"basis: expected .*fourier.* got 'furier'"),
         (
-            lambda: schemes.lrpe_unitary(8, basis="fourier", learned_basis=True),
+            lambda: schemes.lrpe_unitary(8, 1, basis="fourier", learned_basis=True),
             r"learned_basis: expected basis='householder'",
         ),
         (lambda: schemes.sinusoidal(5, 1), r"model_dim: expected an even width"),
-        (lambda: schemes.learned(8, length=0), r"length: expected at least 1"),
+        (lambda: schemes.learned(8, 1, length=0), r"length: expected at least 1"),
         (lambda: schemes.rope(8, 2, decay=Decay(torch.ones(3))), r"decay: expected"),
     ],
 )

@@ -46,3 +46,14 @@ def test_the_table_renders_without_rows(tmp_path):
     rows = _folder(tmp_path, {})
     assert rows == []
     assert render(rows)[0].row_count == 0
+
+
+def test_an_interrupted_comparison_ranks_by_shared_seeds(tmp_path):
+    rows = _folder(tmp_path, {("rope", 0): 2.5, ("none", 0): 2.6, ("retnet", 0): 2.55, ("rope", 1): 9.0})
+    assert [row.scheme for row in rows] == ["rope", "retnet", "none"]
+    assert [cells(row)[4] for row in rows] == ["2.500", "2.550", "2.600"]
+
+
+def test_a_scheme_that_failed_once_is_not_ranked(tmp_path):
+    rows = _folder(tmp_path, {("rope", 0): 2.5, ("rope", 1): None, ("none", 0): 2.6, ("none", 1): 2.8})
+    assert [(row.scheme, cells(row)[4]) for row in rows] == [("none", "2.700"), ("rope", "diverged at step 3")]

@@ -54,6 +54,21 @@ def test_divergence_ends_the_run_and_is_recorded(source, tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == result.status
 
 
+def test_a_validation_that_is_not_finite_is_no_result(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *_: float("nan"))
+    result = train.train(TINY, source, tmp_path / "run", lambda *row: None)
+    assert result.status == "diverged in validation"
+    assert set(result.bits_per_byte.values()) == {None}
+
+
+def test_a_seed_draws_the_scheme_too():
+    orders = [
+        train.build_model(replace(TINY, scheme="permuteformer", seed=seed)).scheme.encoding.table for seed in (0, 0, 1)
+    ]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+
+
 def test_learned_positions_are_not_evaluated_beyond_their_table(source, tmp_path):
     result = train.train(replace(TINY, scheme="learned"), source, tmp_path / "run", lambda *row: None)
     assert result.bits_per_byte["1"] is not None

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import statistics
 import time
 from dataclasses import replace
@@ -30,8 +31,8 @@ def compare(comparison: Comparison, console: Console) -> int:
     """
     recipes, folder = _check(comparison)
     source = text.load(comparison.data, comparison.length)
-    console.print(f"text: {source.name}, {len(source.train)} + {len(source.validation)} bytes, sha256 {source.sha256[:12]}")
-    _make(folder, comparison.overwrite)
+    size = f"{len(source.train)} + {len(source.validation)} bytes"
+    console.print(f"text: {source.name}, {size}, sha256 {source.sha256[:12]}", markup=False)
     about: dict[str, object] = {
         "text": source.name,
         "sha256": source.sha256,
@@ -39,21 +40,24 @@ def compare(comparison: Comparison, console: Console) -> int:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": recipes[0].device,
+        "planned": [run_folder(folder, recipe).name for recipe in recipes],
     }
-    _write(folder, about | {"complete": False})
     complete = False
+    _make(folder, comparison.overwrite)
     try:
+        _write(folder, about | {"complete": False})
         _train_all(recipes, source, folder, console)
         about["speed"] = _speeds(recipes, source)
         complete = True
     except KeyboardInterrupt:
         console.print("[yellow]interrupted: the report holds what is finished")
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would leave no report
         _write(folder, about | {"complete": complete})
         page = report.write(folder)
-    rows = rows_of(folder)
-    console.print(*render(rows))
-    console.print(f"report: {page}")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    console.print(*render(rows_of(folder)))
+    console.print(f"report: {page}", markup=False)
     return 0 if complete else 130
 
 
@@ -66,12 +70,15 @@ def _check(comparison: Comparison) -> tuple[list[Recipe], Path]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.zeros(1, device=device)
+        usable = torch.zeros(1, device=device).item() == 0
     except (RuntimeError, AssertionError):
-        raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here") from None
+        usable = False
+    if not usable or torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
     recipes = [replace(recipe, device=device) for recipe in comparison.recipes()]
     for recipe in recipes[: len(recipes) // comparison.seeds]:
-        build_model(recipe)
+        with torch.no_grad():
+            build_model(recipe)(torch.zeros(1, recipe.length, dtype=torch.int64, device=device))
     name = comparison.name or time.strftime("compare-%Y%m%d-%H%M%S")
     if Path(name).name != name or name in (".", ".."):
         raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")

@@ -17,9 +17,9 @@ REACH = 64
 class Kernel(NamedTuple):
     """Scores of one query and one key, relative to their score without offset, averaged over heads."""
 
-    offset: Tensor  # [2 REACH + 1], key position minus query position
+    offset: Tensor  # [2 reach + 1], key position minus query position; reach is 64 or half a table of positions
     score: Tensor  # at each offset, the query in the middle
-    heat: Tensor  # [REACH REACH], query position by key position
+    heat: Tensor  # [reach + 1, reach + 1], query position by key position
 
 
 @torch.no_grad()
@@ -28,7 +28,8 @@ def kernel(scheme: Scheme, seed: int = 0) -> Kernel:
     generator = torch.Generator().manual_seed(seed)
     heads, width = scheme.heads, scheme.encoding.features
     content = torch.randn(2, 1, heads * width, generator=generator, dtype=torch.float64)
-    x = sequence(2 * REACH + 1)
+    reach = REACH if scheme.max_length is None else min(REACH, (scheme.max_length - 1) // 2)
+    x = sequence(2 * reach + 1)
     q, k = content if scheme.embedding is None else content + scheme.embedding(x, torch.float64)
     at = scheme.at(x, dtype=torch.float64)
     phi = FEATURE_MAPS[scheme.choices["feature_map"]] if scheme.attention == "linear" else FEATURE_MAPS["identity"]
@@ -43,4 +44,4 @@ def kernel(scheme: Scheme, seed: int = 0) -> Kernel:
         distance = (at["decay"][:, :, None] - at["decay"][:, None, :]).abs()
         scores = scores - distance if scheme.attention == "softmax" else scores * torch.exp(-distance)
     scores = scores.mean(0)
-    return Kernel((x - REACH)[:, 0], scores[REACH] / scores[REACH, REACH].abs(), scores[:REACH, :REACH])
+    return Kernel((x - reach)[:, 0], scores[reach] / scores[reach, reach].abs(), scores[: reach + 1, : reach + 1])

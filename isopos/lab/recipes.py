@@ -89,6 +89,9 @@ class Comparison:
         }
         base = replace(Recipe(device=self.device), **shared)
         specs = [self._with_attention(spec) for spec in parse_schemes(self.schemes)]
+        for spec in specs:
+            if specs.count(spec) > 1:
+                raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
         return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
 
     def _with_attention(self, spec: str) -> str:
@@ -115,9 +118,6 @@ def parse_schemes(text: str) -> list[str]:
             specs.append(piece)
     if not specs:
         raise ValueError("schemes: expected at least one name, got none; isopos list shows them")
-    for spec in specs:
-        if specs.count(spec) > 1:
-            raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
     return specs
 
 

@@ -35,7 +35,7 @@ def write(folder: Path) -> Path:
     _replace(folder / "curves.svg", curves)
     first = {run["recipe"]["scheme"]: run for run in reversed(runs) if run["result"]}
     pictures = [_kernel_section(first[row.scheme]) for row in rows if row.status == "finished"]
-    unfinished = [run["folder"].name for run in runs if not run["result"]]
+    unfinished = sorted(set(about["planned"]) - {run["folder"].name for run in runs if run["result"]})
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>isopos: {html.escape(folder.name)}</title>',

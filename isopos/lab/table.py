@@ -12,6 +12,7 @@ from rich.text import Text
 
 __all__ = ["HEADER", "Row", "cells", "notes", "read_runs", "render", "rows_of"]
 
+Results = dict[int, dict[str, Any]]  # by seed
 HEADER = (
     *("scheme", "decay", "denominator", "features", "bits/byte", "to best", "at 2x", "at 4x"),
     *("tokens/s", "speed", "parameters", "laws hold"),
@@ -37,8 +38,8 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     """Every run of a comparison in order of its start: recipe, training rows and, where it ended, its result."""
     runs = []
     for path in sorted(folder.glob("*/recipe.json"), key=lambda p: p.stat().st_mtime_ns):
-        rows = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
-        result = path.parent / "result.json"
+        metrics, result = path.parent / "metrics.jsonl", path.parent / "result.json"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         runs.append(
             {
                 "folder": path.parent,
@@ -53,32 +54,39 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 def rows_of(folder: Path) -> list[Row]:
     """One row a scheme with a result, best first; those that did not finish last."""
     speed = json.loads((folder / "comparison.json").read_text()).get("speed", {})
-    by_scheme: dict[str, dict[int, dict[str, Any]]] = {}
+    by_scheme: dict[str, Results] = {}
     for run in read_runs(folder):
         if run["result"]:
             by_scheme.setdefault(run["recipe"]["scheme"], {})[run["recipe"]["seed"]] = run["result"]
 
-    def score(item: tuple[str, dict[int, dict[str, Any]]]) -> float:
-        bits = [result["bits_per_byte"]["1"] for result in item[1].values()]
-        return float("inf") if None in bits else statistics.mean(bits)
-
-    ordered = sorted(by_scheme.items(), key=score)
-    best = ordered[0][1] if ordered and score(ordered[0]) < float("inf") else {}
-    return [_row(scheme, results, best, speed.get(scheme)) for scheme, results in ordered]
-
-
-def _row(scheme: str, results: dict[int, dict[str, Any]], best: dict[int, dict[str, Any]], speed: float | None) -> Row:
-    first = next(iter(results.values()))
-    bits = {
-        m: [r["bits_per_byte"][m] for r in results.values() if r["bits_per_byte"][m] is not None] for m in ("1", "2", "4")
+    finished = {
+        scheme: {seed: result for seed, result in results.items() if result["status"] == "finished"}
+        for scheme, results in by_scheme.items()
     }
-    pairs = [(results[seed]["bits_per_byte"]["1"], best[seed]["bits_per_byte"]["1"]) for seed in results if seed in best]
+    # an interrupted comparison ranks by the seeds that every scheme without a failure has, which keeps the runs paired
+    seeds = [set(results) for scheme, results in finished.items() if len(results) == len(by_scheme[scheme])]
+    shared = set.intersection(*seeds) if seeds else set()
+
+    def score(scheme: str) -> float:
+        bits = [finished[scheme][seed]["bits_per_byte"]["1"] for seed in shared if seed in finished[scheme]]
+        return statistics.mean(bits) if len(finished[scheme]) == len(by_scheme[scheme]) and bits else float("inf")
+
+    ordered = sorted(by_scheme, key=score)
+    best = finished[ordered[0]] if ordered else {}
+    return [_row(scheme, by_scheme[scheme], best, shared, speed.get(scheme)) for scheme in ordered]
+
+
+def _row(scheme: str, results: Results, best: Results, shared: set[int], speed: float | None) -> Row:
+    first = next(iter(results.values()))
+    paired = [results[seed]["bits_per_byte"] for seed in sorted(shared) if seed in results]
+    bits = {m: [values[m] for values in paired if values[m] is not None] for m in ("1", "2", "4")}
+    pairs = [(results[seed]["bits_per_byte"]["1"], best[seed]["bits_per_byte"]["1"]) for seed in sorted(shared & {*results})]
     return Row(
         scheme=scheme,
         status=next((r["status"] for r in results.values() if r["status"] != "finished"), "finished"),
         choices=first["choices"],
         bits=bits,
-        difference=[a - b for a, b in pairs if a is not None],
+        difference=[a - b for a, b in pairs if None not in (a, b)],
         tokens_per_second=statistics.mean(r["tokens_per_second"] for r in results.values()),
         speed=speed,
         parameters=first["parameters"],
@@ -128,7 +136,7 @@ def notes(rows: list[Row]) -> Iterator[str]:
     else:
         yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
     if len({tuple(row.choices.items()) for row in rows}) > 1:
-        yield "Rows whose decay, denominator or features differ, too, do not compare encodings alone."
+        yield "Rows that differ in decay, denominator or features as well do not compare encodings alone."
 
 
 def render(rows: list[Row]) -> tuple[Table, Text]:

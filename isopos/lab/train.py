@@ -3,8 +3,10 @@
 The batch of step n is a pure function of (seed, n) and weights that schemes share start equal: runs of one seed are paired.
 """
 
+import copy
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from isopos import laws
 from isopos.lab.recipes import Recipe, split_spec
 from isopos.lab.text import Text
 from isopos.models import TOKEN_STD, Decoder
-from isopos.schemes import build
+from isopos.schemes import REGISTRY, build, options_of
 
 __all__ = ["Result", "build_model", "evaluate", "load_run", "train"]
 
@@ -50,6 +52,8 @@ def build_model(recipe: Recipe) -> Decoder:
         raise ValueError(f"model_dim: expected a multiple of the {recipe.heads} heads, got {recipe.model_dim}")
     name, options = split_spec(recipe.scheme)
     fitting = {"learned": {"length": str(recipe.length)}, "sinusoidal": {"scale": str(TOKEN_STD)}}
+    if name in REGISTRY and "seed" in options_of(name):
+        fitting[name] = fitting.get(name, {}) | {"seed": str(recipe.seed)}
     options = fitting.get(name, {}) | options
     scheme = build(name, recipe.model_dim // recipe.heads, recipe.heads, options)
     with torch.random.fork_rng(devices=[]):
@@ -75,12 +79,16 @@ def train(recipe: Recipe, text: Text, folder: Path, on_step: OnStep) -> Result:
         bits: dict[str, float | None] = {str(m): None for m in LENGTHS}
         if status == "finished":
             bits = {str(m): evaluate(model, recipe, text, m * recipe.length) for m in LENGTHS}
+            if any(value is not None and not math.isfinite(value) for value in bits.values()):
+                status, bits = "diverged in validation", dict.fromkeys(bits)
             _write(log, step=recipe.steps, validation_bits_per_byte=bits)
     parameters = sum(p.numel() for p in model.parameters())
     verdict = _laws(model) if status == "finished" else "-"
     result = Result(status, bits, done / seconds, parameters, model.scheme.choices, verdict)
     save_model(model, str(folder / "model.safetensors"))
-    (folder / "result.json").write_text(json.dumps(vars(result), indent=1) + "\n")
+    part = folder / "result.json.part"
+    part.write_text(json.dumps(vars(result), indent=1) + "\n")
+    os.replace(part, folder / "result.json")  # with it the run counts as ended
     return result
 
 
@@ -114,7 +122,7 @@ def _fit(model: Decoder, recipe: Recipe, text: Text, log: TextIO, on_step: OnSte
 
 def _laws(model: Decoder) -> str:
     """Whether the laws hold for the trained scheme."""
-    report = laws.check(model.scheme)
+    report = laws.check(copy.deepcopy(model.scheme).cpu())
     return "yes" if report.holds else f"no ({', '.join(report.broken)})"
 
 

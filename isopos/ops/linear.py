@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isopos.exact import full_precision
+
 CHUNK = 64  # tokens whose weights are formed explicitly
 SEGMENT = 1 << 18  # feature elements that are mapped at a time; the states before a segment are kept for the backward pass
 EPS = 1e-6
@@ -314,7 +316,7 @@ class _Fused(torch.autograd.Function):
         upstream = _Upstream(grad_outputs[0], totals, denominator)
         walks = _walks((q, k, v), None if g_q is None else (g_q, g_k), ctx.loads, ctx.causal)
         grads = _empty_grads(q, k, v, g_q, g_k)
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             if ctx.full:
                 walks[0].full_backward(upstream, states, grads)
             else:
@@ -360,7 +362,7 @@ def _causal_sum_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool
 ) -> list[Tensor]:
     walk, grads = _walk(q, k, v, g_q, g_k, reverse), _empty_grads(q, k, v, g_q, g_k)
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(q.device):
         walk.causal_backward(_Upstream(grad), [before for _, _, before in walk.causal()], grads)
     return grads
 
