@@ -1,5 +1,8 @@
 """Linear and softmax attention with positions: unpack values into tensors, fuse what is known, apply the rest first."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,13 +74,16 @@ def linear_attention(
     unmoved = isinstance(rho_q, Identity) and isinstance(rho_k, Identity)
     parts = {None: 1, "encoded": 1, "plain": 1 if unmoved else 2}[denominator]
     keys_kept = None if mask is None else mask[..., None, :, None]
-    load_q = _load_features(rho_q, feature_map, parts, wide, None)
-    load_k = _load_features(rho_k, feature_map, parts, wide, keys_kept)
-    load_v = _load_values(parts, denominator is not None, wide, keys_kept)
+    divided = denominator is not None
+    loads = (
+        _Features(rho_q, feature_map, parts, wide),
+        _Features(rho_k, feature_map, parts, wide, keys_kept),
+        _Values(parts, divided, wide, keys_kept),
+    )
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
-    fuse = (feature_map is None or feature_map in FEATURE_MAPS.values()) and not (rho_q.requires_grad or rho_k.requires_grad)
+    fuse = feature_map is None or feature_map in FEATURE_MAPS.values()  # another may hold parameters
     with full_precision(q.device):
-        out = linear.linear(q, k, v, (load_q, load_k, load_v), g, causal=causal, divided=denominator is not None, fuse=fuse)
+        out = linear.linear(q, k, v, loads, g, causal=causal, divided=divided, fuse=fuse)
     return out.to(q.dtype)
 
 
@@ -141,28 +147,55 @@ def softmax_attention(
     return torch.where(alive, out, 0)
 
 
-def _load_features(
-    rho: Isometry, phi: FeatureMap | None, parts: int, dtype: torch.dtype, kept: Tensor | None
-) -> linear.Load:
-    """phi, then rho: the features of the numerator, and phi's alone where the denominator takes them as they are."""
+@dataclass(frozen=True)
+class _Features:
+    """phi, then rho: features of the numerator, and phi's alone where the denominator takes them as they are."""
 
-    def load(x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        plain = x.to(dtype) if phi is None else phi(x.to(dtype))
-        out = (rho.tokens(start, stop)(plain), plain)[:parts]
-        return out if kept is None else tuple(torch.where(kept[..., start:stop, :], y, 0) for y in out)
+    rho: Isometry
+    phi: FeatureMap | None
+    parts: int
+    dtype: torch.dtype
+    kept: Tensor | None = None  # of keys, [*b 1 s 1]
 
-    return load
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.rho.tensors(), *(() if self.kept is None else (self.kept,))
+
+    def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        rho, kept = self._split(tensors)
+        return *rho.tokens(start, stop).tensors(), *(mask[..., start:stop, :] for mask in kept)
+
+    def _split(self, tensors: Sequence[Tensor]) -> tuple[Isometry, Sequence[Tensor]]:
+        count = len(tensors) - (self.kept is not None)
+        return self.rho.replace(tensors[:count]), tensors[count:]
+
+    def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rho, kept = self._split(part)
+        plain = x.to(self.dtype) if self.phi is None else self.phi(x.to(self.dtype))
+        out = (rho(plain), plain)[: self.parts]
+        return tuple(torch.where(kept[0], y, 0) for y in out) if kept else out
 
 
-def _load_values(parts: int, divided: bool, dtype: torch.dtype, kept: Tensor | None) -> linear.Load:
+@dataclass(frozen=True)
+class _Values:
     """Values, and the ones whose sum is the denominator: a column of its own sum, or one more of the values'."""
 
-    def load(x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        x = x.to(dtype) if kept is None else torch.where(kept[..., start:stop, :], x.to(dtype), 0)
-        ones = torch.ones_like(x[..., :1])
-        return (x,) if not divided else (x, ones) if parts == 2 else (torch.cat((x, ones), -1),)
+    parts: int
+    divided: bool
+    dtype: torch.dtype
+    kept: Tensor | None = None
 
-    return load
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return () if self.kept is None else (self.kept,)
+
+    def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        return tuple(mask[..., start:stop, :] for mask in tensors)
+
+    def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x = torch.where(part[0], x.to(self.dtype), 0) if part else x.to(self.dtype)
+        ones = torch.ones_like(x[..., :1])
+        return (x,) if not self.divided else (x, ones) if self.parts == 2 else (torch.cat((x, ones), -1),)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None) -> tuple[Isometry, Isometry]:

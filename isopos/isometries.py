@@ -5,8 +5,9 @@ positions and shared by queries, keys and layers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,10 +52,19 @@ class Isometry(ABC):
                 elif isinstance(item, Tensor):
                     yield item
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any part of it is learned."""
-        return any(tensor.requires_grad for tensor in self.tensors())
+    def replace(self, tensors: Sequence[Tensor]) -> "Isometry":
+        """The same isometry with other tensors, in the order of `tensors`."""
+        rest = iter(tensors)
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(replaced(item) for item in value)
+            if isinstance(value, Isometry):
+                return value.replace([next(rest) for _ in value.tensors()])
+            return next(rest) if isinstance(value, Tensor) else value
+
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
+        return type(self)(**{name: replaced(value) for name, value in values.items()})
 
     def check(self, x: Tensor, name: str = "x") -> None:
         """Raise ValueError where x is not ``[*b h t d]`` of this isometry's tokens and features."""

@@ -26,39 +26,58 @@ def decays(g, t, s):
     return (g[0][..., max(t, s) - t :], g[0][..., max(t, s) - s :]) if g else None
 
 
-def one(x, start, stop):
-    return (x,)
+class Load:
+    """A function of tokens and, row by row, of tensors ``[t .]``."""
+
+    def __init__(self, function, *tensors):
+        self.function, self.tensors = function, tensors
+
+    def part(self, tensors, start, stop):
+        return tuple(tensor[start:stop] for tensor in tensors)
+
+    def __call__(self, x, part):
+        return self.function(x, *part)
 
 
-def with_ones(x, start, stop):
-    return (torch.cat((x, torch.ones_like(x[..., :1])), -1),)
-
-
-def by_place(x, start, stop):
-    """A load that depends on where the segment lies."""
-    return (x * torch.arange(1, 1000, dtype=x.dtype)[start:stop, None].cos(),)
-
-
-def twice(x, start, stop):
-    return torch.cos(x), x.exp()
-
-
-def values_twice(x, start, stop):
-    return x, torch.ones_like(x[..., :1])
-
-
+PLACES = torch.arange(1, 1000, dtype=torch.float64)[:, None].cos()
+one, by_place = Load(lambda x: (x,)), Load(lambda x, place: (x * place,), PLACES)
+positive, with_ones = Load(lambda x: (x.exp(),)), Load(lambda x: (torch.cat((x, torch.ones_like(x[..., :1])), -1),))
+twice, values_twice = Load(lambda x: (x.cos(), x.exp())), Load(lambda x: (x, torch.ones_like(x[..., :1])))
 LOADS = {
     "sum": ((one, one, one), False),
     "places": ((by_place, by_place, by_place), False),
-    "encoded": ((lambda x, *_: (x.exp(),), lambda x, *_: (x.exp(),), with_ones), True),
+    "encoded": ((positive, positive, with_ones), True),
     "plain": ((twice, twice, values_twice), True),
 }
 
 
 def definition(q, k, v, g, loads, causal, divided):
-    rows = zip(*(load(x, 0, x.shape[-2]) for load, x in zip(loads, (q, k, v), strict=True)), strict=True)
-    total = torch.cat([ops.naive(*row, g, causal=causal) for row in rows], -1)
+    loaded = (load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True))
+    total = torch.cat([ops.naive(*row, g, causal=causal) for row in zip(*loaded, strict=True)], -1)
     return ops.divide(total) if divided else total
+
+
+@pytest.mark.parametrize("decay", [None, 0.1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_reach_what_the_loads_hold(monkeypatch, causal, decay):
+    monkeypatch.setattr(ops, "SEGMENT", 1)
+    (q, k, v, *g), rows = tensors(130, decay=decay), [torch.randn(130, 1, dtype=torch.float64) for _ in range(3)]
+    learned, shared, fixed = rows[0].requires_grad_(), torch.ones(1, 4, dtype=torch.float64, requires_grad=True), rows[2]
+
+    class Shared(Load):
+        def part(self, tensors, start, stop):
+            return tensors
+
+    loads = (
+        Load(lambda x, row, place: (x * row * place,), learned, fixed),
+        Shared(lambda x, row: (x * row,), shared),
+        Load(lambda x, row: (x * row,), learned),
+    )
+    leaves = [q, k, v, *g, learned, shared]
+    fast = ops.linear(q, k, v, loads, decays(g, 130, 130), causal=causal, divided=False, fuse=True)
+    slow = definition(q, k, v, decays(g, 130, 130), loads, causal, False)
+    for a, b in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
+        close(a, b)
 
 
 def test_naive_is_the_loop():
@@ -179,7 +198,7 @@ def test_clamped_denominators_pass_no_gradient():
         q[..., :, 0], q[..., :, 1:] = 1.0, 0.0
         k[..., :, 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
     out = ops.linear(q, k, v, (one, one, with_ones), None, causal=True, divided=True, fuse=True)
-    slow = ops.divide(ops.naive(q, k, with_ones(v, 0, 3)[0], causal=True))
+    slow = ops.divide(ops.naive(q, k, with_ones(v, ())[0], causal=True))
     close(out, slow)
     for actual, expected in zip(gradients(out, [q, k, v]), gradients(slow, [q, k, v]), strict=True):
         close(actual, expected)

@@ -11,8 +11,9 @@ Otherwise they run over all j and a decay counts both ways, exp(-|g_i - g_j|): t
 from the last token to the first. `naive` is the specification; the fast sums are tested against it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,26 @@ EPS = 1e-6
 
 Span = tuple[int, int]
 Decays = tuple[Tensor, Tensor] | None
-Load = Callable[[Tensor, int, int], tuple[Tensor, ...]]
-"""``load(x, start, stop)`` makes of x ``[*b h t .]``, tokens start to stop - 1 of an input, that operand of each sum: one
-tensor, or two where the denominator is a sum of its own. Differentiable once; no gradient reaches anything else it holds."""
+
+
+class Load(Protocol):
+    """What makes of an input the operands of each sum: one tensor, or two where the denominator is a sum of its own.
+
+    It runs again in the backward pass, a segment of tokens at a time; gradients reach the input and `tensors`.
+    """
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds for all tokens."""
+        ...
+
+    def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        """Views of tensors shaped as `tensors`: what concerns tokens start to stop - 1."""
+        ...
+
+    def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Operands of the tokens x ``[*b h t .]``, whose part of the tensors is `part`."""
+        ...
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, g: Decays = None, *, causal: bool = False) -> Tensor:
@@ -137,42 +155,79 @@ def _turn(x: Tensor, reverse: bool) -> Tensor:
 class _Loaded:
     """A segment of one input, what its load makes of it as rows ``[n t .]`` in walking order, and the way back."""
 
-    def __init__(self, x: Tensor, load: Load, place: Span, reverse: bool, grad: bool):
-        self.leaf, self.reverse = x[..., slice(*place), :].detach().requires_grad_(grad), reverse
-        with torch.set_grad_enabled(grad):
-            self.outputs = load(self.leaf, *place)
+    def __init__(self, x: Tensor, load: Load, part: Sequence[Tensor], needs: Sequence[bool] | None, reverse: bool):
+        """`needs` says which tensors of the part need a gradient; without it there is no way back."""
+        part = [tensor.detach() for tensor in part]
+        self.reverse, self.learned = reverse, [n for n, need in enumerate(needs or ()) if need]
+        self.leaves = [x.detach(), *(part[n] for n in self.learned)]
+        for leaf in self.leaves:
+            leaf.requires_grad_(needs is not None)
+        with torch.set_grad_enabled(needs is not None):
+            self.outputs = load(self.leaves[0], part)
         self.rows = [_turn(_rows(out.detach()), reverse) for out in self.outputs]
 
-    def backward(self, grads: Sequence[Tensor]) -> Tensor:
-        """The gradient of the segment, from those of its rows."""
+    def backward(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients of the segment and of the learned parts, from those of its rows."""
         pairs = [(o, _turn(g, self.reverse)) for o, g in zip(self.outputs, grads, strict=True) if o.requires_grad]
-        return torch.autograd.grad([o for o, _ in pairs], self.leaf, [g.reshape(o.shape) for o, g in pairs])[0]
+        return torch.autograd.grad([o for o, _ in pairs], self.leaves, [g.reshape(o.shape) for o, g in pairs])
+
+
+@dataclass
+class _Operand:
+    """One input of a call with its load and the tensors that the load holds; in the backward pass, their gradients."""
+
+    x: Tensor
+    load: Load
+    tensors: Sequence[Tensor]
+    grad: Tensor | None = None
+    grad_tensors: Sequence[Tensor | None] = ()
+
+    def open(self, needs: Sequence[bool]) -> None:
+        """Make room for gradients of the input and of the tensors that need one."""
+        self.grad = torch.zeros_like(self.x, memory_format=torch.contiguous_format)
+        self.grad_tensors = [torch.zeros_like(t) if need else None for t, need in zip(self.tensors, needs, strict=True)]
+
+    def segment(self, place: Span, reverse: bool) -> _Loaded:
+        """Tokens of a place, with the way back where there is room for gradients."""
+        needs = None if self.grad is None else [grad is not None for grad in self.grad_tensors]
+        part = self.load.part(self.tensors, *place)
+        return _Loaded(self.x[..., slice(*place), :], self.load, part, needs, reverse)
+
+    def add(self, place: Span, segment: _Loaded, grads: Sequence[Tensor]) -> None:
+        """Add the gradients of a place, from those of its rows."""
+        assert self.grad is not None
+        own, *learned = segment.backward(grads)
+        self.grad[..., slice(*place), :] += own
+        rooms = [t if g is None else g for t, g in zip(self.tensors, self.grad_tensors, strict=True)]
+        for n, grad in zip(segment.learned, learned, strict=True):
+            self.load.part(rooms, *place)[n].add_(grad)
 
 
 class _Walk:
-    """One walk over the tokens: its inputs q, k, v, how they are cut into segments of chunks, and the passes over them.
+    """One walk over the tokens: operands q, k, v, how they are cut into segments of chunks, and the passes over them.
 
     A `reverse` walk goes from the last token to the first and leaves out the diagonal. Spans are in walking order.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], g: Decays, loads: Sequence[Load], reverse: bool = False):
-        self.inputs, self.loads, self.reverse = inputs, loads, reverse
+    def __init__(self, operands: Sequence[_Operand], g: Decays, reverse: bool = False):
+        self.operands, self.reverse = operands, reverse
         self.g = (-g[0].flip(-1), -g[1].flip(-1)) if g and reverse else g
-        self.heads, self.length = inputs[0].shape[:-2], inputs[0].shape[-2]
-        self.dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+        q = operands[0].x
+        self.heads, self.length, self.width = q.shape[:-2], q.shape[-2], q.shape[-1]
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
 
     def spans(self, length: int) -> list[Span]:
         """Starts and stops of segments, whole chunks of about SEGMENT feature elements."""
-        size = max(CHUNK, SEGMENT // (self.heads.numel() * self.inputs[0].shape[-1]) // CHUNK * CHUNK)
+        size = max(CHUNK, SEGMENT // (self.heads.numel() * self.width) // CHUNK * CHUNK)
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
     def place(self, span: Span) -> Span:
         """Where a span of the walk lies in the sequence."""
         return (self.length - span[1], self.length - span[0]) if self.reverse else span
 
-    def load(self, which: int, span: Span, grad: bool = False) -> _Loaded:
-        """A segment of input 0 (queries), 1 (keys) or 2 (values)."""
-        return _Loaded(self.inputs[which], self.loads[which], self.place(span), self.reverse, grad)
+    def load(self, which: int, span: Span) -> _Loaded:
+        """A segment of operand 0 (queries), 1 (keys) or 2 (values)."""
+        return self.operands[which].segment(self.place(span), self.reverse)
 
     def chunks(self, span: Span) -> list[tuple[slice, _Chunk]]:
         """The chunks of a segment, as slices of it."""
@@ -200,23 +255,23 @@ class _Walk:
             chunk.advance(here, state)
         return out
 
-    def causal_backward(self, upstream: "_Upstream", before: Sequence[Sequence[Tensor]], grads) -> None:
-        """Add the gradients of q, k, v and, where there are five of them, of both log decays, walking back."""
+    def causal_backward(self, upstream: "_Upstream", before: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        """Add the gradients of the operands and of the log decays, if there are any, walking back."""
         grad_states: list[Tensor] = []
         for span, states in zip(reversed(self.spans(self.length)), reversed(before), strict=True):
-            self._segment_backward(span, upstream, states, grad_states, grads)
+            self._segment_backward(span, upstream, states, grad_states, grad_g)
 
-    def _segment_backward(self, span: Span, upstream: "_Upstream", states, grad_states: list[Tensor], grads) -> None:
-        loaded = [self.load(n, span, grad=True) for n in range(3)]
+    def _segment_backward(self, span: Span, upstream: "_Upstream", states, grad_states: list[Tensor], grad_g) -> None:
+        loaded = [self.load(n, span) for n in range(3)]
         sums = [_Terms(*rows) for rows in zip(*(x.rows for x in loaded), strict=True)]
         if not grad_states:
             grad_states += [terms.empty_state() for terms in sums]
         at = slice(*self.place(span))
         grad_totals = _turn(upstream.segment(at), self.reverse).split([terms.v.shape[-1] for terms in sums], -1)
         grad_sums = [self._sum_backward(span, *x) for x in zip(sums, states, grad_totals, grad_states, strict=True)]
-        for grad, x, rows in zip(grads[:3], loaded, zip(*grad_sums, strict=True), strict=True):
-            grad[..., at, :] += x.backward(rows)
-        for n, grad in enumerate(grads[3:]):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
+        for operand, segment, rows in zip(self.operands, loaded, zip(*grad_sums, strict=True), strict=True):
+            operand.add(self.place(span), segment, rows)
+        for n, grad in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
             scale = torch.stack([(x[n] * y[n]).sum(-1, True) for x, y in zip(sums, grad_sums, strict=True)]).sum(0)
             sign = -1 if bool(n) != self.reverse else 1
             grad[..., at] += sign * _turn(scale, self.reverse).view(*self.heads, -1)
@@ -236,7 +291,7 @@ class _Walk:
     def full(self) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
         """As `causal`, for sums over every key without decay; the states of all keys come with the first segment."""
         states: list[Tensor] = []
-        for span in self.spans(self.inputs[1].shape[-2]):
+        for span in self.spans(self.operands[1].x.shape[-2]):
             rows = zip(self.load(1, span).rows, self.load(2, span).rows, strict=True)
             for n, (k, v) in enumerate(rows):
                 states += [k.new_zeros(len(k), k.shape[-1], v.shape[-1])] if n == len(states) else []
@@ -245,22 +300,20 @@ class _Walk:
             rows = zip(self.load(0, span).rows, states, strict=True)
             yield slice(*span), torch.cat([torch.bmm(q, state) for q, state in rows], -1), states if not span[0] else []
 
-    def full_backward(self, upstream: "_Upstream", states: list[Tensor], grads: Sequence[Tensor]) -> None:
-        """Set the gradients of q, k, v."""
+    def full_backward(self, upstream: "_Upstream", states: list[Tensor]) -> None:
+        """Add the gradients of the operands."""
+        queries, keys, values = self.operands
         grad_states = [torch.zeros_like(state) for state in states]
         for span in self.spans(self.length):
-            query = self.load(0, span, grad=True)
+            query = self.load(0, span)
             grad_totals = upstream.segment(slice(*span)).split([state.shape[-1] for state in states], -1)
             for q, grad, grad_state in zip(query.rows, grad_totals, grad_states, strict=True):
                 grad_state.baddbmm_(q.mT, grad)
-            rows = [torch.bmm(grad, state.mT) for grad, state in zip(grad_totals, states, strict=True)]
-            grads[0][..., slice(*span), :] = query.backward(rows)
-        for span in self.spans(self.inputs[1].shape[-2]):
-            key, value = self.load(1, span, grad=True), self.load(2, span, grad=True)
-            rows = [torch.bmm(v, state.mT) for v, state in zip(value.rows, grad_states, strict=True)]
-            grads[1][..., slice(*span), :] = key.backward(rows)
-            rows = [torch.bmm(k, state) for k, state in zip(key.rows, grad_states, strict=True)]
-            grads[2][..., slice(*span), :] = value.backward(rows)
+            queries.add(span, query, [torch.bmm(grad, s.mT) for grad, s in zip(grad_totals, states, strict=True)])
+        for span in self.spans(keys.x.shape[-2]):
+            key, value = self.load(1, span), self.load(2, span)
+            keys.add(span, key, [torch.bmm(v, s.mT) for v, s in zip(value.rows, grad_states, strict=True)])
+            values.add(span, value, [torch.bmm(k, s) for k, s in zip(key.rows, grad_states, strict=True)])
 
 
 class _Upstream:
@@ -281,16 +334,16 @@ class _Upstream:
 
 
 class _Fused(torch.autograd.Function):
-    """Load, sum and divide segment by segment. Keeps inputs, output and states of constant size; recomputes the rest.
+    """Load, sum and divide segment by segment. Keeps its inputs, its output and one state a segment; recomputes the rest.
 
-    Inputs q, k, v ``[*b h t .]`` and g_q, g_k ``[*b h t]`` or None; output ``[*b h t e]``, the sums side by side, or with
-    `divided` the first sums over the last.
+    Inputs q, k, v ``[*b h t .]``, g_q, g_k ``[*b h t]`` or None, and the tensors of the three loads one after another;
+    output ``[*b h t e]``, the sums side by side, or with `divided` the first sums over the last.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, g_q, g_k, loads, causal: bool, divided: bool) -> Tensor:
-        walks, states = _walks((q, k, v), None if g_q is None else (g_q, g_k), loads, causal), []
-        full = not causal and g_q is None
+    def forward(ctx: Any, q, k, v, g_q, g_k, loads, causal: bool, divided: bool, *tensors: Tensor) -> Tensor:
+        walks = _walks(_operands((q, k, v), loads, tensors), g_q, g_k, causal)
+        full, states = not causal and g_q is None, []
         totals = denominator = None
         for walk in walks:
             for at, total, before in walk.full() if full else walk.causal():
@@ -305,50 +358,69 @@ class _Fused(torch.autograd.Function):
                         denominator[:, at] = clamp(denominator[:, at])
                         totals[:, at] /= denominator[:, at]
         assert totals is not None
-        ctx.save_for_backward(q, k, v, g_q, g_k, totals, denominator, *states)
+        ctx.save_for_backward(q, k, v, g_q, g_k, totals, denominator, *tensors, *states)
         ctx.loads, ctx.causal, ctx.full = loads, causal, full
         return totals.view(*q.shape[:-1], totals.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, g_q, g_k, totals, denominator, *states = ctx.saved_tensors
+        q, k, v, g_q, g_k, totals, denominator, *rest = ctx.saved_tensors
+        count = sum(len(load.tensors) for load in ctx.loads)
+        operands, states = _operands((q, k, v), ctx.loads, rest[:count]), rest[count:]
+        needs = iter(ctx.needs_input_grad[8:])
+        for operand in operands:
+            operand.open([next(needs) for _ in operand.tensors])
         upstream = _Upstream(grad_outputs[0], totals, denominator)
-        walks = _walks((q, k, v), None if g_q is None else (g_q, g_k), ctx.loads, ctx.causal)
-        grads = _empty_grads(q, k, v, g_q, g_k)
+        walks, grad_g = _walks(operands, g_q, g_k, ctx.causal), _empty_decays(q, g_q, g_k)
         with full_precision(q.device):
             if ctx.full:
-                walks[0].full_backward(upstream, states, grads)
+                walks[0].full_backward(upstream, states)
             else:
                 segments = len(walks) * len(walks[0].spans(q.shape[-2]))
                 before = list(zip(*(iter(states),) * (len(states) // segments), strict=True))
                 for n, walk in enumerate(walks):
                     own = before[n * segments // len(walks) : (n + 1) * segments // len(walks)]
-                    walk.causal_backward(upstream, own, grads)
-        return *grads, *(None,) * (8 - len(grads))
+                    walk.causal_backward(upstream, own, grad_g)
+        grad_tensors = [grad for operand in operands for grad in operand.grad_tensors]
+        return *(operand.grad for operand in operands), *(grad_g or (None, None)), None, None, None, *grad_tensors
 
 
-def _walks(inputs: Sequence[Tensor], g: Decays, loads: Sequence[Load], causal: bool) -> list[_Walk]:
-    walks = [_Walk(inputs, g, loads)]
-    return walks if causal or g is None else [*walks, _Walk(inputs, g, loads, reverse=True)]
+def _operands(inputs: Sequence[Tensor], loads: Sequence[Load], tensors: Sequence[Tensor]) -> list[_Operand]:
+    rest = iter(tensors)
+    return [_Operand(x, load, [next(rest) for _ in load.tensors]) for x, load in zip(inputs, loads, strict=True)]
 
 
-def _empty_grads(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None) -> list[Tensor]:
-    decays = [x.new_zeros(*q.shape[:-2], x.shape[-1]) for x in (g_q, g_k) if x is not None]
-    return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] + decays
+def _walks(operands: Sequence[_Operand], g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> list[_Walk]:
+    g = None if g_q is None or g_k is None else (g_q, g_k)
+    walks = [_Walk(operands, g)]
+    return walks if causal or g is None else [*walks, _Walk(operands, g, reverse=True)]
 
 
-def _ready(x: Tensor, start: int, stop: int) -> tuple[Tensor]:
-    return (x,)
+def _empty_decays(q: Tensor, g_q: Tensor | None, g_k: Tensor | None) -> list[Tensor]:
+    return [x.new_zeros(*q.shape[:-2], x.shape[-1]) for x in (g_q, g_k) if x is not None]
 
 
-def _walk(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> _Walk:
-    return _Walk((q, k, v), None if g_q is None or g_k is None else (g_q, g_k), (_ready,) * 3, reverse)
+class _Ready:
+    """The load of operands that are ready."""
+
+    tensors: tuple[Tensor, ...] = ()
+
+    def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        return ()
+
+    def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (x,)
+
+
+def _ready_walk(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> _Walk:
+    g = None if g_q is None or g_k is None else (g_q, g_k)
+    return _Walk(_operands((q, k, v), (_Ready(),) * 3, ()), g, reverse)
 
 
 @torch.library.custom_op("isopos::causal_sum", mutates_args=())
 def _causal_sum(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> Tensor:
-    parts = [total for _, total, _ in _walk(q, k, v, g_q, g_k, reverse).causal()]
+    parts = [total for _, total, _ in _ready_walk(q, k, v, g_q, g_k, reverse).causal()]
     return torch.cat(parts[::-1] if reverse else parts, 1).view(v.shape)
 
 
@@ -361,15 +433,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, r
 def _causal_sum_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool
 ) -> list[Tensor]:
-    walk, grads = _walk(q, k, v, g_q, g_k, reverse), _empty_grads(q, k, v, g_q, g_k)
+    walk, grad_g = _ready_walk(q, k, v, g_q, g_k, reverse), _empty_decays(q, g_q, g_k)
     with full_precision(q.device):
-        walk.causal_backward(_Upstream(grad), [before for _, _, before in walk.causal()], grads)
-    return grads
+        before = [before for _, _, before in walk.causal()]
+        for operand in walk.operands:
+            operand.open(())
+        walk.causal_backward(_Upstream(grad), before, grad_g)
+    return [operand.grad for operand in walk.operands if operand.grad is not None] + grad_g
 
 
 @_causal_sum_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> list[Tensor]:
-    return _empty_grads(q, k, v, g_q, g_k)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] + _empty_decays(q, g_q, g_k)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -403,15 +478,16 @@ def linear(
         g: Log decays of queries and keys, ``[*b h t]`` or broadcastable to it.
         causal: Sum over keys up to the query's own index; the last query is aligned with the last key.
         divided: Whether the loads give a denominator.
-        fuse: Whether loads may run again segment by segment in the backward pass; False where they hold learned tensors.
+        fuse: Whether the loads hold nothing that learns but their tensors, so that they may run again segment by segment.
 
     Returns:
         ``[*b h t e]`` in the operands' dtype. Differentiable once.
     """
     t, s = q.shape[-2], k.shape[-2]
     if fuse and (t == s or not causal) and not torch.compiler.is_compiling():
-        return _Fused.apply(q, k, v, *(g or (None, None)), loads, causal, divided)  # pyright: ignore[reportReturnType]
-    operands = [load(x, 0, x.shape[-2]) for load, x in zip(loads, (q, k, v), strict=True)]
+        tensors = [tensor for load in loads for tensor in load.tensors]
+        return _Fused.apply(q, k, v, *(g or (None, None)), loads, causal, divided, *tensors)  # pyright: ignore[reportReturnType]
+    operands = [load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True)]
     if causal and t != s:  # rows of zeros come first where tokens are missing
         missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
         operands = [[F.pad(x, (0, 0, n, 0)) for x in xs] for xs, n in zip(operands, missing, strict=True)]
