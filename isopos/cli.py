@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -17,6 +17,18 @@ class List:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Measure the laws of a scheme, or of your own encoding. Exits with 1 where one is broken, naming it with an example."""
+
+    subject: Annotated[str, tyro.conf.Positional]
+    """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
+    head_dim: int = 16
+    """Head size of a scheme."""
+    heads: int = 4
+    """Heads of a scheme."""
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure rotations and linear attention on this machine."""
 
@@ -25,6 +37,7 @@ DESCRIPTION = "Positional encodings as isometries."
 Command = (
     Annotated[Comparison, tyro.conf.subcommand("compare")]
     | Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
@@ -34,9 +47,15 @@ def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
     command = tyro.cli(Command, prog="isopos", args=arguments, description=DESCRIPTION)  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
-        if isinstance(command, Comparison):
-            sys.exit(_compare(command))
-        sys.exit(_list() if isinstance(command, List) else _bench())
+        match command:
+            case Comparison():
+                sys.exit(_compare(command))
+            case Check():
+                sys.exit(_check(command))
+            case List():
+                sys.exit(_list())
+            case Bench():
+                sys.exit(_bench())
     except (ValueError, OSError) as error:
         print(f"isopos: {error}", file=sys.stderr)
         sys.exit(2)
@@ -58,6 +77,46 @@ def _compare(comparison: Comparison) -> int:
     from isopos.lab.compare import compare
 
     return compare(comparison, _console())
+
+
+def _check(check: Check) -> int:
+    import importlib
+
+    from isopos import laws
+    from isopos.catalog import CATALOG
+    from isopos.lab.recipes import split_spec
+    from isopos.schemes import build, closest
+
+    name, _, attribute = check.subject.partition(":")
+    if name in CATALOG or not attribute or "=" in attribute:
+        scheme, options = split_spec(check.subject)
+        subject = build(scheme, check.head_dim, check.heads, options)
+    else:
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(f"subject: cannot import {name}: {error}") from None
+        if not hasattr(module, attribute):
+            raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, vars(module))}")
+        subject = _made(check.subject, getattr(module, attribute))
+    report = laws.check(subject)
+    print(report)
+    return 0 if report.holds else 1
+
+
+def _made(name: str, subject: Any) -> Any:
+    """An encoding or scheme as it is, or what its class or factory makes."""
+    from isopos.encodings import Encoding
+    from isopos.schemes import Scheme
+
+    try:
+        made = subject() if callable(subject) and not isinstance(subject, (Encoding, Scheme)) else subject
+    except TypeError as error:
+        raise ValueError(f"subject: expected {name} to need no arguments, got: {error}") from None
+    if not isinstance(made, (Encoding, Scheme)):
+        raise ValueError(f"subject: expected {name} to make an Encoding or a Scheme, got {type(made).__name__}")
+    return made
 
 
 def _bench() -> int:

@@ -11,7 +11,7 @@ Two properties are choices, and reported beside them: whether scores tell direct
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Finding:
     figure: float
     note: str
     is_law: bool = True
+    counterexample: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Report:
         """A line a finding."""
         rows = [
             f"  {f.name:<13} {'yes' if f.holds else 'no' if not f.is_law else 'BROKEN':<7} {f.figure:9.1e}  {f.note}"
+            + (f"\n{'':37}{f.counterexample}" if f.counterexample else "")
             for f in self.findings
         ]
         return "\n".join(
@@ -89,7 +91,9 @@ def check(subject: Scheme | Encoding | Callable[[], Scheme | Encoding], *, seed:
         ['attention']
     """
     if not isinstance(subject, (Scheme, Encoding)):
-        subject = subject()
+        subject = subject() if callable(subject) else subject
+    if not isinstance(subject, (Scheme, Encoding)):
+        raise TypeError(f"subject: expected a Scheme, an Encoding or what makes one without arguments, got {subject!r}")
     generator = torch.Generator().manual_seed(seed)
     encoding = subject.encoding if isinstance(subject, Scheme) else subject
     findings = _encoding_findings(encoding, generator)
@@ -123,9 +127,19 @@ def _encoding_findings(encoding: Encoding, generator: torch.Generator) -> list[F
             )
         direction = _most(ahead - behind)
     findings = [Finding(name, error <= bound, error, note) for name, (error, bound, note) in errors.items()]
+    if not findings[0].holds:
+        findings[0] = replace(findings[0], counterexample=_counterexample(here, there, x, y, shift))
     findings.append(_gradient_finding(encoding, x, y, generator))
     note = "score(x, y) differs from score(y, x)" if direction > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
     return [*findings, Finding("directional", direction > TOLERANCE, direction, note, is_law=False)]
+
+
+def _counterexample(here: Tensor, there: Tensor, x: Tensor, y: Tensor, shift: Tensor) -> str:
+    """Where two score matrices ``[h t d d]`` differ most: positions and numbers."""
+    head, token, i, j = torch.unravel_index((here - there).abs().argmax(), here.shape)
+    at = f"head {int(head)}, query feature {int(i)}, key feature {int(j)}, x = {x[token].tolist()}, y = {y[token].tolist()}"
+    scores = f"{here[head, token, i, j].item():.6g}, shifted by {shift[0].tolist()} {there[head, token, i, j].item():.6g}"
+    return f"{at}: score {scores}"
 
 
 def _operator(encoding: Encoding, x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

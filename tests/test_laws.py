@@ -52,6 +52,13 @@ def test_a_broken_encoding_is_found(broken, law):
     report = laws.check(broken)
     assert law in report.broken
     assert "BROKEN" in str(report)
+    assert ("shifted by" in str(report)) == (law == "relative")
+
+
+@pytest.mark.parametrize("subject", [3, lambda: 3, torch.nn.Linear(2, 2)])
+def test_what_is_no_encoding_is_refused(subject):
+    with pytest.raises(TypeError):
+        laws.check(subject)
 
 
 def test_direction_and_positivity_are_properties_not_laws():
