@@ -57,3 +57,8 @@ def test_an_interrupted_comparison_ranks_by_shared_seeds(tmp_path):
 def test_a_scheme_that_failed_once_is_not_ranked(tmp_path):
     rows = _folder(tmp_path, {("rope", 0): 2.5, ("rope", 1): None, ("none", 0): 2.6, ("none", 1): 2.8})
     assert [(row.scheme, cells(row)[4]) for row in rows] == [("none", "2.700"), ("rope", "diverged at step 3")]
+
+
+def test_a_choice_is_shown_once(tmp_path):
+    rows = _folder(tmp_path, {("rope:base=5,decay=none", 0): 2.5})
+    assert cells(rows[0])[:2] == ("rope:base=5", "none")

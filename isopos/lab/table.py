@@ -10,6 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from isopos.lab.recipes import join_spec, split_spec
+
 __all__ = ["HEADER", "Row", "cells", "notes", "read_runs", "render", "rows_of"]
 
 Results = dict[int, dict[str, Any]]  # by seed
@@ -96,8 +98,9 @@ def _row(scheme: str, results: Results, best: Results, shared: set[int], speed: 
 
 def cells(row: Row) -> tuple[str, ...]:
     """The row as text, under `HEADER`."""
+    name, options = split_spec(row.scheme)
     return (
-        row.scheme,
+        join_spec(name, {k: v for k, v in options.items() if k not in row.choices}),  # the other columns show those
         *(row.choices[name] for name in ("decay", "denominator", "feature_map")),
         _mean(row.bits["1"]) if row.status == "finished" else row.status,
         _difference(row.difference),
