@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from isopos.positions import ring as ring
     from isopos.positions import sequence as sequence
     from isopos.schemes import Scheme as Scheme
+    from isopos.schemes import alibi as alibi
+    from isopos.schemes import ape_ring as ape_ring
     from isopos.schemes import ape_sequence as ape_sequence
+    from isopos.schemes import cosformer as cosformer
     from isopos.schemes import learned as learned
     from isopos.schemes import lrpe_orthogonal as lrpe_orthogonal
     from isopos.schemes import lrpe_permutation as lrpe_permutation

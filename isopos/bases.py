@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from isopos.exact import ExactModule, constant
 from isopos.isometries import Gather, Isometry, Matrix, Reflection
 
-__all__ = ["Basis", "Fourier", "Householder", "OddEven"]
+__all__ = ["Basis", "Fourier", "Householder", "OddEven", "Orthogonal"]
 
 
 class Basis(ExactModule, ABC):
@@ -58,6 +58,40 @@ class Householder(Basis):
         """The reflection."""
         normal = (self.initial if self.normal is None else self.normal).to(device, torch.float64)
         return Reflection((normal / normal.norm(dim=-1, keepdim=True)).to(dtype)[:, None])
+
+
+class Orthogonal(Basis):
+    """The rotation P = exp(A - A^T) of all features, one a head, that can be learned (APE, section 4.2).
+
+    Args:
+        generator: A, ``[h d d]``; zero makes P the identity.
+        learned: Whether A is a parameter.
+
+    Example:
+        >>> P = Orthogonal(torch.randn(1, 4, 4))(dtype=torch.float64).matrix[0]
+        >>> torch.allclose(P @ P.T, torch.eye(4, dtype=torch.float64))
+        True
+    """
+
+    def __init__(self, generator: Tensor, *, learned: bool = False):
+        super().__init__()
+        if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
+            raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
+        self.features = generator.shape[-1]
+        self.initial = constant(generator)
+        self.generator = nn.Parameter(torch.empty(generator.shape)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the initial generator."""
+        if self.generator is not None:
+            with torch.no_grad():
+                self.generator.copy_(self.initial)
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The rotation."""
+        generator = (self.initial if self.generator is None else self.generator).to(device, torch.float64)
+        return Matrix(torch.linalg.matrix_exp(generator - generator.mT).to(dtype))
 
 
 class OddEven(Basis):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from isopos.exact import ExactModule, constant
 from isopos.positions import Line
 
-__all__ = ["Decay", "permuteformer_rates", "retnet_rates"]
+__all__ = ["Decay", "alibi_rates", "permuteformer_rates", "retnet_rates"]
 
 
 class Decay(ExactModule):
@@ -66,4 +66,18 @@ def permuteformer_rates(heads: int) -> Tensor:
     return -torch.sigmoid(ends[0] + share * (ends[1] - ends[0])).log()
 
 
-RATES = {"retnet": retnet_rates, "permuteformer": permuteformer_rates}
+def alibi_rates(heads: int) -> Tensor:
+    """ALiBi's slopes: 2^(-8 i / n) for i = 1, ..., n heads (Press et al. 2022, section 3): float64 ``[heads]``.
+
+    Where n is not a power of two they are those of the power of two below it, then every other one of the power above.
+
+    Example:
+        >>> alibi_rates(6).log2().tolist()
+        [-2.0, -4.0, -6.0, -8.0, -1.0, -3.0]
+    """
+    count = 2 ** (heads.bit_length() - 1)
+    exponents = [i / count for i in range(1, count + 1)] + [i / count / 2 for i in range(1, 2 * (heads - count), 2)]
+    return torch.exp2(-8 * torch.tensor(exponents, device="cpu", dtype=torch.float64))
+
+
+RATES = {"retnet": retnet_rates, "permuteformer": permuteformer_rates, "alibi": alibi_rates}

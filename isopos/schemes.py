@@ -6,6 +6,7 @@ encoding, the decay, the denominator, the feature map and the kind of attention 
 
 import difflib
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, Unpack
@@ -19,6 +20,7 @@ from isopos.decays import RATES, Decay
 from isopos.embeddings import Learned, Sinusoidal
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS
+from isopos.positions import Ring
 
 __all__ = ["REGISTRY", "Choices", "Scheme", "build"]
 
@@ -30,7 +32,7 @@ class Choices(TypedDict, total=False):
 
     attention: Literal["linear", "softmax"]
     feature_map: Literal["elu+1", "relu", "identity"]
-    decay: Literal["none", "retnet", "permuteformer"]
+    decay: Literal["none", "retnet", "permuteformer", "alibi"]
     denominator: Literal["plain", "encoded", "none"]
 
 
@@ -305,6 +307,62 @@ def permuteformer(head_dim: int, heads: int, *, seed: int = 0, **choices: Unpack
     """
     defaults = {"feature_map": "relu", "denominator": "encoded", "decay": "permuteformer"}
     return _scheme(_permutation(_size(head_dim, heads), heads, seed), heads, choices, **defaults)
+
+
+def alibi(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
+    """ALiBi: no encoding but a decay a head, logits minus slope times distance (Press et al. 2022, section 3).
+
+    With ``attention="softmax"`` it is the paper's; linear attention multiplies its weights by exp(-slope * distance).
+
+    Args:
+        head_dim: d.
+        heads: h.
+        choices: See `Choices`.
+    """
+    return _scheme(encodings.Identity(_size(head_dim, heads)), heads, choices, decay="alibi")
+
+
+def cosformer(head_dim: int, heads: int = 1, *, length: int = 2048, **choices: Unpack[Choices]) -> Scheme:
+    """cosFormer: ReLU features, weights times cos(pi / 2 * offset / length) (Qin et al. 2022; LRPE, Eq. 35).
+
+    One angle for all features, as LRPE's unitary type: direction-blind. Weights are positive for offsets below `length`;
+    features here are max(x, 0) + 0.001.
+
+    Args:
+        head_dim: d.
+        heads: h.
+        length: M, the offset whose weight is zero: at least the longest sequence.
+        choices: See `Choices`.
+    """
+    if length < 1:
+        raise ValueError(f"length: expected at least 1, got {length}")
+    angle = torch.full((1, 1, _size(head_dim, heads)), math.pi / 2 / length, device="cpu", dtype=torch.float64)
+    defaults = {"feature_map": "relu", "denominator": "encoded"}
+    return _scheme(encodings.Rotary(angle, lift=True), heads, choices, **defaults)
+
+
+def ape_ring(head_dim: int, heads: int, *, period: int = 128, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
+    """Algebraic encoding of a ring: rotations by multiples of 2 pi / period in a learned basis a head (APE, section 3.4.2).
+
+    Positions are any integers; those that differ by the period are one. Frequencies are fixed, since others would not close
+    the ring, and fall geometrically from half a turn a step to one turn a period.
+
+    Args:
+        head_dim: d, even.
+        heads: h.
+        period: n, at least 2.
+        seed: Of the initial basis, near the identity.
+        choices: See `Choices`.
+    """
+    if period < 2:
+        raise ValueError(f"period: expected at least 2, got {period}")
+    count = _even(_size(head_dim, heads)) // 2
+    turns = (period / 2) ** torch.linspace(1, 0, count, device="cpu", dtype=torch.float64)
+    frequency = 2 * math.pi / period * turns.floor()
+    ring = encodings.Rotary(frequency[None, None], group=Ring(period))
+    generator = torch.Generator().manual_seed(seed)
+    near = 0.1 * torch.randn(heads, head_dim, head_dim, generator=generator, device="cpu") / head_dim**0.5
+    return _scheme(encodings.InBasis(ring, bases.Orthogonal(near, learned=True)), heads, choices)
 
 
 def ape_sequence(head_dim: int, heads: int, *, base: float = 10000.0, **choices: Unpack[Choices]) -> Scheme:

@@ -69,6 +69,11 @@ SCHEMES = [
     SchemeCase("permuteformer-no-decay", "permuteformer", {"decay": "none"}),
     SchemeCase("retnet", "retnet"),
     SchemeCase("retnet-original", "retnet", {"original": True}),
+    SchemeCase("alibi", "alibi", directed=False),
+    SchemeCase("cosformer", "cosformer", directed=False),
+    SchemeCase("cosformer-length", "cosformer", {"length": 5000, "denominator": "plain"}, directed=False),
+    SchemeCase("ape-ring", "ape-ring"),
+    SchemeCase("ape-ring-period", "ape-ring", {"period": 7}),
     SchemeCase("ape-sequence", "ape-sequence"),
     SchemeCase("ape-sequence-decay", "ape-sequence", {"decay": _learned_decay, "denominator": "encoded"}),
 ]
@@ -123,6 +128,8 @@ def normals(heads: int = HEADS, features: int = HEAD_DIM) -> Tensor:
 ALL_BASES: dict[str, Callable[[], bases.Basis]] = {
     "householder": lambda: bases.Householder(normals()),
     "householder-learned": lambda: bases.Householder(normals(), learned=True),
+    "orthogonal": lambda: bases.Orthogonal(generator()),
+    "orthogonal-learned": lambda: bases.Orthogonal(generator(), learned=True),
     "odd-even": lambda: bases.OddEven(HEAD_DIM),
     "fourier": lambda: bases.Fourier(HEAD_DIM),
 }

@@ -111,7 +111,7 @@ def test_scores_do_not_see_a_shift(case):
     x, y, shift = group.random(3, 9), group.random(3, 9), group.random(3, 1)
     before, after, other = scores_of(case_scheme := made(case), q, k, (x, y), (x + shift, y + shift), (x + shift, y))
     close(after, before)
-    assert case.name == "none" or not torch.allclose(other, before)
+    assert case.name in ("none", "alibi") or not torch.allclose(other, before)
     assert case_scheme.embedding is None
 
 
@@ -156,7 +156,7 @@ def test_what_learns_is_what_the_options_say(case):
     expected = set()
     expected |= {"frequency"} if case.options.get("learned") else set()
     expected |= {"normal"} if case.options.get("learned_basis") else set()
-    expected |= {"generator"} if case.name == "ape-sequence" else set()
+    expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
     expected |= {"weight"} if case.name == "learned" else set()
     assert names == expected
@@ -326,7 +326,7 @@ def test_random_seeds_of_torch_are_left_alone():
 
 def test_only_limited_schemes_have_a_max_length():
     for case in SCHEMES:
-        assert case.build().max_length == case.options.get("length")
+        assert case.build().max_length == (case.options["length"] if case.name == "learned" else None)
     assert schemes.learned(HEAD_DIM, HEADS).max_length == 2048
 
 
@@ -417,6 +417,9 @@ def test_unknown_options_raise(case):
         ),
         (lambda: schemes.sinusoidal(5, 1), r"model_dim: expected an even width"),
         (lambda: schemes.learned(8, 1, length=0), r"length: expected at least 1"),
+        (lambda: schemes.cosformer(8, 1, length=0), r"length: expected at least 1"),
+        (lambda: schemes.ape_ring(8, 1, period=1), r"period: expected at least 2"),
+        (lambda: schemes.ape_ring(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, 2, decay=Decay(torch.ones(3))), r"decay: expected"),
     ],
 )
@@ -433,3 +436,28 @@ def test_at_names_keys_apart():
     assert set(both) == {"isometry", "decay", "feature_map", "denominator"}
     assert set(schemes.rope(8, 2, attention="softmax").at(x)) == {"isometry", "decay"}
     assert scheme.at(x, dtype=torch.float64)["isometry"].table.dtype == torch.float64
+
+
+def test_alibi_is_a_bias_of_slopes_times_distance():
+    q, k, v = inputs(2, t=9, heads=8)
+    distance = (sequence(9) - sequence(9).T).abs()
+    bias = -torch.tensor([2.0**-i for i in range(1, 9)], dtype=torch.float64)[:, None, None] * distance
+    expected = (q @ k.mT / HEAD_DIM**0.5 + bias).softmax(-1) @ v
+    close(softmax_attention(q, k, v, **schemes.alibi(HEAD_DIM, 8, attention="softmax").at(sequence(9))), expected)
+
+
+def test_cosformer_weighs_relu_features_with_the_cosine_of_the_offset():
+    q, k, v = inputs(2, t=9)
+    offset = (sequence(9) - sequence(9).T).double()
+    weight = (q.relu() + 1e-3) @ (k.relu() + 1e-3).mT * torch.cos(math.pi / 2 * offset / 16)
+    out = linear_attention(q, k, v, **at(schemes.cosformer(HEAD_DIM, HEADS, length=16), sequence(9)))
+    close(out, weight @ v / weight.sum(-1, keepdim=True))
+    assert (weight > 0).all()
+
+
+def test_a_ring_closes_whatever_its_basis_learns():
+    scheme, x = perturb(schemes.ape_ring(HEAD_DIM, HEADS, period=12)), sequence(9)
+    q, k, _ = inputs(1, t=9)
+    here, round_once, shifted = scores_of(scheme, q, k, (x, 3 * x), (x + 12, 3 * x - 24), (x + 5, 3 * x))
+    close(round_once, here)
+    assert not torch.allclose(shifted, here)

@@ -52,6 +52,7 @@ def build_model(recipe: Recipe) -> Decoder:
         raise ValueError(f"model_dim: expected a multiple of the {recipe.heads} heads, got {recipe.model_dim}")
     name, options = split_spec(recipe.scheme)
     fitting = {"learned": {"length": str(recipe.length)}, "sinusoidal": {"scale": str(TOKEN_STD)}}
+    fitting["cosformer"] = {"length": str(max(LENGTHS) * recipe.length)}
     if name in REGISTRY and "seed" in options_of(name):
         fitting[name] = fitting.get(name, {}) | {"seed": str(recipe.seed)}
     options = fitting.get(name, {}) | options
