@@ -23,9 +23,7 @@ CATALOG: dict[str, Entry] = {
     "permuteformer": Entry("powers of a permutation a head, with decay", "Chen 2021, PermuteFormer, Eq. 11"),
     "retnet": Entry("rotation of feature pairs, with decay a head", "Sun et al. 2023, RetNet, Eq. 5 and 8"),
     "alibi": Entry("no encoding, a decay a head with geometric slopes", "Press et al. 2022, ALiBi, section 3"),
-    "cosformer": Entry(
-        "weights times the cosine of the offset: direction-blind", "Qin et al. 2022, cosFormer; LRPE, Eq. 35"
-    ),
+    "cosformer": Entry("weights times a cosine of the offset, direction-blind", "cosFormer (2022); LRPE, Eq. 35"),
     "ape-sequence": Entry("powers of one learned orthogonal matrix a head", "Kogkalidis et al. 2024, APE, section 3.1"),
     "ape-ring": Entry(
         "rotations of whole turns a period, in a learned basis a head", "Kogkalidis et al. 2024, APE, section 3.4.2"
