@@ -7,9 +7,9 @@ returns an isometry that is the same for every token.
 from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from isopos.exact import ExactModule, constant
+from isopos.exact import ExactModule
 from isopos.isometries import Gather, Isometry, Matrix, Reflection
 
 __all__ = ["Basis", "Fourier", "Householder", "OddEven", "Orthogonal"]
@@ -44,19 +44,11 @@ class Householder(Basis):
         if normal.ndim != 2 or not (normal.norm(dim=-1) > 0).all():
             raise ValueError(f"normal: expected [h d] without zero rows, got {list(normal.shape)}")
         self.features = normal.shape[-1]
-        self.initial = constant(normal)
-        self.normal = nn.Parameter(torch.empty(normal.shape)) if learned else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Back to the initial normal."""
-        if self.normal is not None:
-            with torch.no_grad():
-                self.normal.copy_(self.initial)
+        self.hold("normal", normal, learned=learned)
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         """The reflection."""
-        normal = (self.initial if self.normal is None else self.normal).to(device, torch.float64)
+        normal = self.held.to(device, torch.float64)
         return Reflection((normal / normal.norm(dim=-1, keepdim=True)).to(dtype)[:, None])
 
 
@@ -78,19 +70,11 @@ class Orthogonal(Basis):
         if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
             raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
         self.features = generator.shape[-1]
-        self.initial = constant(generator)
-        self.generator = nn.Parameter(torch.empty(generator.shape)) if learned else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Back to the initial generator."""
-        if self.generator is not None:
-            with torch.no_grad():
-                self.generator.copy_(self.initial)
+        self.hold("generator", generator, learned=learned)
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         """The rotation."""
-        generator = (self.initial if self.generator is None else self.generator).to(device, torch.float64)
+        generator = self.held.to(device, torch.float64)
         return Matrix(torch.linalg.matrix_exp(generator - generator.mT).to(dtype))
 
 

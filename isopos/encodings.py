@@ -118,21 +118,12 @@ class Rotary(Encoding):
         self.lift = lift
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
-        self.initial = constant(frequency)
-        self.frequency = nn.Parameter(torch.empty(frequency.shape)) if learned else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Back to the initial frequencies."""
-        if self.frequency is not None:
-            with torch.no_grad():
-                self.frequency.copy_(self.initial)
+        self.hold("frequency", frequency, learned=learned)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
-        frequency = self.initial if self.frequency is None else self.frequency
-        return Rotation(rotation_table(angles(x, frequency), dtype), self.lift)
+        return Rotation(rotation_table(angles(x, self.held), dtype), self.lift)
 
 
 class Permutation(Encoding):
@@ -243,28 +234,19 @@ class Exponential(Encoding):
             raise ValueError(f"generator: expected [h d d] with even d, got {list(generator.shape)}")
         self.group = Line(real=True)
         self.features = self.out_features = generator.shape[-1]
-        self.initial = constant(generator)
-        frequency = _spectrum(self.initial)[0]
+        frequency = _spectrum(constant(generator))[0]
         gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
         if not (gaps > 1e-9 * frequency[..., -1:]).all() or not (frequency > 0).all():
             raise ValueError(
                 "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
                 "add a little noise, such as 0.01 * torch.randn_like(generator)"
             )
-        self.generator = nn.Parameter(torch.empty(generator.shape)) if learned else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Back to the initial generator."""
-        if self.generator is not None:
-            with torch.no_grad():
-                self.generator.copy_(self.initial)
+        self.hold("generator", generator, learned=learned)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """The basis, then the rotation."""
         self.group.check(x)
-        generator = self.initial if self.generator is None else self.generator
-        frequency, basis = _spectrum(generator.to(x.device, torch.float64))
+        frequency, basis = _spectrum(self.held.to(x.device, torch.float64))
         return Chain(Matrix(basis.to(dtype)), Rotation(rotation_table(angles(x, frequency[:, None]), dtype)))
 
 

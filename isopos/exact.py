@@ -6,12 +6,20 @@ import torch
 from torch import Tensor, nn
 
 
+def constant(value: Tensor) -> Tensor:
+    """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
+    return value.detach().to("cpu", torch.float64, copy=True)
+
+
 class ExactModule(nn.Module):
     """A module whose parameters and buffers never fall below float32.
 
     Frequencies, angles and decay rates are multiplied by positions: in bfloat16, 4096 positions give 769 distinct angles.
     ``model.bfloat16()`` and ``.half()`` therefore move such a module but keep its dtype; ``.double()`` still widens it.
     """
+
+    initial: Tensor
+    held_name = ""  # of what `hold` holds, if anything
 
     def _apply(self, fn, recurse=True):
         def moved(tensor: Tensor) -> Tensor:
@@ -22,14 +30,27 @@ class ExactModule(nn.Module):
 
         return super()._apply(moved, recurse)
 
+    def hold(self, name: str, value: Tensor, *, learned: bool) -> None:
+        """Hold a value: a float32 parameter of that name, or a float64 constant that no cast and no meta device reaches."""
+        self.initial, self.held_name = constant(value), name
+        self.register_parameter(name, nn.Parameter(torch.empty(value.shape)) if learned else None)
+        self.reset_parameters()
+
+    @property
+    def held(self) -> Tensor:
+        """The parameter, or the constant."""
+        parameter = getattr(self, self.held_name)
+        return self.initial if parameter is None else parameter
+
+    def reset_parameters(self) -> None:
+        """Back to the initial value."""
+        if self.held_name and self.held is not self.initial:
+            with torch.no_grad():
+                self.held.copy_(self.initial)
+
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """A context that autocast does not reach."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def constant(value: Tensor) -> Tensor:
-    """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
-    return value.detach().to("cpu", torch.float64, copy=True)
