@@ -97,8 +97,9 @@ def _check(check: Check) -> int:
             module = importlib.import_module(name)
         except ImportError as error:
             raise ValueError(f"subject: cannot import {name}: {error}") from None
+        own = {name: None for name in vars(module) if not name.startswith("_")}
         if not hasattr(module, attribute):
-            raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, vars(module))}")
+            raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own)}")
         subject = _made(check.subject, getattr(module, attribute))
     report = laws.check(subject)
     print(report)

@@ -45,7 +45,7 @@ class Encoding(ExactModule, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """Evaluate at positions x ``[*b t c]``; tables have `dtype` (float32 or float64) and x's device."""
+        """Evaluate at positions x ``[*b t c]``: tables are ``[*b h t .]`` in `dtype` (float32 or float64) on x's device."""
 
 
 def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:

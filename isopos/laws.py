@@ -4,6 +4,7 @@
     isometry      |rho(x) q| = |q|, so scores are bounded (PermuteFormer, Property 2)
     homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (a lift is measured in its complex form)
     exact         float32 scores at positions about 2^20 and 2^31 are within 1e-6 of float64 scores
+    batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
     gradient      a gradient reaches every learned parameter of every head
     attention     a layer's sums are the same at shifted positions, denominator, decay and embedding included
 
@@ -95,6 +96,9 @@ def check(subject: Scheme | Encoding | Callable[[], Scheme | Encoding], *, seed:
     if not isinstance(subject, (Scheme, Encoding)):
         raise TypeError(f"subject: expected a Scheme, an Encoding or what makes one without arguments, got {subject!r}")
     generator = torch.Generator().manual_seed(seed)
+    missing = [a for a in ("group", "features", "out_features") if isinstance(subject, Encoding) and not hasattr(subject, a)]
+    if missing:
+        raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
     encoding = subject.encoding if isinstance(subject, Scheme) else subject
     findings = _encoding_findings(encoding, generator)
     if isinstance(subject, Scheme):
@@ -129,6 +133,7 @@ def _encoding_findings(encoding: Encoding, generator: torch.Generator) -> list[F
     findings = [Finding(name, error <= bound, error, note) for name, (error, bound, note) in errors.items()]
     if not findings[0].holds:
         findings[0] = replace(findings[0], counterexample=_counterexample(here, there, x, y, shift))
+    findings.append(_batch_finding(encoding, generator))
     findings.append(_gradient_finding(encoding, x, y, generator))
     note = "score(x, y) differs from score(y, x)" if direction > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
     return [*findings, Finding("directional", direction > TOLERANCE, direction, note, is_law=False)]
@@ -180,17 +185,37 @@ def _inexactness(encoding: Encoding, generator: torch.Generator) -> float:
     return worst
 
 
+@torch.no_grad()
+def _batch_finding(encoding: Encoding, generator: torch.Generator) -> Finding:
+    x = encoding.group.random(2, TOKENS, generator=generator)
+    leading = [encoding(x[0, :count], torch.float64).leading for count in (TOKENS, TOKENS - 2)]
+    if len(leading[0]) > 1 or leading[0] != leading[1]:
+        found = f"got leading axes {list(leading[0])} and {list(leading[1])} for {TOKENS} and {TOKENS - 2} tokens"
+        return Finding("batch", False, float("inf"), f"expected tables [*b h t .] for positions [*b t c], {found}")
+    heads = max(*leading[0], 1) if leading[0] else 1
+    q = torch.randn(2, heads, TOKENS, encoding.features, generator=generator, dtype=torch.float64)
+    alone = torch.cat([encoding(x[n], torch.float64)(q[n : n + 1]) for n in range(2)])
+    together = encoding(x, torch.float64)(q)
+    error = _most(together - alone) if together.shape == alone.shape else float("inf")
+    note = "largest difference between samples together and alone; tables are [*b h t .] for positions [*b t c]"
+    return Finding("batch", error <= TOLERANCE, error, note)
+
+
 def _gradient_finding(encoding: Encoding, x: Tensor, y: Tensor, generator: torch.Generator) -> Finding:
     parameters = dict(encoding.named_parameters())
     if not parameters:
         return Finding("gradient", True, 0.0, "nothing is learned")
-    heads = max(parameter.shape[0] for parameter in parameters.values())
+    heads = max((parameter.shape[0] for parameter in parameters.values() if parameter.ndim > 1), default=1)
     q, k = torch.randn(2, 1, heads, len(x), encoding.features, generator=generator, dtype=torch.float64)
     with torch.enable_grad():
         scores = (encoding(x, torch.float64)(q) * encoding(y, torch.float64)(k)).sum(-1)
         loss = scores.square().sum() + 0 * q.requires_grad_().sum()  # differentiable, whatever the scores depend on
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    dead = [name for name, g in zip(parameters, grads, strict=True) if g is None or not g.flatten(1).any(1).all()]
+    dead = [
+        name
+        for name, g in zip(parameters, grads, strict=True)
+        if g is None or not g.reshape(len(g) if g.ndim > 1 else 1, -1).any(1).all()
+    ]
     return Finding("gradient", not dead, float(len(dead)), f"parameters without gradient: {', '.join(dead) or 'none'}")
 
 

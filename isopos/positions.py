@@ -54,9 +54,10 @@ class Group(ABC):
         return torch.zeros(*shape, self.columns, dtype=torch.int64, device=device)
 
     def _check_columns(self, x: Tensor) -> None:
-        if x.ndim < 2 or x.shape[-1] != self.columns:
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"positions: expected [*b t {self.columns}] for {self}, got {list(x.shape)}; "
+                f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
                 "isopos.sequence(t), isopos.grid(...) and isopos.product(...) build them"
             )
 

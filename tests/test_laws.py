@@ -47,7 +47,50 @@ class _Dead(_Broken):
         return self.inner(x, dtype)
 
 
-@pytest.mark.parametrize(("broken", "law"), [(_Broken, "relative"), (_Growing, "isometry"), (_Dead, "gradient")])
+class _Headless(_Broken):
+    """Tables without an axis of heads."""
+
+    def forward(self, x, dtype=torch.float32):
+        rho = self.inner(x, dtype)
+        return isometries.Rotation(rho.table.squeeze(-4))
+
+
+class _TokenMatrix(_Broken):
+    """A matrix a token, whose tokens stand where heads belong."""
+
+    def forward(self, x, dtype=torch.float32):
+        return isometries.Matrix(torch.eye(4, dtype=dtype).expand(*x.shape[:-1], 4, 4))
+
+
+class _OneAxis(_Dead):
+    """With a parameter of one axis that is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x, dtype=torch.float32):
+        angle = x.double()[..., None, :, :] * self.unused.double()
+        return isometries.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+
+
+def test_a_parameter_of_one_axis_is_measured():
+    assert laws.check(_OneAxis).holds
+
+
+def test_an_encoding_that_does_not_say_what_it_is_is_refused():
+    class Silent(_Broken):
+        def __init__(self):
+            encodings.Encoding.__init__(self)
+
+    with pytest.raises(ValueError, match="group, features, out_features"):
+        laws.check(Silent)
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [(_Headless, "batch"), (_TokenMatrix, "batch"), (_Broken, "relative"), (_Growing, "isometry"), (_Dead, "gradient")],
+)
 def test_a_broken_encoding_is_found(broken, law):
     report = laws.check(broken)
     assert law in report.broken
