@@ -1,20 +1,46 @@
 """Groups of positions, and the tensors that hold their elements.
 
-A position is one row of an integer tensor ``[*b t c]``: c coordinates, one for a line or a ring, one per axis of a product.
+A position is one row of an integer tensor ``[*b t c]``: c coordinates, one for a line or a ring, two for a tree (the row of
+the node's parent and the branch taken there), and those of all parts side by side for a product.
 Batch axes make positions per sample; decoding and cross-attention just evaluate an encoding at another tensor.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Group", "Line", "Product", "Ring", "grid", "product", "ring", "sequence"]
+from isopos.trees import (
+    INTEGER_DTYPES,
+    depths,
+    forest,
+    name_row,
+    parents_of,
+    renumber,
+    tree,
+    tree_distance,
+    tree_labels,
+)
+
+__all__ = [
+    "Group",
+    "Line",
+    "Product",
+    "Ring",
+    "Tree",
+    "forest",
+    "grid",
+    "product",
+    "ring",
+    "sequence",
+    "tree",
+    "tree_labels",
+]
 
 REAL_DTYPES = (torch.float32, torch.float64)
-INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 
 
 class Group(ABC):
@@ -25,17 +51,26 @@ class Group(ABC):
     def columns(self) -> int:
         """Coordinates of one element."""
 
+    @property
+    def _parents(self) -> tuple[int, ...]:
+        """The columns that refer to rows of the same tensor."""
+        return ()
+
     @abstractmethod
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
-        """The product xy of two tensors of elements ``[*b t c]``."""
+        """The products x_i y_i of two tensors of elements ``[*b t c]``; either may have one row, for all of the other's.
+
+        The last t rows are the products; for trees rows of their prefixes come before. Operands may hold such rows too, so
+        trees are paired from the last row on, as many rows as the shorter operand has.
+        """
 
     @abstractmethod
     def inverse(self, x: Tensor) -> Tensor:
-        """The inverse of each element."""
+        """The inverse of each element. Trees have none: positions are downward paths, whose inverses are no positions."""
 
     @abstractmethod
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """Steps between elements: ``[*b t]``, never negative."""
+        """Steps between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``, int64 for integers."""
 
     @abstractmethod
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
@@ -44,6 +79,10 @@ class Group(ABC):
     @abstractmethod
     def check(self, x: Tensor) -> None:
         """Raise ValueError where x does not hold elements of this group."""
+
+    def shift(self, x: Tensor, y: Tensor) -> Tensor:
+        """The products of one element, the last row of x, with every row of y ``[*b t c]``; they are the last t rows."""
+        return self.compose(x[..., -1:, :], y)
 
     def relative(self, x: Tensor, y: Tensor) -> Tensor:
         """The relative position x^-1 y."""
@@ -58,8 +97,13 @@ class Group(ABC):
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
-                "isopos.sequence(t), isopos.grid(...) and isopos.product(...) build them"
+                "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
             )
+
+    def _fill(self, x: Tensor, rows: int) -> Tensor:
+        """The elements x with so many rows of the identity before them."""
+        identity = self.origin(*x.shape[:-2], rows, device=x.device)
+        return torch.cat((identity, renumber(x, self._parents, lambda parent: parent + rows)), -2)
 
 
 @dataclass(frozen=True)
@@ -87,8 +131,8 @@ class Line(Group):
         return -x
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """|x - y|."""
-        return (x - y).abs()[..., 0]
+        """|x_i - y_j|."""
+        return _differences(x, y).abs()
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Integers from -500 to 500."""
@@ -98,7 +142,7 @@ class Line(Group):
         """One column of integers (or, with ``real``, of float32 or float64)."""
         self._check_columns(x)
         if x.dtype not in INTEGER_DTYPES and not (self.real and x.dtype in REAL_DTYPES):
-            kind = "integers, float32 or float64" if self.real else "integers"
+            kind = "integers (int64, int32), float32 or float64" if self.real else "integers (int64, int32)"
             raise ValueError(f"positions: expected {kind}, got {x.dtype}; isopos.sequence(t) builds integer positions")
 
 
@@ -132,7 +176,7 @@ class Ring(Group):
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         """The shorter way round."""
-        forward = (y - x)[..., 0] % self.period
+        forward = _differences(x, y) % self.period
         return torch.minimum(forward, self.period - forward)
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
@@ -143,12 +187,127 @@ class Ring(Group):
         """One column of integers; any integer names the element it is congruent to."""
         self._check_columns(x)
         if x.dtype not in INTEGER_DTYPES:
-            raise ValueError(f"positions: expected integers for {self}, got {x.dtype}")
+            raise ValueError(f"positions: expected integers (int64, int32) for {self}, got {x.dtype}")
+
+
+@dataclass(frozen=True)
+class Tree(Group):
+    """Nodes of trees: products of `branches` generators, one for each edge on the way from the root (APE, section 3.2.1).
+
+    A node is a row (parent's row in the same tensor, branch) of ``[*b n 2]``; a root is (-1, -1), the identity, and so all
+    roots are one element. Rows may come in any order. Trees of several sizes become a batch whose padding rows are roots
+    (mask them) by ``torch.nn.utils.rnn.pad_sequence(trees, batch_first=True, padding_value=-1)``.
+
+    Only downward paths of the free group are positions: there is no inverse, and a shift multiplies from the left.
+
+    Args:
+        branches: Number of generators. A branch is 0 to branches - 1.
+
+    References:
+        Algebraic Positional Encodings (Kogkalidis et al. 2024). https://arxiv.org/abs/2312.16045
+
+    Example:
+        >>> x = tree("(+ (* a b) c)")
+        >>> x.tolist()
+        [[-1, -1], [0, 0], [1, 0], [1, 1], [0, 1]]
+        >>> Tree(2).distance(x[:1], x).tolist()
+        [[0, 1, 2, 2, 1]]
+        >>> Tree(2).shift(tree([[], []]), x)[-5:].tolist()
+        [[0, 1], [3, 0], [4, 0], [4, 1], [3, 1]]
+    """
+
+    branches: int
+
+    def __post_init__(self) -> None:
+        if self.branches < 1:
+            raise ValueError(f"branches: expected at least 1, got {self.branches}")
+
+    @property
+    def columns(self) -> int:
+        """A parent's row and a branch."""
+        return 2
+
+    @property
+    def _parents(self) -> tuple[int, ...]:
+        return (0,)
+
+    def compose(self, x: Tensor, y: Tensor) -> Tensor:
+        """The word of x_i followed by that of y_i, after the rows of x and those of the new words' prefixes."""
+        x, y, t = _paired(x, y)
+        rows, here = x.shape[-2], torch.arange(t, device=x.device)
+        up, branch, last = parents_of(y), y[..., 1].flatten(), slice(y.shape[-2] - t, None)
+        depth, node = depths(y)[..., last], torch.arange(len(up), device=y.device).view(y.shape[:-1])[..., last]
+        longest = max(1, int(depth.max())) if depth.numel() else 1
+        steps = []
+        for k in reversed(range(longest)):  # t rows at a time, from the products to their shortest prefixes
+            left = depth - (longest - 1 - k)  # letters of y_i in them; rows that are not needed are roots
+            parent = torch.where(left > 1, rows + (k - 1) * t + here, rows - t + here)
+            steps.append(torch.where(left[..., None] > 0, torch.stack((parent, branch[node]), -1), -1))
+            node = up[node]
+        steps[0] = torch.where(depth[..., None] > 0, steps[0], x[..., rows - t :, :])
+        return torch.cat((x, *reversed(steps)), -2)
+
+    def shift(self, x: Tensor, y: Tensor) -> Tensor:
+        """The rows of x, and y hung below the last of them."""
+        x, y = _one_batch(x, y)
+        below = renumber(y, (0,), lambda parent: parent + x.shape[-2])
+        return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], below)), -2)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """Raise ValueError."""
+        raise ValueError(
+            f"inverse: expected a group of lines and rings, got {self}: positions are downward paths, whose inverses are no "
+            "positions; distance(x, y) and shift(s, x) need none"
+        )
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Edges between nodes of one tree: the sum of their depths less twice that of their last common ancestor."""
+        return tree_distance(*_one_batch(x, y))
+
+    def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
+        """Trees of n rows in random order, for shape ``*b n``: anything between a chain and a bush."""
+        *batch, n = shape
+        draw = torch.rand(*batch, n + 1, generator=generator, dtype=torch.float64)
+        order = torch.rand(*batch, n, generator=generator).argsort(-1)
+        row = torch.arange(n)
+        window = torch.minimum(n ** draw[..., n:], row)  # a parent is one of so many nodes before
+        parent = order.gather(-1, (row - 1 - (draw[..., :n] * window).long()).clamp(min=0))
+        branch = torch.randint(self.branches, (*batch, n), generator=generator)
+        nodes = torch.where(row[:, None] > 0, torch.stack((parent, branch), -1), -1)
+        return torch.empty_like(nodes).scatter(-2, order[..., None].expand(nodes.shape), nodes)
+
+    def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
+        """Roots."""
+        return torch.full((*shape, 2), -1, dtype=torch.int64, device=device)
+
+    def check(self, x: Tensor) -> None:
+        """Two columns of integers; rows and branches that exist; every node leads to a root. A compiler skips the values."""
+        self._check_columns(x)
+        if x.dtype not in INTEGER_DTYPES:
+            raise ValueError(
+                f"positions: expected int64 or int32 for {self}, got {x.dtype}; isopos.positions.tree builds them"
+            )
+        if torch.compiler.is_compiling():
+            return
+        n, (parent, branch) = x.shape[-2], x.unbind(-1)
+        for wrong, expected, remedy in (
+            ((x < -1).any(-1) | ((parent < 0) != (branch < 0)), "roots (-1, -1)", "pad with -1 in both columns"),
+            (parent >= n, f"parents from 0 to {n - 1}", "a tensor holds all rows of its trees"),
+            (branch >= self.branches, f"branches from 0 to {self.branches - 1}", "a group with more branches takes it"),
+        ):
+            if wrong.any():
+                row = wrong.nonzero()[0].tolist()
+                raise ValueError(
+                    f"positions: expected {expected}, got {x[tuple(row)].tolist()} in row {name_row(row)}; {remedy}"
+                )
+        depths(x)
 
 
 @dataclass(frozen=True)
 class Product(Group):
     """Tuples of elements, one of each part; coordinates side by side. A grid of n axes is a product of n lines.
+
+    Beside a tree, every part has rows for the prefixes of products: they hold its identity.
 
     Example:
         >>> Product((Line(), Ring(4))).compose(torch.tensor([[1, 3]]), torch.tensor([[1, 3]])).tolist()
@@ -162,14 +321,33 @@ class Product(Group):
         """The sum of the parts' coordinates."""
         return sum(part.columns for part in self.parts)
 
+    @property
+    def _parents(self) -> tuple[int, ...]:
+        starts = [sum(part.columns for part in self.parts[:i]) for i in range(len(self.parts))]
+        return tuple(start + column for start, part in zip(starts, self.parts, strict=True) for column in part._parents)
+
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The coordinates of each part."""
         return x.split([part.columns for part in self.parts], -1)
 
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
         """Part by part."""
-        pairs = zip(self.parts, self.split(x), self.split(y), strict=True)
-        return torch.cat([part.compose(a, b) for part, a, b in pairs], -1)
+        elements = []
+        x, y, t = _paired(x, y) if self._parents else (x, y, None)
+        for part, *pair in zip(self.parts, self.split(x), self.split(y), strict=True):
+            if t is not None and not part._parents:
+                pair = [z[..., z.shape[-2] - t :, :] for z in pair]
+            elements.append(part.compose(*pair))
+        return self._join(elements)
+
+    def shift(self, x: Tensor, y: Tensor) -> Tensor:
+        """Part by part."""
+        return self._join([part.shift(a, b) for part, a, b in zip(self.parts, self.split(x), self.split(y), strict=True)])
+
+    def _join(self, elements: Sequence[Tensor]) -> Tensor:
+        rows = max(a.shape[-2] for a in elements)
+        filled = [part._fill(a, rows - a.shape[-2]) for part, a in zip(self.parts, elements, strict=True)]
+        return torch.cat(filled, -1)
 
     def inverse(self, x: Tensor) -> Tensor:
         """Part by part."""
@@ -183,6 +361,10 @@ class Product(Group):
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Random elements of each part."""
         return torch.cat([part.random(*shape, generator=generator) for part in self.parts], -1)
+
+    def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
+        """The identity of each part."""
+        return torch.cat([part.origin(*shape, device=device) for part in self.parts], -1)
 
     def check(self, x: Tensor) -> None:
         """Each part's own check."""
@@ -218,21 +400,69 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     return product(*(sequence(_count("size", n), device=device) for n in sizes))
 
 
-def product(*parts: Tensor) -> Tensor:
+def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     """Every combination of rows of the parts ``[t_i c_i]``, last fastest: ``[prod(t_i) sum(c_i)]``.
+
+    With `group` each part is checked, and the parents of tree parts become rows of the product. Trees need it: without it
+    a part with a root, neighbouring coordinates (-1, -1), is refused.
 
     Example:
         >>> product(sequence(2), grid(1, 2)).tolist()
         [[0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
+        >>> product(tree([[]]), sequence(2), group=Product((Tree(1), Line()))).tolist()
+        [[-1, -1, 0], [-1, -1, 1], [0, 0, 0], [1, 0, 1]]
     """
     for part in parts:
         if part.ndim != 2:
             raise ValueError(f"product: expected parts [t c], got {list(part.shape)}")
-    lengths = [len(part) for part in parts]
-    after = [math.prod(lengths[i + 1 :]) for i in range(len(parts))]
-    before = [math.prod(lengths[:i]) for i in range(len(parts))]
-    columns = [p.repeat_interleave(a, 0).repeat(b, 1) for p, a, b in zip(parts, after, before, strict=True)]
+    if group is None:
+        _refuse_roots(parts)
+    elif len(group.parts) != len(parts):
+        raise ValueError(f"product: expected {len(group.parts)} parts for {group}, got {len(parts)}")
+    else:
+        for part, own in zip(parts, group.parts, strict=True):
+            own.check(part)
+    lengths, columns = [len(part) for part in parts], []
+    for i, part in enumerate(parts):
+        after, before = math.prod(lengths[i + 1 :]), math.prod(lengths[:i])
+        row = torch.arange(len(part), device=part.device).repeat_interleave(after).repeat(before)
+        repeated = part[row]
+        if group is not None:
+            first = (torch.arange(len(row), device=part.device) - row * after)[:, None]  # where the part's row 0 stands
+            repeated = renumber(repeated, group.parts[i]._parents, lambda parent, n=after, first=first: parent * n + first)
+        columns.append(repeated)
     return torch.cat(columns, -1)
+
+
+def _differences(x: Tensor, y: Tensor) -> Tensor:
+    """y_j - x_i ``[*b t s]`` of one coordinate."""
+    x, y = (z if z.is_floating_point() else z.long() for z in (x, y))
+    return y[..., None, :, 0] - x[..., :, None, 0]
+
+
+def _one_batch(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal batch axes, and int64."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    return x.long().expand(*batch, -1, -1), y.long().expand(*batch, -1, -1)
+
+
+def _paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Elements with equal batch axes, a single row repeated, and how many rows are pairs, the last ones."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    m, n = x.shape[-2], y.shape[-2]
+    m, n = n if m == 1 else m, m if n == 1 else n
+    return x.expand(*batch, m, -1), y.expand(*batch, n, -1), min(m, n)
+
+
+def _refuse_roots(parts: Sequence[Tensor]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for i, part in enumerate(parts):
+        if ((part[:, 1:] == -1) & (part[:, :-1] == -1)).any():
+            raise ValueError(
+                f"product: expected parts without trees, got (-1, -1), a tree's root, in part {i}; pass "
+                "group=Product((...)), whose parts say which columns are trees"
+            )
 
 
 def _count(name: str, value: int, least: int = 0) -> int:

@@ -37,22 +37,28 @@ def test_group_axioms(group):
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_distance_is_an_invariant_metric(group):
-    x, y, z = (group.random(200) for _ in range(3))
+    x, y, z = (group.random(2, n) for n in (20, 30, 40))
     distance = group.distance(x, y)
-    assert distance.shape == (200,)
+    assert distance.shape == (2, 20, 30)
+    assert distance.dtype == torch.int64
     assert (distance >= 0).all()
-    assert equal(distance == 0, (x == y).all(-1))
-    assert equal(distance, group.distance(y, x))
-    assert (group.distance(x, z) <= distance + group.distance(y, z)).all()
-    assert equal(distance, group.distance(group.compose(z, x), group.compose(z, y)))
+    assert equal(distance == 0, (x[:, :, None] == y[:, None]).all(-1))
+    assert equal(distance, group.distance(y, x).mT)
+    assert (group.distance(x, z)[:, :, None] <= distance[..., None] + group.distance(y, z)[:, None]).all()
+    shift = group.random(1)
+    assert equal(distance, group.distance(group.compose(shift, x), group.compose(shift, y)))
+    assert equal(distance, group.distance(group.shift(z, x), group.shift(z, y)))
+    assert equal(distance, torch.stack([group.distance(x[0], y), group.distance(x[1], y)])[[0, 1], [0, 1]])
 
 
 def test_distances_count_steps():
-    assert Line().distance(torch.tensor([[3]]), torch.tensor([[-4]])).tolist() == [7]
-    assert Ring(12).distance(torch.tensor([[11]]), torch.tensor([[2]])).tolist() == [3]
+    assert Line().distance(torch.tensor([[3], [0]]), torch.tensor([[-4]])).tolist() == [[7], [4]]
+    assert Line().distance(torch.tensor([[2**31 - 1]]).int(), torch.tensor([[-1]]).int()).tolist() == [[2**31]]
+    assert Line(real=True).distance(torch.tensor([[0.5]]), torch.tensor([[2.0], [0.0]])).tolist() == [[1.5, 0.5]]
+    assert Ring(12).distance(torch.tensor([[11]]), torch.tensor([[2], [10]])).tolist() == [[3, 1]]
     assert Ring(12).inverse(torch.tensor([[0], [5]])).tolist() == [[0], [7]]
     group = Product((Line(), Ring(12)))
-    assert group.distance(torch.tensor([[3, 11]]), torch.tensor([[-4, 2]])).tolist() == [10]
+    assert group.distance(torch.tensor([[3, 11]]), torch.tensor([[-4, 2]])).tolist() == [[10]]
 
 
 def test_random_covers_a_ring_and_obeys_its_generator():

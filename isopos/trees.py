@@ -1,0 +1,248 @@
+"""Trees as tensors of rows (parent's row, branch): reading them, and walking them from node to root.
+
+A tree is int64 ``[*b n 2]``; rows may come in any order and a root is (-1, -1). `isopos.positions.Tree` is their group.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["depths", "forest", "name_row", "parents_of", "renumber", "tree", "tree_distance", "tree_labels"]
+
+Rows = list[tuple[int, int]]
+INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
+
+
+def tree(source: Any) -> Tensor:
+    """The nodes of a tree: int64 ``[n 2]``, rows (parent's row, branch).
+
+    Args:
+        source: One of
+            parents, an integer tensor or array ``[n]`` or a list of integers: the row of each node's parent, -1 for a root;
+            a child's branch is its rank among its siblings, in the order of rows;
+            nested lists or tuples: a list is a node and its items are its children, anything else is a leaf;
+            text, an s-expression ``(label child child ...)``: a node is labelled by its first atom, its further atoms and
+            lists are its children. Rows of lists and text are in preorder.
+
+    Raises:
+        ValueError: Where the source is no tree: parents out of range or in a cycle, unbalanced parentheses, ...
+
+    Example:
+        >>> tree([-1, 0, 0, 1]).tolist()
+        [[-1, -1], [0, 0], [0, 1], [1, 0]]
+        >>> tree([["the", "cat"], "sat"]).tolist()
+        [[-1, -1], [0, 0], [1, 0], [1, 1], [0, 1]]
+    """
+    parents = _parent_array(source)
+    if parents is not None:
+        return _ranked(parents)
+    return torch.tensor(_read(source)[0])
+
+
+def tree_labels(source: Any) -> list[Any]:
+    """The labels of nodes in the order of rows of `tree`: atoms of text, leaves of lists (None for their inner nodes).
+
+    Example:
+        >>> tree_labels("(S (NP the cat) sat)")
+        ['S', 'NP', 'the', 'cat', 'sat']
+        >>> tree_labels([["the", "cat"], "sat"])
+        [None, None, 'the', 'cat', 'sat']
+    """
+    if _parent_array(source) is not None:
+        raise ValueError("tree_labels: expected nested lists or an s-expression, got parents, which carry no labels")
+    return _read(source)[1]
+
+
+def forest(trees: Sequence[Tensor]) -> Tensor:
+    """Several trees ``[n_i 2]`` packed into one tensor ``[sum(n_i) 2]``, parents renumbered.
+
+    Example:
+        >>> forest([tree([[]]), tree([[]])]).tolist()
+        [[-1, -1], [0, 0], [-1, -1], [2, 0]]
+    """
+    packed = torch.empty(0, 2, dtype=torch.int64, device=trees[0].device if trees else None)
+    parts, start = [packed], 0
+    for nodes in trees:
+        if nodes.ndim != 2 or nodes.shape[-1] != 2 or nodes.dtype not in INTEGER_DTYPES:
+            raise ValueError(f"forest: expected trees [n 2] of integers, got {list(nodes.shape)} of {nodes.dtype}")
+        parts.append(renumber(nodes, (0,), lambda parent, start=start: parent + start))
+        start += len(nodes)
+    return torch.cat(parts)
+
+
+def depths(position: Tensor) -> Tensor:
+    """Edges from the root to each node of trees ``[*b n 2]``: int64 ``[*b n]``, in O(n log n).
+
+    Raises ValueError where a node is its own ancestor.
+
+    Example:
+        >>> depths(tree("(+ (* a b) c)")).tolist()
+        [0, 1, 2, 2, 1]
+    """
+    n, up = position.shape[-2], parents_of(position)
+    depth = (position[..., 0] >= 0).long().flatten()
+    for above in _doublings(up, n.bit_length()):
+        further = depth[above]
+        if not further.any():
+            break
+        depth = depth + further
+    circular = (depth >= n).nonzero()
+    if len(circular):
+        *_, above = _doublings(up, n.bit_length() + 1)  # more than n steps lead to the cycle
+        row = int(above[circular[0, 0]])
+        place = [int(i) for i in np.unravel_index(row, position.shape[:-1])]
+        raise ValueError(
+            f"positions: expected nodes below a root, got row {name_row(place)}, its own ancestor; set a parent to (-1, -1)"
+        )
+    return depth.view(position.shape[:-1])
+
+
+def parents_of(position: Tensor) -> Tensor:
+    """The parents' rows in the forest ``[prod(b) * n]`` of all samples of trees ``[*b n 2]``; a root is its own."""
+    parent = position[..., 0].long()
+    row = torch.arange(parent.numel(), device=parent.device).view_as(parent)
+    return torch.where(parent < 0, row, parent + row[..., :1]).flatten()
+
+
+def _doublings(up: Tensor, rounds: int) -> Iterator[Tensor]:
+    """Rows 1, 2, 4, ... steps up. What sums over these sums over all ancestors: ``x += x[up]`` for each, zero at roots."""
+    for _ in range(rounds):
+        yield up
+        up = up[up]
+
+
+@torch.library.custom_op("isopos::tree_distance", mutates_args=())
+def tree_distance(x: Tensor, y: Tensor) -> Tensor:
+    """Distances ``[*b t s]`` of nodes x ``[*b t 2]`` and y ``[*b s 2]``: pairs of equal ancestors are counted."""
+    (up_x, up_y), (depth_x, depth_y) = (parents_of(x), parents_of(y)), (depths(x), depths(y))
+    deepest = torch.cat((depth_x.flatten(), depth_y.flatten(), depth_x.new_zeros(1))).max()
+    rounds = int(deepest).bit_length()
+    word = torch.cat((x[..., 1].flatten(), y[..., 1].flatten())).unique(return_inverse=True)[1]
+    for up in _doublings(torch.cat((up_x, up_y + len(up_x))), rounds):  # equal numbers for equal words of twice the length
+        word = (word * len(word) + word[up]).unique(return_inverse=True)[1]
+    word_x, word_y = word[: len(up_x)].view_as(depth_x), word[len(up_x) :].view_as(depth_y)
+    equal = (word_y[..., :, None] == word_x[..., None, :]) & (depth_y > 0)[..., :, None]
+    common = _sum_ancestors(equal.int(), up_y, rounds).mT.contiguous()
+    return depth_x[..., :, None] + depth_y[..., None, :] - 2 * _sum_ancestors(common, up_x, rounds)
+
+
+@tree_distance.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], y.shape[-2], dtype=torch.int64)
+
+
+def _sum_ancestors(values: Tensor, up: Tensor, rounds: int) -> Tensor:
+    """Add to each row of values ``[*b n m]``, in place, those of its ancestors."""
+    flat = values.view(len(up), values.shape[-1])
+    for above in _doublings(up, rounds):
+        flat += flat.index_select(0, above)
+    return values
+
+
+def renumber(x: Tensor, columns: tuple[int, ...], number: Callable[[Tensor], Tensor]) -> Tensor:
+    """Elements whose parents have other row numbers; roots keep -1."""
+    if not columns:
+        return x
+    parent = x[..., list(columns)]
+    x = x.clone()
+    x[..., list(columns)] = torch.where(parent < 0, parent, number(parent)).to(x.dtype)
+    return x
+
+
+def _parent_array(source: Any) -> Tensor | None:
+    """The parents ``[n]`` where the source holds parents."""
+    if isinstance(source, Tensor | np.ndarray):
+        parents = source if isinstance(source, Tensor) else torch.from_numpy(source.copy())
+        if parents.ndim != 1 or parents.is_floating_point() or parents.is_complex() or parents.dtype == torch.bool:
+            raise ValueError(f"tree: expected parents as integers [n], got {list(parents.shape)} of {parents.dtype}")
+        return parents.long()
+    if not isinstance(source, list | tuple) or not source:
+        return None
+    integers = all(isinstance(i, Integral) and not isinstance(i, bool) for i in source)
+    return torch.tensor([int(i) for i in source]) if integers else None
+
+
+def _ranked(parents: Tensor) -> Tensor:
+    """Nodes of parents ``[n]``; branches are ranks among siblings."""
+    n = len(parents)
+    wrong = ((parents < -1) | (parents >= n)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"tree: expected -1 or rows from 0 to {n - 1} as parents, got {int(parents[row])} in row {row}; "
+            "a list that holds nothing but integers is read as parents"
+        )
+    if not (parents == -1).any():
+        raise ValueError("tree: expected a root, a parent of -1, got none")
+    order = parents.argsort(stable=True)
+    siblings = parents[order]
+    rank = torch.empty_like(parents)
+    rank[order] = torch.arange(n, device=parents.device) - torch.searchsorted(siblings, siblings)
+    nodes = torch.stack((parents, rank.masked_fill(parents < 0, -1)), -1)
+    depths(nodes)
+    return nodes
+
+
+def _read(source: Any) -> tuple[Rows, list[Any]]:
+    if isinstance(source, str):
+        return _read_text(source)
+    if isinstance(source, list | tuple):
+        return _read_lists(source)
+    raise ValueError(f"tree: expected parents, nested lists or an s-expression, got {type(source).__name__}")
+
+
+def _read_lists(source: Sequence[Any]) -> tuple[Rows, list[Any]]:
+    rows, labels, waiting = [], [], [(source, (-1, -1))]
+    while waiting:
+        item, row = waiting.pop()
+        inner = isinstance(item, list | tuple)
+        if inner:
+            waiting += [(item[i], (len(rows), i)) for i in reversed(range(len(item)))]
+        rows.append(row)
+        labels.append(None if inner else item)
+    return rows, labels
+
+
+def _read_text(text: str) -> tuple[Rows, list[Any]]:
+    rows, labels, children = [], [], []
+    opened: list[tuple[int, int]] = []  # rows of the lists that are not closed, and where they begin
+    for match in re.finditer(r"[()]|[^\s()]+", text):
+        token, at = match.group(), match.start()
+        unlabelled = bool(opened) and labels[opened[-1][0]] is None
+        if token == ")" and not opened:
+            raise ValueError(f"tree: expected balanced parentheses, got ) at {at} that closes nothing")
+        if unlabelled and token in "()":
+            raise ValueError(f"tree: expected a label after ( at {opened[-1][1]}, got {token} at {at}")
+        if rows and not opened:
+            raise ValueError(
+                f"tree: expected one expression, got another at {at}; isopos.positions.forest packs several trees"
+            )
+        if token == ")":
+            opened.pop()
+        elif unlabelled:
+            labels[opened[-1][0]] = token
+        else:
+            parent = opened[-1][0] if opened else -1
+            rows.append((parent, children[parent] if opened else -1))
+            if opened:
+                children[parent] += 1
+            labels.append(None if token == "(" else token)
+            children.append(0)
+            if token == "(":
+                opened.append((len(rows) - 1, at))
+    if opened:
+        raise ValueError(f"tree: expected balanced parentheses, got ( at {opened[-1][1]} that nothing closes")
+    if not rows:
+        raise ValueError("tree: expected an expression, got empty text")
+    return rows, labels
+
+
+def name_row(index: Sequence[int]) -> str:
+    """A row, and its sample, for messages."""
+    *sample, row = index
+    return f"{row} of sample {', '.join(map(str, sample))}" if sample else f"{row}"
