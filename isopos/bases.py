@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from isopos.exact import ExactModule
-from isopos.isometries import Gather, Isometry, Matrix, Reflection
+from isopos.isometries import Gather, Isometry, Matrix, OnPairs, Reflection
+from isopos.ops.rotate import skew_exponential
 
-__all__ = ["Basis", "Fourier", "Householder", "OddEven", "Orthogonal"]
+__all__ = ["Basis", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs"]
 
 
 class Basis(ExactModule, ABC):
@@ -74,22 +75,21 @@ class Orthogonal(Basis):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         """The rotation."""
-        generator = self.held.to(device, torch.float64)
-        return Matrix(torch.linalg.matrix_exp(generator - generator.mT).to(dtype))
+        return Matrix(skew_exponential(self.held.to(device, torch.float64)).to(dtype))
 
 
 class OddEven(Basis):
-    """The permutation that puts even features first: P x = (x_0, x_2, ..., x_1, x_3, ...) (LRPE, Eq. 74).
+    """The permutation (P x)_i = x_{pi(i)} with pi(2k) = k, pi(2k+1) = ceil(d/2) + k (LRPE, Eq. 74).
 
-    Zero-based, Eq. 74 is pi(2k) = k, pi(2k+1) = ceil(d/2) + k (the paper misprints it): feature i of x goes to place pi(i).
-    Followed by an interleaved rotation it is the half-split layout of rotary embeddings.
+    This is Eq. 74 zero-based (the paper misprints it), read as the paper's listing does. Followed by an interleaved rotation
+    it is the half-split layout of rotary embeddings: feature i turns with feature i + d/2.
 
     Args:
         features: d.
 
     Example:
         >>> OddEven(5)()(torch.arange(5.0)[None, None]).flatten().tolist()
-        [0.0, 2.0, 4.0, 1.0, 3.0]
+        [0.0, 3.0, 1.0, 4.0, 2.0]
     """
 
     def __init__(self, features: int):
@@ -98,8 +98,8 @@ class OddEven(Basis):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         """The permutation."""
-        places = torch.arange(self.features, device=device)
-        return Gather(torch.cat((places[::2], places[1::2]))[None, None], constant=True)
+        place = torch.arange(self.features, device=device)
+        return Gather((place // 2 + place % 2 * ((self.features + 1) // 2))[None, None], constant=True)
 
 
 class Fourier(Basis):
@@ -132,3 +132,48 @@ class Fourier(Basis):
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         """The transform."""
         return Matrix(self.matrix.to(device, dtype)[None])
+
+
+class ComplexFourier(Basis):
+    """The unitary discrete Fourier transform of complex features, each a pair (real, imaginary) of real ones.
+
+    Args:
+        features: 2 n for n complex features.
+
+    Example:
+        >>> x = torch.randn(6, dtype=torch.complex128)
+        >>> y = ComplexFourier(12)(dtype=torch.float64)(torch.view_as_real(x).flatten()[None, None])
+        >>> torch.allclose(torch.view_as_complex(y.view(6, 2)), torch.fft.fft(x, norm="ortho"))
+        True
+    """
+
+    def __init__(self, features: int):
+        super().__init__()
+        if features % 2 or features < 2:
+            raise ValueError(f"features: expected pairs of real and imaginary parts, got {features}")
+        self.features = features
+        n = torch.arange(features // 2, device="cpu", dtype=torch.float64)
+        angle = 4 * torch.pi / features * n[:, None] * n
+        cos, sin = angle.cos(), angle.sin()
+        rows = torch.stack((torch.stack((cos, sin), -1), torch.stack((-sin, cos), -1)), 1)  # [n 2 n 2]
+        self.matrix = rows.flatten(2).flatten(0, 1) * (2 / features) ** 0.5
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The transform."""
+        return Matrix(self.matrix.to(device, dtype)[None])
+
+
+class Pairs(Basis):
+    """A real basis P of complex features: P acts on the real parts and on the imaginary parts of pairs.
+
+    Args:
+        basis: P, on n features; the pairs are 2 n.
+    """
+
+    def __init__(self, basis: Basis):
+        super().__init__()
+        self.basis, self.features = basis, 2 * basis.features
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The basis on each part."""
+        return OnPairs(self.basis(device, dtype))

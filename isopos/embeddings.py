@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from isopos.exact import ExactModule, normal
 from isopos.ops.rotate import angles
-from isopos.positions import Line
+from isopos.positions import Line, Tree
 
-__all__ = ["Learned", "Sinusoidal"]
+__all__ = ["Learned", "Sinusoidal", "TreeStack"]
 
 
 class Sinusoidal(nn.Module):
@@ -57,9 +58,8 @@ class Learned(nn.Module):
     def reset_parameters(self) -> None:
         """Back to the initial values."""
         if not self.weight.is_meta:
-            generator = torch.Generator().manual_seed(self.seed)
             with torch.no_grad():
-                self.weight.copy_(0.02 * torch.randn(self.weight.shape, generator=generator, device="cpu"))
+                self.weight.copy_(0.02 * normal(self.seed, *self.weight.shape))
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Embeddings ``[*b t model_dim]`` of positions ``[*b t 1]``."""
@@ -68,3 +68,53 @@ class Learned(nn.Module):
             span = f"{int(x.min())} to {int(x.max())}"
             raise ValueError(f"positions: expected 0 to {self.max_length - 1}, which have learned vectors, got {span}")
         return self.weight[x[..., 0].long()].to(dtype)
+
+
+class TreeStack(ExactModule):
+    """A node as the stack of its last branches: one-hot, nearest first, each step up weighed by another power of p.
+
+    Several copies, each with a learned p = tanh(w), share the width. The norm of an endless path is sqrt(model_dim / 2), as
+    that of sinusoids.
+
+    Args:
+        branches: n, of the trees.
+        model_dim: Width, at least n * depth; what copies of that many features leave over stays zero.
+        depth: Steps up from a node that are seen.
+
+    References:
+        Novel positional encodings to enable tree-based transformers (Shiv and Quirk, NeurIPS 2019).
+
+    Example:
+        >>> from isopos.positions import tree
+        >>> TreeStack(2, 8, 4)(tree("(a b (c d))")).ne(0).int().tolist()
+        [[0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]]
+    """
+
+    max_length = None
+
+    def __init__(self, branches: int, model_dim: int, depth: int):
+        super().__init__()
+        self.group, self.model_dim, self.depth = Tree(branches), model_dim, depth
+        copies = model_dim // (branches * max(depth, 1))
+        if depth < 1 or copies < 1:
+            raise ValueError(
+                f"depth: expected 1 to {model_dim // branches} of {branches} branches in width {model_dim}, got {depth}"
+            )
+        self.hold("decay", torch.linspace(0.6, 0.95, copies, device="cpu", dtype=torch.float64).atanh(), learned=True)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Embeddings ``[*b n model_dim]`` of nodes ``[*b n 2]``."""
+        self.group.check(x)
+        parent, branch = x.long().unbind(-1)
+        node = torch.arange(x.shape[-2], device=x.device).expand(parent.shape)
+        steps = []
+        for _ in range(self.depth):
+            inside = node >= 0
+            row = node.clamp_min(0)
+            taken = torch.where(inside, branch.gather(-1, row), -1)
+            steps.append(taken[..., None] == torch.arange(self.group.branches, device=x.device))
+            node = torch.where(inside, parent.gather(-1, row), -1)
+        p = self.held.double().tanh()[:, None]
+        powers = p ** torch.arange(self.depth, device=x.device) * (self.model_dim / 2 / len(p) * (1 - p.square())).sqrt()
+        out = (torch.stack(steps, -2).unsqueeze(-3) * powers[..., None]).flatten(-3)
+        return torch.nn.functional.pad(out, (0, self.model_dim - out.shape[-1])).to(dtype)

@@ -5,6 +5,7 @@ evaluates it at a tensor of positions once; the isometry it returns is shared by
 """
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from isopos import isometries
 from isopos.bases import Basis
 from isopos.exact import ExactModule, constant
-from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrix, Rotation
-from isopos.ops.rotate import angles, rotation_table
-from isopos.positions import Group, Line, Product, Ring
+from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Rotation
+from isopos.ops.rotate import angles, rotation_table, skew_exponential
+from isopos.ops.tree import path
+from isopos.positions import Group, Line, Product, Ring, Tree
 
 __all__ = [
+    "Coupling",
     "DirectSum",
     "Encoding",
     "Exponential",
@@ -29,19 +32,46 @@ __all__ = [
     "Partial",
     "Permutation",
     "Rotary",
+    "TreePath",
+    "long_orders",
     "rope_frequencies",
 ]
 
 
-class Encoding(ExactModule, ABC):
-    """A representation of `group` on `features` features; its isometries return `out_features`.
+class Coupling(ExactModule, ABC):
+    """A map of queries and a map of keys, evaluated at positions of `group`, whose inner products see positions.
 
-    Subclasses are final: they set the three attributes and define `forward`.
+    They map `features` features to `out_features`. An `Encoding` is the coupling of the five papers' common core: one
+    isometry for both. The others, in `isopos.couplings`, obey weaker laws, which they name.
     """
 
     group: Group
     features: int
     out_features: int
+    max_length: int | None = None  # positions from 0 on, where their number is limited
+
+    @abstractmethod
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The map of queries at positions x ``[*b t c]``."""
+
+    @abstractmethod
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The map of keys at positions x ``[*b t c]``."""
+
+
+class Encoding(Coupling, ABC):
+    """A representation of `group` on `features` features; its isometries return `out_features`.
+
+    Subclasses are final: they set the three attributes and define `forward`.
+    """
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The isometry at x."""
+        return self(x, dtype)
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The isometry at x."""
+        return self(x, dtype)
 
     @abstractmethod
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
@@ -136,6 +166,7 @@ class Permutation(Encoding):
     Args:
         permutation: int64 ``[h d]``, one of the features a head; or ``[h c d]`` for c coordinates, whose permutations must
             commute (PermuteFormer, section 3.5).
+        length: Longest sequence it will see; a common order below it is warned of.
 
     References:
         PermuteFormer (Chen 2021), Eq. 11-13. https://arxiv.org/abs/2109.02377
@@ -148,7 +179,7 @@ class Permutation(Encoding):
         [[[0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 0.0, 4.0, 3.0], [2.0, 0.0, 1.0, 4.0, 3.0]]]
     """
 
-    def __init__(self, permutation: Tensor):
+    def __init__(self, permutation: Tensor, *, length: int | None = None):
         super().__init__()
         maps = permutation[:, None] if permutation.ndim == 2 else permutation
         places = torch.arange(maps.shape[-1], device=maps.device)
@@ -166,6 +197,12 @@ class Permutation(Encoding):
         cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
         self.orders = tuple(math.lcm(*(len(cycle) for axis in head for cycle in axis)) for head in cycles)
         self.common_order = math.lcm(*self.orders)
+        if length is not None and self.common_order < length:
+            warnings.warn(
+                f"permutation: {self.common_order} positions are told apart, of {length} of the longest sequence; "
+                "choose another seed, more features or long_orders",
+                stacklevel=2,
+            )
         # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
         table = torch.tensor([[_cycle_table(axis) for axis in head] for head in cycles], device="cpu")
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
@@ -208,6 +245,40 @@ def _cycle_table(cycles: list[list[int]]) -> list[list[int]]:
     return table
 
 
+def long_orders(features: int, heads: int = 1) -> Tensor:
+    """Permutations ``[h d]`` of large orders and of a very large common order.
+
+    A random permutation of 64 features has an order of a few thousand, often of a few dozen: positions that differ by it
+    look alike to a head. The first one here has the largest order there is (Landau's function), 2,042,040 for 64 features;
+    each further one has the largest product of its order and what it adds to the common order.
+
+    Example:
+        >>> long_orders(8).tolist()  # cycles of 3 and 5
+        [[1, 2, 0, 4, 5, 6, 7, 3]]
+        >>> Permutation(long_orders(16)).common_order, Permutation(long_orders(16, 2)).common_order
+        (140, 4620)
+    """
+    primes = [p for p in range(2, features + 1) if all(p % n for n in range(2, math.isqrt(p) + 1))]
+    common, rows = 1, []
+    for _ in range(heads):
+        best: list[tuple[int, tuple[int, ...]]] = [(1, ())] * (features + 1)  # by features used: worth, lengths of cycles
+        for prime in primes:
+            powers = [prime**n for n in range(1, features) if prime**n <= features]
+            worth = {power: power * (math.lcm(common, power) // common if rows else 1) for power in powers}
+            best = [
+                max([best[used], *((best[used - p][0] * worth[p], (*best[used - p][1], p)) for p in powers if p <= used)])
+                for used in range(features + 1)
+            ]
+        lengths = best[features][1]
+        common = math.lcm(common, *lengths)
+        permutation, first = list(range(features)), 0
+        for length in lengths:
+            permutation[first : first + length] = [*range(first + 1, first + length), first]
+            first += length
+        rows.append(permutation)
+    return torch.tensor(rows, device="cpu")
+
+
 class Exponential(Encoding):
     """exp(x (A - A^T)): every orthogonal representation of a line, in a learned basis with learned angles.
 
@@ -243,6 +314,10 @@ class Exponential(Encoding):
             )
         self.hold("generator", generator, learned=learned)
 
+    def frequency(self) -> Tensor:
+        """Angles a step of the planes that the generator turns now: float64 ``[h d/2]``."""
+        return _spectrum(self.held.double())[0]
+
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """The basis, then the rotation."""
         self.group.check(x)
@@ -270,6 +345,8 @@ class _Eigh(torch.autograd.Function):
         grad_values, grad_vectors = grad_outputs
         gaps = values[..., None, :] - values[..., :, None]
         gaps.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+        scale = values.abs().amax(-1)[..., None, None]
+        gaps.masked_fill_(gaps.abs() <= 1e-12 * scale, torch.inf)  # in an eigenspace any basis will do
         inner = (vectors.mH @ grad_vectors) / gaps + torch.diag_embed(grad_values)
         grad = vectors @ inner @ vectors.mH
         return (grad + grad.mH) / 2
@@ -285,6 +362,41 @@ def _spectrum(generator: Tensor) -> tuple[Tensor, Tensor]:
     u = u * (pivot.conj() / pivot.abs())  # a phase of their own choice would differ between two evaluations
     rows = torch.stack((u.real.mT, u.imag.mT), -2).flatten(-3, -2)
     return values[..., half:], 2**0.5 * rows
+
+
+class TreePath(Encoding):
+    """Products of generators along the path from the root: rho(node) = rho(parent) exp(A_b - A_b^T) for its branch b.
+
+    A representation of the free group on the branches, so that <rho(x) q, rho(y) k> sees the path from x up to the nearest
+    common ancestor and down to y. A shift is multiplication from the left: the same tree below another node. Each node's
+    operator is computed once, level by level; d x d operators of n nodes are the price of generators that do not commute.
+
+    Args:
+        generator: A, ``[h b d d]`` for b branches.
+        learned: Whether A is learned.
+
+    References:
+        Algebraic Positional Encodings (Kogkalidis et al. 2024), section 3.2. https://arxiv.org/abs/2312.16045
+
+    Example:
+        >>> from isopos.positions import tree
+        >>> rho = TreePath(torch.randn(2, 2, 4, 4))(tree("(S (NP she) (VP sleeps))"))
+        >>> rho(torch.randn(1, 2, 5, 4)).shape
+        torch.Size([1, 2, 5, 4])
+    """
+
+    def __init__(self, generator: Tensor, *, learned: bool = True):
+        super().__init__()
+        if generator.ndim != 4 or generator.shape[-1] != generator.shape[-2]:
+            raise ValueError(f"generator: expected [h b d d], got {list(generator.shape)}")
+        self.group = Tree(generator.shape[1])
+        self.features = self.out_features = generator.shape[-1]
+        self.hold("generator", generator, learned=learned)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The operator of each node."""
+        self.group.check(x)
+        return Matrices(path(skew_exponential(self.held.to(x.device, torch.float64)).to(dtype), x))
 
 
 class InBasis(Encoding):

@@ -6,6 +6,13 @@ import torch
 from torch import Tensor, nn
 
 
+def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
+    """Standard normal numbers, float32 on the CPU whatever torch's defaults are, of a generator or a seed."""
+    if isinstance(generator, int):
+        generator = torch.Generator().manual_seed(generator)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
 def constant(value: Tensor) -> Tensor:
     """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
     return value.detach().to("cpu", torch.float64, copy=True)
@@ -33,7 +40,7 @@ class ExactModule(nn.Module):
     def hold(self, name: str, value: Tensor, *, learned: bool) -> None:
         """Hold a value: a float32 parameter of that name, or a float64 constant that no cast and no meta device reaches."""
         self.initial, self.held_name = constant(value), name
-        self.register_parameter(name, nn.Parameter(torch.empty(value.shape)) if learned else None)
+        self.register_parameter(name, nn.Parameter(torch.empty(value.shape, dtype=torch.float32)) if learned else None)
         self.reset_parameters()
 
     @property
@@ -47,6 +54,14 @@ class ExactModule(nn.Module):
         if self.held_name and self.held is not self.initial:
             with torch.no_grad():
                 self.held.copy_(self.initial)
+
+
+class Held(ExactModule):
+    """One learned value, for modules that hold several."""
+
+    def __init__(self, value: Tensor):
+        super().__init__()
+        self.hold("weight", value, learned=True)
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -1,17 +1,26 @@
-"""Feature maps phi of linear attention: elementwise, without parameters, applied before the isometry."""
+"""Feature maps phi of linear attention: applied to each token alone, before the isometry.
+
+Most are functions of one number, in `FEATURE_MAPS` by name. `Favor` is a module: it holds random directions.
+"""
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from isopos.exact import ExactModule
+
+__all__ = ["FEATURE_MAPS", "Favor", "FeatureMap", "elu1", "exp", "identity", "relu", "relu2"]
+
 FeatureMap = Callable[[Tensor], Tensor]
+LARGEST = 30.0  # exponent of a feature of `Favor`
+LIFT = 20.0  # exponent added to features of keys that share a scale
 
 
 def elu1(x: Tensor) -> Tensor:
     """elu(x) + 1 = exp(min(x, 0)) + max(x, 0), always positive (Katharopoulos et al. 2020, Eq. 7).
 
     Example:
-        >>> import torch
         >>> elu1(torch.tensor([-1.0, 0.0, 2.0])).tolist()
         [0.3678..., 1.0, 3.0]
     """
@@ -19,8 +28,18 @@ def elu1(x: Tensor) -> Tensor:
 
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0) + 0.001: positive, so that denominators are too (PermuteFormer, section 4.1)."""
+    """max(x, 0) + 0.001: positive, so that denominators are too (PermuteFormer, section 4.1; cosFormer has max(x, 0))."""
     return x.relu() + 1e-3
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2: not negative, sparse, and zero for a query without positive features (Hua et al. 2022, FLASH)."""
+    return x.relu().square()
+
+
+def exp(x: Tensor) -> Tensor:
+    """exp(x), always positive; float32 overflows at 88."""
+    return x.exp()
 
 
 def identity(x: Tensor) -> Tensor:
@@ -28,4 +47,78 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-FEATURE_MAPS: dict[str, FeatureMap] = {"elu+1": elu1, "relu": relu, "identity": identity}
+FEATURE_MAPS: dict[str, FeatureMap] = {"elu+1": elu1, "relu": relu, "relu2": relu2, "exp": exp, "identity": identity}
+
+
+class Favor(ExactModule):
+    """FAVOR+: positive orthogonal random features, whose products estimate exp(<q, k> / sqrt(d)) without bias.
+
+    phi(x)_i = exp(<w_i, x'> - |x'|^2 / 2) / sqrt(m),  x' = x / d^(1/4)
+
+    Rows w are orthogonal in blocks of d, with the norms of Gaussian vectors. Exponents are at most |w|^2 / 2, and are cut at
+    30. Attention calls `query` and `key`, which scale features so that no denominator vanishes: those of a query by a factor
+    of its own, those of all keys by the same one. Both divide out, and no maximum over tokens lets one item change another.
+
+    Args:
+        features: d of queries and keys.
+        out_features: m; d by default. The error of an estimate falls as 1 / sqrt(m).
+        seed: Of the draw, equal on all machines.
+
+    References:
+        Rethinking Attention with Performers (Choromanski et al. 2021), Lemma 1 and section 2.4.
+        https://arxiv.org/abs/2009.14794
+
+    Example:
+        >>> Favor(8, 16)(torch.randn(2, 4, 10, 8)).shape
+        torch.Size([2, 4, 10, 16])
+    """
+
+    projection: Tensor
+
+    def __init__(self, features: int, out_features: int | None = None, *, seed: int = 0):
+        super().__init__()
+        self.features, self.out_features = features, features if out_features is None else out_features
+        if min(self.features, self.out_features) < 1:
+            raise ValueError(f"features: expected at least 1, got {self.features} and {self.out_features}")
+        self.seed = seed
+        self.register_buffer("projection", torch.empty(self.out_features, self.features, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The draw of the seed."""
+        if not self.projection.is_meta:
+            self.redraw(torch.Generator().manual_seed(self.seed))
+
+    @torch.no_grad()
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw other directions in place: between training steps, on all machines with the same generator."""
+        d, m = self.features, self.out_features
+        blocks = -(-m // d)
+        gaussian = torch.randn(blocks, d, d, generator=generator, device="cpu", dtype=torch.float64)
+        q, r = torch.linalg.qr(gaussian)
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform: the factorisation alone prefers some directions
+        directions = q.mT.flatten(0, 1)[:m]
+        norms = torch.randn(m, d, generator=generator, device="cpu", dtype=torch.float64).norm(dim=-1, keepdim=True)
+        self.projection.copy_(norms * directions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[*b h t d]`` -> positive features ``[*b h t m]``, in x's dtype: the estimator itself."""
+        return self._exponent(x).clamp_max(LARGEST).exp() / self.out_features**0.5
+
+    def query(self, x: Tensor) -> Tensor:
+        """Features of queries, the largest of each being 1."""
+        exponent = self._exponent(x)
+        return torch.exp(exponent - exponent.detach().amax(-1, keepdim=True))
+
+    def key(self, x: Tensor) -> Tensor:
+        """Features of keys times e^20."""
+        return self._exponent(x).clamp_max(LARGEST).add(LIFT).exp()
+
+    def _exponent(self, x: Tensor) -> Tensor:
+        x = x * self.features**-0.25
+        return x @ self.projection.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
+
+
+def sides(phi: FeatureMap) -> tuple[FeatureMap, FeatureMap]:
+    """What maps queries, and what maps keys."""
+    return (phi.query, phi.key) if isinstance(phi, Favor) else (phi, phi)

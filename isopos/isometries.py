@@ -1,7 +1,8 @@
 """Isometries: the immutable values that encodings return.
 
 An isometry maps features ``[*b h t d] -> [*b h t d']`` and keeps inner products. It is evaluated once for a tensor of
-positions and shared by queries, keys and layers.
+positions and shared by queries, keys and layers. The last five classes need not keep inner products: couplings use them,
+which treat queries and keys apart.
 """
 
 from abc import ABC, abstractmethod
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from isopos.exact import full_precision
-from isopos.ops.rotate import lift, permute, reflect, rotate, transform
+from isopos.feature_maps import FeatureMap
+from isopos.ops.rotate import lift, permute, reflect, rotate, transform, transform_tokens
 
 
 class Isometry(ABC):
-    """A map of features that keeps inner products. The output has the input's dtype; sums are float32 or wider."""
+    """A map of the features of tokens. The output has the input's dtype; sums are float32 or wider."""
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
@@ -26,6 +28,11 @@ class Isometry(ABC):
     @abstractmethod
     def tokens(self, start: int, stop: int) -> "Isometry":
         """The part for tokens start to stop - 1."""
+
+    @property
+    def isometric(self) -> bool:
+        """Whether it keeps inner products."""
+        return True
 
     @property
     @abstractmethod
@@ -240,6 +247,35 @@ class Matrix(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
+class OnPairs(Isometry):
+    """A map, the same for every token, of n complex features as pairs (real, imaginary): it acts on either part alike."""
+
+    part: Isometry
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Map both parts."""
+        return torch.stack([self.part.apply(a) for a in x.unflatten(-1, (-1, 2)).unbind(-1)], -1).flatten(-2)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Itself."""
+        return self
+
+    @property
+    def length(self) -> None:
+        """Any."""
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.part.leading
+
+    @property
+    def features(self) -> int | None:
+        """Twice the part's."""
+        return None if self.part.features is None else 2 * self.part.features
+
+
+@dataclass(frozen=True, eq=False)
 class Chain(Isometry):
     """One isometry after another: ``second(first(x))``."""
 
@@ -253,6 +289,11 @@ class Chain(Isometry):
     def tokens(self, start: int, stop: int) -> Isometry:
         """Both parts'."""
         return Chain(self.first.tokens(start, stop), self.second.tokens(start, stop))
+
+    @property
+    def isometric(self) -> bool:
+        """Where both parts are."""
+        return self.first.isometric and self.second.isometric
 
     @property
     def length(self) -> int | None:
@@ -301,3 +342,186 @@ class BlockSum(Isometry):
     def features(self) -> int:
         """The sum of the widths."""
         return sum(self.widths)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices(Isometry):
+    """A matrix a token, ``[*b h t d' d]``: orthogonal for a tree, random for stochastic encodings."""
+
+    matrix: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return transform_tokens(x, self.matrix)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Their matrices."""
+        return Matrices(_span(self.matrix, start, stop, -3))
+
+    @property
+    def length(self) -> int:
+        """Number of matrices."""
+        return self.matrix.shape[-3]
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.matrix.shape[:-3]
+
+    @property
+    def features(self) -> int:
+        """Columns of a matrix."""
+        return self.matrix.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling(Isometry):
+    """Features times factors ``[*b h t d]``: no isometry."""
+
+    factor: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.factor
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Their factors."""
+        return Scaling(_span(self.factor, start, stop, -2))
+
+    @property
+    def isometric(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def length(self) -> int:
+        """Rows of the factors."""
+        return self.factor.shape[-2]
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.factor.shape[:-2]
+
+    @property
+    def features(self) -> int:
+        """Factors of a token."""
+        return self.factor.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Isometry):
+    """x -> M (x + shift) with a constant shift ``[h 1 d]`` and matrix M ``[h d' d]``, or without M: no isometry."""
+
+    shift: Tensor
+    matrix: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Shift, then multiply."""
+        x = x + self.shift.to(x.dtype)
+        return x if self.matrix is None else transform(x, self.matrix)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Itself."""
+        return self
+
+    @property
+    def isometric(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def length(self) -> None:
+        """Any."""
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.shift.shape[:-2]
+
+    @property
+    def features(self) -> int:
+        """The shift's width."""
+        return self.shift.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Append(Isometry):
+    """x -> (first(x), channels), where the channels are ``[*b h t m]``, or what `channels` makes of x: no isometry.
+
+    Two tokens' inner product is that of their features plus that of their channels.
+    """
+
+    channels: Tensor | Isometry
+    first: Isometry | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """First's features, then the channels."""
+        channels = self.channels.apply(x) if isinstance(self.channels, Isometry) else self.channels.to(x.dtype)
+        parts = (x if self.first is None else self.first.apply(x), channels)
+        leading = torch.broadcast_shapes(*(a.shape[:-1] for a in parts))
+        return torch.cat([a.expand(*leading, -1) for a in parts], -1)
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Their channels."""
+        channels = self.channels
+        part = channels.tokens(start, stop) if isinstance(channels, Isometry) else _span(channels, start, stop, -2)
+        return Append(part, self.first and self.first.tokens(start, stop))
+
+    @property
+    def isometric(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def length(self) -> int | None:
+        """Of the channels."""
+        return self.channels.length if isinstance(self.channels, Isometry) else self.channels.shape[-2]
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        own = self.channels.leading if isinstance(self.channels, Isometry) else self.channels.shape[:-2]
+        return own if self.first is None else torch.broadcast_shapes(own, self.first.leading)
+
+    @property
+    def features(self) -> int | None:
+        """Of the first map, or of what makes channels."""
+        own = self.channels.features if isinstance(self.channels, Isometry) else None
+        return own if self.first is None or self.first.features is None else self.first.features
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped(Isometry):
+    """A map, then a feature map phi of its output, for what acts on queries and keys ahead of phi: no isometry."""
+
+    first: Isometry
+    phi: FeatureMap
+
+    def apply(self, x: Tensor) -> Tensor:
+        """First, then phi."""
+        return self.phi(self.first.apply(x))
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """The first map's."""
+        return Mapped(self.first.tokens(start, stop), self.phi)
+
+    @property
+    def isometric(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def length(self) -> int | None:
+        """Of the first map."""
+        return self.first.length
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of its tensors."""
+        return self.first.leading
+
+    @property
+    def features(self) -> int | None:
+        """Of the first map."""
+        return self.first.features

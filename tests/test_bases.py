@@ -6,7 +6,9 @@ import pytest
 import torch
 from cases import ALL_BASES, HEAD_DIM, HEADS, close, normals, perturb
 
-from isopos.bases import Fourier, Householder, OddEven
+from isopos.bases import ComplexFourier, Fourier, Householder, OddEven, Pairs
+from isopos.encodings import Rotary, rope_frequencies
+from isopos.positions import sequence
 
 
 def matrix_of(basis):
@@ -42,11 +44,41 @@ def test_householder_is_a_reflection_a_head():
 
 @pytest.mark.parametrize("features", [1, 2, 5, 8])
 def test_odd_even_is_equation_74(features):
+    """(P x)_i = x_pi(i) with pi(2k) = k, pi(2k + 1) = ceil(d / 2) + k."""
     matrix = matrix_of(OddEven(features))[0]
-    for i in range(features):
-        place = i // 2 if i % 2 == 0 else (features + 1) // 2 + i // 2
-        assert matrix[place, i] == 1
+    for k in range((features + 1) // 2):
+        assert matrix[2 * k, k] == 1
+        if 2 * k + 1 < features:
+            assert matrix[2 * k + 1, (features + 1) // 2 + k] == 1
     assert matrix.sum() == features
+
+
+def test_odd_even_then_interleaved_rotation_is_the_half_split_layout():
+    """Feature i turns with feature i + d/2, as in Llama's checkpoints."""
+    x, frequency, d = torch.randn(1, HEADS, 5, HEAD_DIM, dtype=torch.float64), rope_frequencies(HEAD_DIM // 2), HEAD_DIM
+    turned = Rotary(frequency[None, None])(sequence(5), torch.float64)(OddEven(d)(dtype=torch.float64)(x))
+    angle = sequence(5) * frequency
+    a, b = x.chunk(2, -1)
+    first, second = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    close(turned, torch.stack((first, second), -1).flatten(-2))  # and pairs are left side by side
+
+
+@pytest.mark.parametrize("features", [2, 6, 8])
+def test_complex_fourier_is_the_fft_of_pairs(features):
+    z = torch.randn(features // 2, dtype=torch.complex128)
+    y = matrix_of(ComplexFourier(features))[1] @ torch.view_as_real(z).flatten()
+    close(y, torch.view_as_real(torch.fft.fft(z, norm="ortho")).flatten())
+
+
+@pytest.mark.parametrize("make", [lambda: Householder(normals(features=4)), lambda: OddEven(4), lambda: Fourier(4)])
+def test_pairs_act_on_real_and_imaginary_parts_alike(make):
+    close(matrix_of(Pairs(make())), torch.kron(matrix_of(make()).contiguous(), torch.eye(2).double()))
+
+
+@pytest.mark.parametrize("features", [0, 3])
+def test_complex_fourier_needs_pairs(features):
+    with pytest.raises(ValueError, match=f"features: expected pairs of real and imaginary parts, got {features}"):
+        ComplexFourier(features)
 
 
 def test_learned_normal_round_trips():

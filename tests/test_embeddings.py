@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from cases import close
+from cases import close, perturb
 
-from isopos.embeddings import Learned, Sinusoidal
-from isopos.positions import sequence
+from isopos.embeddings import Learned, Sinusoidal, TreeStack
+from isopos.positions import Tree, sequence, tree
 
 
 def test_sinusoids_by_hand():
@@ -45,9 +45,50 @@ def test_learned_rows_round_trip():
     assert set(table.weight.grad.sum(1).nonzero().flatten().tolist()) == {0, 3, 9}
 
 
+@pytest.mark.parametrize(("branches", "width", "depth"), [(2, 8, 4), (2, 13, 2), (3, 20, 3), (1, 4, 1)])
+def test_tree_stacks_by_hand(branches, width, depth):
+    """Copies of the last branches, nearest first, times p^i sqrt(width / 2 copies (1 - p^2)); the rest is zero."""
+    x = Tree(branches).random(2, 9)
+    embedding = perturb(TreeStack(branches, width, depth))
+    found, p = embedding(x, torch.float64), embedding.decay.tanh()
+    expected = torch.zeros(2, 9, width, dtype=torch.float64)
+    for b, nodes in enumerate(x.tolist()):
+        for n, (parent, branch) in enumerate(nodes):
+            for step in range(depth):
+                if parent < 0:
+                    break
+                for copy_, power in enumerate(p):
+                    place = copy_ * branches * depth + step * branches + branch
+                    expected[b, n, place] = power**step * (width / 2 / len(p) * (1 - power**2)) ** 0.5
+                parent, branch = nodes[parent]
+    close(found, expected)
+    assert (found[x[..., 0] < 0] == 0).all(), "roots"
+
+
+def test_tree_stacks_have_a_norm_and_forget_what_is_deeper():
+    chain, stack = tree([-1, *range(300)]), TreeStack(1, 64, 64)
+    norms = stack(chain, torch.float64).norm(dim=-1).detach()
+    assert norms[-1] == pytest.approx(32**0.5, rel=0.1)
+    close(norms[100:], norms[-1].expand(201))
+
+
+def test_tree_stacks_learn_and_stay_exact():
+    stack, x = TreeStack(2, 16, 2), Tree(2).random(9)
+    before = stack(x)
+    assert torch.equal(stack.bfloat16()(x), before)
+    stack(x).sum().backward()
+    assert (stack.decay.grad != 0).all()
+    assert len(stack.decay) == 4
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: TreeStack(2, 8, 0), "depth: expected 1 to 4 of 2 branches in width 8, got 0"),
+        (lambda: TreeStack(2, 8, 5), "depth: expected 1 to 4 of 2 branches in width 8, got 5"),
+        (lambda: TreeStack(0, 8, 2), "branches: expected at least 1, got 0"),
+        (lambda: TreeStack(2, 8, 2)(tree([-1, 0, 0, 0])), "expected branches from 0 to 1"),
+        (lambda: TreeStack(2, 8, 2)(sequence(3)), r"positions: expected \[\*b t 2\]"),
         (lambda: Sinusoidal(5), "model_dim: expected an even width"),
         (lambda: Sinusoidal(4)(torch.zeros(3, 2)), r"expected \[\*b t 1\]"),
         (lambda: Sinusoidal(4)(torch.zeros(3, 1).half()), "torch.float16"),

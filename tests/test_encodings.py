@@ -5,35 +5,62 @@ import math
 
 import pytest
 import torch
-from cases import ALL_BASES, ENCODINGS, HEAD_DIM, HEADS, close, generator, ids, inputs, permutations, perturb
+from cases import (
+    ALL_BASES,
+    ENCODINGS,
+    HEAD_DIM,
+    HEADS,
+    close,
+    generator,
+    ids,
+    inputs,
+    is_grid,
+    on_last,
+    permutations,
+    perturb,
+    shifted,
+    tree_generator,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isopos import bases, encodings
-from isopos.encodings import DirectSum, Exponential, InBasis, Partial, Permutation, Rotary, rope_frequencies
-from isopos.positions import Line, Product, Ring, grid, sequence
+from isopos.encodings import (
+    Coupling,
+    DirectSum,
+    Encoding,
+    Exponential,
+    InBasis,
+    Partial,
+    Permutation,
+    Rotary,
+    TreePath,
+    long_orders,
+    rope_frequencies,
+)
+from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = pytest.mark.parametrize("case", ENCODINGS, ids=ids)
 learned = pytest.mark.parametrize("case", [case for case in ENCODINGS if case.learned], ids=ids)
 T = 9
 
 
-def operators(encoding, x):
-    """The matrix of each token and head ``[*b h t d' d]``, from its columns."""
+def operators(encoding, x, tokens=None):
+    """The matrix of each head and token, or of the last ones, ``[*b h t d' d]``, from its columns."""
     unit = torch.eye(encoding.features, dtype=torch.float64)
-    shape = (*x.shape[:-2], HEADS, x.shape[-2], encoding.features)
-    columns = [encoding(x, torch.float64)(row.expand(shape)) for row in unit]
-    return torch.stack(columns, -1)
+    shape = (*x.shape[:-2], HEADS, tokens or x.shape[-2], encoding.features)
+    rho = encoding(x, torch.float64)
+    return torch.stack([on_last(rho, row.expand(shape)) for row in unit], -1)
 
 
 def scores(encoding, x, y, q, k):
-    """<rho(x) q, rho(y) k> token by token."""
-    return (encoding(x, torch.float64)(q) * encoding(y, torch.float64)(k)).sum(-1)
+    """<rho(x) q, rho(y) k> token by token, of the last ones."""
+    return (on_last(encoding(x, torch.float64), q) * on_last(encoding(y, torch.float64), k)).sum(-1)
 
 
 def test_every_class_has_a_row():
-    final = {getattr(encodings, name) for name in encodings.__all__ if name not in ("Encoding", "rope_frequencies")}
-    assert {type(case.make()) for case in ENCODINGS} == final
+    classes = {value for value in (getattr(encodings, name) for name in encodings.__all__) if isinstance(value, type)}
+    assert {type(case.make()) for case in ENCODINGS} == classes - {Coupling, Encoding}
     assert {type(make()) for make in ALL_BASES.values()} == {getattr(bases, name) for name in bases.__all__} - {bases.Basis}
 
 
@@ -51,11 +78,14 @@ def test_the_row_tells_what_the_encoding_is(case):
 
 @every
 def test_relative_law(case):
+    """rho(x)^H rho(xy) = rho(1)^H rho(y), for every x and y, and with x^-1 where there are inverses."""
     encoding, group = perturb(case.make()), case.group
     x, y = group.random(3, T), group.random(3, T)
-    matrix = [operators(encoding, at) for at in (x, y, group.relative(x, y), group.origin(T))]
-    close(matrix[0].mT @ matrix[1], matrix[3].mT @ matrix[2])
-    assert case.id == "identity" or not torch.allclose(matrix[0].mT @ matrix[1], matrix[3].mT @ matrix[3])
+    here, there, product, origin = (operators(encoding, at, T) for at in (x, y, group.compose(x, y), group.origin(T)))
+    close(here.mT @ product, origin.mT @ there)
+    assert case.id == "identity" or not torch.allclose(here.mT @ product, origin.mT @ origin)
+    if is_grid(group) or isinstance(group, Ring):
+        close(here.mT @ there, origin.mT @ operators(encoding, group.relative(x, y)))
 
 
 @every
@@ -69,11 +99,12 @@ def test_isometry(case):
 def test_scores_do_not_see_a_shift(case):
     encoding, group = perturb(case.make()), case.group
     q, k, _ = inputs(3, t=T)
-    x, y, shift = group.random(3, T), group.random(3, T), group.random(3, 1).expand(-1, T, -1)
+    x, y = group.random(3, T), group.random(3, T)
+    moved_x, moved_y = shifted(group, x, y)
     expected = scores(encoding, x, y, q, k)
-    close(scores(encoding, group.compose(shift, x), group.compose(shift, y), q, k), expected)
+    close(scores(encoding, moved_x, moved_y, q, k), expected)
     if case.id != "identity":
-        assert not torch.allclose(scores(encoding, group.compose(shift, x), y, q, k), expected)
+        assert not torch.allclose(scores(encoding, moved_x, y, q, k), expected)
 
 
 @every
@@ -116,15 +147,15 @@ def test_casting_the_model_keeps_frequencies_exact(case, dtype):
 
 @every
 def test_round_trips(case):
-    encoding, x = perturb(case.make(), 0.1), case.group.random(T)
+    encoding, x, y = perturb(case.make(), 0.1), case.group.random(T), case.group.random(T)
     q, k, _ = inputs(1, t=T)
-    expected = scores(encoding, x, x.flip(-2), q, k)
+    expected = scores(encoding, x, y, q, k)
     restored = case.make().double()
     restored.load_state_dict(encoding.state_dict())
     for other in (copy.deepcopy(encoding), restored):
-        assert torch.equal(scores(other, x, x.flip(-2), q, k), expected)
+        assert torch.equal(scores(other, x, y, q, k), expected)
     if case.learned:
-        assert not torch.allclose(scores(case.make(), x, x.flip(-2), q, k), expected)
+        assert not torch.allclose(scores(case.make(), x, y, q, k), expected)
 
 
 @every
@@ -140,17 +171,17 @@ def test_meta_device_then_reset(case):
 
 @learned
 def test_learned_starts_as_fixed(case):
-    encoding, x = case.make(), case.group.random(T)
+    encoding, x, y = case.make(), case.group.random(T), case.group.random(T)
     unlearned = next((other for other in ENCODINGS if other.id == case.id.removesuffix("-learned") != case.id), None)
     if unlearned is not None:
         q, k, _ = inputs(1, t=T)
-        close(scores(encoding, x, x.flip(-2), q, k), scores(unlearned.make(), x, x.flip(-2), q, k), dtype=torch.float32)
+        close(scores(encoding, x, y, q, k), scores(unlearned.make(), x, y, q, k), dtype=torch.float32)
 
 
 @learned
 def test_gradients_of_every_parameter(case):
     encoding = perturb(case.make())
-    x, y = case.group.random(4) % 20, case.group.random(4) % 20
+    x, y = (case.group.random(4) % 20 if is_grid(case.group) else case.group.random(4) for _ in range(2))
     q, k, _ = inputs(1, t=4)
     names, values = zip(*encoding.named_parameters(), strict=True)
 
@@ -270,6 +301,61 @@ def test_permutation_keeps_features_positive():
     assert (Permutation(permutations())(Line().random(T))(x) >= 0).all()
 
 
+def test_permutations_warn_of_short_orders():
+    step = torch.tensor([[1, 2, 0, 4, 3], [1, 0, 2, 3, 4]])
+    with pytest.warns(UserWarning, match="permutation: 6 positions are told apart, of 7 of the longest sequence"):
+        Permutation(step, length=7)
+    assert Permutation(step, length=6).orders == (6, 2)
+
+
+def orders_of(count, least=1):
+    """Orders of all permutations of `count` features: least common multiples of partitions."""
+    yield 1
+    for first in range(least, count + 1):
+        yield from (math.lcm(first, rest) for rest in orders_of(count - first, first))
+
+
+@pytest.mark.parametrize("features", range(1, 13))
+def test_long_orders_are_landaus(features):
+    assert Permutation(long_orders(features)).orders == (max(orders_of(features)),)
+
+
+def test_long_orders_of_64_features_and_of_several_heads():
+    assert Permutation(long_orders(64)).common_order == 2042040
+    heads = Permutation(long_orders(12, 3))
+    assert heads.orders[0] == 60
+    assert len(set(heads.orders)) == 3
+    assert heads.common_order > 60 * 7
+
+
+# Trees
+
+
+def test_tree_path_multiplies_along_the_way_from_the_root():
+    encoding = TreePath(tree_generator(), learned=False)
+    x = tree("(a (b c d) (e f))")  # words: -, 0, 00, 01, 1, 10
+    first, second = torch.matrix_exp(tree_generator() - tree_generator().mT).unbind(1)
+    unit = torch.eye(HEAD_DIM, dtype=torch.float64).expand(HEADS, -1, -1)
+    words = [unit, first, first @ first, first @ second, second, second @ first]
+    close(operators(encoding, x), torch.stack(words, 1))
+
+
+def test_tree_path_is_computed_in_the_order_of_any_rows():
+    encoding, x = TreePath(tree_generator()), Tree(2).random(2, 40)
+    order = torch.randperm(40)
+    shuffled = x[:, order].clone()
+    shuffled[..., 0] = torch.where(shuffled[..., 0] < 0, -1, order.argsort()[shuffled[..., 0]])
+    close(operators(encoding, shuffled), operators(encoding, x)[:, :, order])
+
+
+def test_a_unary_tree_is_a_sequence():
+    chain, line = tree([-1, *range(T - 1)]), sequence(T)
+    q, k, _ = inputs(1, t=T)
+    path, power = TreePath(generator()[:, None], learned=False), Exponential(generator(), learned=False)
+    found, expected = (rho(q) @ rho(k).mT for rho in (path(chain, torch.float64), power(line, torch.float64)))
+    close(found, expected)
+
+
 # Exponentials
 
 
@@ -358,6 +444,14 @@ ROTARY = Rotary(FREQUENCY)
         (lambda: Exponential(torch.randn(1, 4, 6)), "generator: expected"),
         (lambda: Exponential(torch.zeros(1, 4, 4)), "distinct frequencies"),
         (lambda: Exponential(torch.eye(4).roll(2, 0)[None].triu()), "distinct frequencies"),
+        (lambda: TreePath(torch.randn(2, 4, 4)), r"generator: expected \[h b d d\]"),
+        (lambda: TreePath(torch.randn(1, 2, 4, 6)), r"generator: expected \[h b d d\]"),
+        (lambda: TreePath(tree_generator())(tree([[], [], []])), "expected branches from 0 to 1, got"),
+        (lambda: TreePath(tree_generator())(torch.tensor([[1, 0], [0, 0]])), "its own ancestor"),
+        (lambda: TreePath(tree_generator())(torch.tensor([[-1, 0]])), r"expected roots \(-1, -1\)"),
+        (lambda: TreePath(tree_generator())(torch.tensor([[5, 0]])), "expected parents from 0 to 0"),
+        (lambda: TreePath(tree_generator())(sequence(3)), r"expected \[\*b t 2\]"),
+        (lambda: TreePath(tree_generator())(torch.zeros(3, 2)), "expected int64 or int32"),
         (lambda: InBasis(ROTARY, bases.OddEven(6)), "basis: expected 4 features as the encoding, got 6"),
         (lambda: DirectSum([]), "at least one encoding"),
         (lambda: DirectSum([ROTARY, Permutation(permutations())], shared=True), "one group to share"),

@@ -1,35 +1,140 @@
-"""Feature maps."""
+"""Feature maps: functions of one number, and random features of exp(<q, k> / sqrt(d))."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import close
+from cases import close, inputs, quadratic, same_everywhere
 
-from isopos.feature_maps import FEATURE_MAPS
+from isopos.feature_maps import FEATURE_MAPS, Favor
+from isopos.functional import linear_attention
 
 X = torch.cat((torch.linspace(-50, 50, 41), torch.tensor([0.0, -1e4, 1e4]))).double()
 DEFINITIONS = {
     "elu+1": lambda x: F.elu(x) + 1,
     "relu": lambda x: torch.where(x > 0, x, 0) + 0.001,
+    "relu2": lambda x: torch.where(x > 0, x * x, 0),
+    "exp": lambda x: torch.pow(torch.tensor(torch.e, dtype=x.dtype), x),
     "identity": lambda x: x,
 }
 
 
+def arguments(name):
+    """Where a map is finite."""
+    return X[X.abs() < 60] if name == "exp" else X
+
+
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_definition(name):
-    close(FEATURE_MAPS[name](X), DEFINITIONS[name](X))
+    x = arguments(name)
+    close(FEATURE_MAPS[name](x), DEFINITIONS[name](x))
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_gradients_are_finite_and_right(name):
-    x = X[X != 0].requires_grad_()
+    x = arguments(name)
+    x = x[x != 0].requires_grad_()
     pairs = (torch.autograd.grad(f(x).sum(), x)[0] for f in (FEATURE_MAPS[name], DEFINITIONS[name]))
     close(*pairs)
 
 
-@pytest.mark.parametrize("name", ["elu+1", "relu"])
+@pytest.mark.parametrize("name", ["elu+1", "relu", "exp"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_positive_maps_are_positive(name, dtype):
     y = FEATURE_MAPS[name](torch.linspace(-5, 5, 41, dtype=dtype))
     assert (y > 0).all()
     assert y.dtype == dtype
+
+
+# Random features
+
+
+@pytest.mark.parametrize(("d", "m"), [(8, 8), (8, 20), (8, 3), (1, 5)])
+def test_favor_directions_are_orthogonal_in_blocks(d, m):
+    w = Favor(d, m).double().projection
+    assert w.shape == (m, d)
+    for block in w.split(d):
+        gram = block @ block.mT
+        close(gram, torch.diag(gram.diagonal()), dtype=torch.float32)
+    if m > d > 1:
+        assert (w[:d] @ w[d : 2 * d].mT).abs().max() > 0.1
+
+
+def test_favor_directions_have_the_law_of_gaussian_vectors():
+    """Norms as of Gaussian vectors, and no direction preferred: every coordinate is standard normal."""
+    w = torch.cat([Favor(4, 4, seed=seed).projection for seed in range(3000)]).double()
+    n = len(w)
+    assert (w.mean(0).abs() < 5 * n**-0.5).all()
+    assert (w.mT @ w / n - torch.eye(4)).abs().max() < 5 * (2 / n) ** 0.5
+    assert ((w**4).mean(0) - 3).abs().max() < 5 * (96 / n) ** 0.5
+    share = (torch.arange(n) + 0.5) / n
+    for coordinate in w.mT:
+        assert (torch.special.ndtr(coordinate.sort().values) - share).abs().max() < 2 * n**-0.5
+
+
+def test_favor_estimates_the_softmax_kernel_without_bias():
+    d, draws = 4, 4000
+    q, k = torch.randn(2, 5, d, dtype=torch.float64)
+    found = []
+    for seed in range(draws):
+        phi = Favor(d, seed=seed).double()
+        assert (phi(q) > 0).all()
+        bound = (phi.projection.square().sum(-1).amax() / 2 - 30).clamp_min(0)  # what it divides features by
+        found.append((phi(q) * phi(k)).sum(-1) * torch.exp(2 * bound))
+    found = torch.stack(found)
+    error, exact = found.std(0) / draws**0.5, ((q * k).sum(-1) / d**0.5).exp()
+    assert ((found.mean(0) - exact).abs() < 5 * error).all()
+    assert (error < 0.2 * exact).all()
+
+
+def test_favor_with_many_features_is_softmax_attention():
+    q, k, v = (0.5 * x for x in inputs(1, t=9))
+    out = linear_attention(q, k, v, feature_map=Favor(8, 20000).double())
+    assert (out - F.scaled_dot_product_attention(q, k, v)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_favor_fused_is_its_definition(causal):
+    leaves, phi = inputs(2, t=70, requires_grad=True), Favor(8, 12).double()
+    out, slow = (f(*leaves, feature_map=phi, causal=causal) for f in (linear_attention, quadratic))
+    same_everywhere(out, slow, list(leaves))
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e4])
+def test_favor_does_not_overflow_and_items_do_not_see_each_other(size):
+    phi, x = Favor(64, 256), size * torch.randn(3, 2, 9, 64)
+    y = phi(x)
+    assert y.isfinite().all()
+    assert (y >= 0).all()
+    out = linear_attention(x, x, x, feature_map=phi, causal=True)
+    assert out.isfinite().all()
+    assert torch.equal(phi(x[1:2]), y[1:2])
+    x[0] *= 100
+    assert torch.equal(phi(x)[1:], y[1:])
+
+
+def test_favor_redraws_in_place_and_keeps_its_state():
+    phi, x = Favor(8, 12, seed=1), torch.randn(1, 1, 3, 8)
+    before, data = phi(x), phi.projection.data_ptr()
+    other = Favor(8, 12, seed=2)
+    assert not torch.allclose(other(x), before)
+    other.load_state_dict(phi.state_dict())
+    for same in (other, Favor(8, 12, seed=1), copy.deepcopy(phi)):
+        assert torch.equal(same(x), before)
+    phi.redraw(torch.Generator().manual_seed(5))
+    again = Favor(8, 12)
+    again.redraw(torch.Generator().manual_seed(5))
+    assert phi.projection.data_ptr() == data
+    assert not torch.allclose(phi(x), before)
+    assert torch.equal(again(x), phi(x))
+    phi.to("meta").to_empty(device="cpu").reset_parameters()
+    assert torch.equal(phi(x), before)
+    assert phi.bfloat16().projection.dtype == torch.float32
+    assert phi(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+def test_favor_needs_features(sizes):
+    with pytest.raises(ValueError, match="features: expected at least 1"):
+        Favor(*sizes)

@@ -91,7 +91,7 @@ def test_linear_attention_by_hand():
 
 @causality
 @pytest.mark.parametrize("decayed", [False, True], ids=["", "decay"])
-@pytest.mark.parametrize("denominator", ["plain", "encoded", None])
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
     monkeypatch.setattr(linear, "SEGMENT", 1)
@@ -107,9 +107,35 @@ def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, ca
         "causal": causal,
     }
     learned = [rate, *(encoding.parameters() if encoding else ())]
-    slack = 100 if denominator == "encoded" else 1  # such sums may almost vanish, and magnify what was rounded
+    slack = 1000 if denominator in ("encoded", "complex") else 1  # such sums may almost vanish, and magnify what was rounded
     out, slow = linear_attention(q, k, v, **arguments), quadratic(q, k, v, **arguments)
     same_everywhere(out, slow, [*leaves, *learned], slack * TOLERANCE)
+
+
+def test_complex_attention_by_hand():
+    """LRPE, Eq. 38 to the letter: complex numerator over complex denominator, and the real part at the end."""
+    t = 4
+    q, k, v = inputs(1, t=t)
+    out = linear_attention(q, k, v, isometry=rotary(t), feature_map=elu1, denominator="complex", causal=True)
+    for h in range(HEADS):
+        for i in range(t):
+            above, below = torch.zeros(HEAD_DIM, dtype=torch.complex128), 0j
+            for j in range(i + 1):
+                weight = 0j
+                for f, w in enumerate(FREQUENCY.tolist()):
+                    a, b = (complex(*elu1(x[0, h, n, 2 * f : 2 * f + 2]).tolist()) for x, n in ((q, i), (k, j)))
+                    weight += a.conjugate() * b * complex(math.cos(w * (j - i)), math.sin(w * (j - i)))
+                above, below = above + weight * v[0, h, j], below + weight
+            close(out[0, h, i], (above / below).real)
+    encoded = linear_attention(q, k, v, isometry=rotary(t), feature_map=elu1, denominator="encoded", causal=True)
+    assert not torch.allclose(out, encoded), "the real part of a quotient is not the quotient of real parts"
+
+
+def test_without_positions_a_complex_denominator_divides_by_pairs():
+    q, k, v = (x.exp() for x in inputs(1, t=5))
+    close(linear_attention(q, k, v, denominator="complex"), quadratic(q, k, v, denominator="complex"))
+    vanishing = linear_attention(q, torch.zeros_like(k), v, denominator="complex")
+    assert (vanishing == 0).all()
 
 
 @causality
@@ -495,7 +521,11 @@ def test_bad_calls(attention, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"denominator": "none"}, "denominator: expected 'plain', 'encoded' or None, got 'none'"),
+        ({"denominator": "none"}, "denominator: expected 'plain', 'encoded', 'complex' or None, got 'none'"),
+        (
+            {"q": wide(2, 2, 4, 7), "k": wide(2, 2, 4, 7), "denominator": "complex"},
+            "denominator: expected an even number of features",
+        ),
         ({"q": wide(2, 2, 3, 8), "decay": (wide(2, 3), wide(2, 4))}, "as many queries as keys, got 3 and 4"),
     ],
 )

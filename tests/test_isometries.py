@@ -4,7 +4,22 @@ import pytest
 import torch
 from cases import close
 
-from isopos.isometries import BlockSum, Chain, Gather, Identity, Matrix, Reflection, Rotation
+from isopos.isometries import (
+    Affine,
+    Append,
+    BlockSum,
+    Chain,
+    Gather,
+    Identity,
+    Isometry,
+    Mapped,
+    Matrices,
+    Matrix,
+    OnPairs,
+    Reflection,
+    Rotation,
+    Scaling,
+)
 
 H, T, D = 2, 7, 6
 
@@ -26,6 +41,10 @@ def matrix():
     return Matrix(torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64)).Q)
 
 
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
 MAKE = {
     "identity": Identity,
     "rotation": rotation,
@@ -39,19 +58,39 @@ MAKE = {
     "chain-back": lambda: Chain(gather(), reflection()),
     "block-sum": lambda: BlockSum((rotation(4), Identity()), (4, 2)),
     "block-sum-lifted": lambda: BlockSum((Identity(), rotation(4, lifted=True)), (2, 4)),
+    "matrices": lambda: Matrices(torch.linalg.qr(random(H, T, D, D)).Q),
+    "on-pairs": lambda: OnPairs(Matrix(torch.linalg.qr(random(H, D // 2, D // 2)).Q)),
 }
+MAPS = {
+    "scaling": lambda: Scaling(random(H, T, D)),
+    "wide-matrices": lambda: Matrices(random(H, T, 9, D)),
+    "affine": lambda: Affine(random(H, 1, D)),
+    "affine-matrix": lambda: Affine(random(H, 1, D), random(H, 4, D)),
+    "append": lambda: Append(random(H, T, 3)),
+    "append-made": lambda: Append(Chain(Affine(random(H, 1, D), random(H, 4, D)), rotation(4)), Affine(random(H, 1, D))),
+    "append-shared": lambda: Append(random(1, T, 3)),
+    "mapped": lambda: Mapped(rotation(), torch.exp),
+}
+"""Maps of couplings, which need not keep inner products."""
 
 
-@pytest.fixture(params=MAKE)
+@pytest.fixture(params=[*MAKE, *MAPS])
 def rho(request):
-    return MAKE[request.param]()
+    return (MAKE | MAPS)[request.param]()
+
+
+def test_every_class_has_a_row():
+    final = {cls for cls in Isometry.__subclasses__() if cls.__module__ == Isometry.__module__}
+    assert {type(make()) for make in (MAKE | MAPS).values()} == final
 
 
 def tokens_of(rho):
     return T if rho.length is None else rho.length
 
 
-def test_inner_products_are_kept_and_the_map_is_linear(rho):
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_inner_products_are_kept_and_the_map_is_linear(make):
+    rho = make()
     x, y = torch.randn(2, 3, H, tokens_of(rho), D, dtype=torch.float64)
     close((rho(x) * rho(y)).sum(-1), (x * y).sum(-1))
     close(rho(2 * x - y), 2 * rho(x) - rho(y))
@@ -77,6 +116,42 @@ def test_output_has_the_inputs_dtype_and_one_rounding(rho, dtype):
         assert ((y.double() - rho(x.double())).abs() <= eps * rho(x.double()).abs() + 1e-5).all()
     else:
         close(y, rho(x.double()), dtype=dtype)
+
+
+# What maps of couplings do
+
+
+def test_matrices_and_factors_are_a_tokens_own():
+    matrix, factor, x = random(H, T, 9, D), random(H, T, D), random(2, H, T, D)
+    for b, h, t in [(0, 0, 0), (1, 1, 3), (0, 1, T - 1)]:
+        close(Matrices(matrix)(x)[b, h, t], matrix[h, t] @ x[b, h, t])
+        close(Scaling(factor)(x)[b, h, t], factor[h, t] * x[b, h, t])
+
+
+def test_affine_shifts_then_multiplies():
+    shift, matrix, x = random(H, 1, D), random(H, 4, D), random(2, H, T, D)
+    close(Affine(shift)(x), x + shift)
+    for h in range(H):
+        close(Affine(shift, matrix)(x)[:, h], (x[:, h] + shift[h]) @ matrix[h].mT)
+
+
+def test_append_adds_the_product_of_channels():
+    x, y = random(2, 2, H, T, D)
+    a, b = random(2, H, T, 3)
+    close((Append(a)(x) * Append(b)(y)).sum(-1), (x * y).sum(-1) + (a * b).sum(-1))
+    made = Append(Scaling(torch.full((1, T, D), 2.0).double()), Affine(torch.ones(H, 1, D).double()))
+    close(made(x), torch.cat((x + 1, 2 * x), -1))
+
+
+def test_mapped_is_a_feature_map_of_a_map():
+    turn, x = rotation(), random(2, H, T, D)
+    close(Mapped(turn, torch.exp)(x), turn(x).exp())
+
+
+def test_on_pairs_maps_both_parts():
+    part, x = Matrix(random(H, 3, 3)), random(2, H, T, D)
+    close(OnPairs(part)(x)[..., ::2], part(x[..., ::2]))
+    close(OnPairs(part)(x)[..., 1::2], part(x[..., 1::2]))
 
 
 def test_double_inputs_take_float32_tables():

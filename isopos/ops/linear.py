@@ -76,6 +76,15 @@ def divide(total: Tensor) -> Tensor:
     return total[..., :-1] / clamp(total[..., -1:])
 
 
+def divide_complex(total: Tensor) -> Tensor:
+    """The real part of complex sums over the complex denominator: real and imaginary parts ``[2 ... e+1]``, clamped.
+
+    Re(n / d) = Re(n conj(d)) / |d|^2
+    """
+    (real, below), (imaginary, turned) = (part.split((total.shape[-1] - 1, 1), -1) for part in total)
+    return (real * below + imaginary * turned) / (below.square() + turned.square()).clamp_min(EPS**2)
+
+
 class _Terms(NamedTuple):
     """Operands of one sum: rows ``[n t .]``, n = batch times heads."""
 
@@ -413,9 +422,12 @@ class _Ready:
         return (x,)
 
 
+READY: tuple[Load, Load, Load] = (_Ready(), _Ready(), _Ready())
+
+
 def _ready_walk(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> _Walk:
     g = None if g_q is None or g_k is None else (g_q, g_k)
-    return _Walk(_operands((q, k, v), (_Ready(),) * 3, ()), g, reverse)
+    return _Walk(_operands((q, k, v), READY, ()), g, reverse)
 
 
 @torch.library.custom_op("isopos::causal_sum", mutates_args=())

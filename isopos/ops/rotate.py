@@ -52,6 +52,23 @@ def transform(x: Tensor, matrix: Tensor) -> Tensor:
     return x @ matrix.mT.to(x.dtype)
 
 
+def transform_tokens(x: Tensor, matrix: Tensor) -> Tensor:
+    """Apply a matrix a token ``[*b h t d' d]`` to x ``[*b h t d]``; the dtype is the wider of the two."""
+    dtype = torch.promote_types(x.dtype, matrix.dtype)
+    return torch.einsum("...ij,...j->...i", matrix.to(dtype), x.to(dtype))
+
+
+def skew_exponential(generator: Tensor) -> Tensor:
+    """exp(A - A^T) of generators A ``[... d d]``: orthogonal, with determinant 1.
+
+    A single matrix goes as a pair: alone, PyTorch's CPU code loses seven of float64's digits at small norms.
+    """
+    skew = generator - generator.mT
+    if skew.shape[:-2].numel() > 1:
+        return torch.linalg.matrix_exp(skew)
+    return torch.linalg.matrix_exp(skew.expand(2, *skew.shape))[0]
+
+
 def reflect(x: Tensor, normal: Tensor) -> Tensor:
     """Householder reflection x - 2 <x, u> u with a unit normal u ``[h 1 d]``: two passes, never a d x d product."""
     return x - (2 * (x * normal).sum(-1, keepdim=True)) * normal

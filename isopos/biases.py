@@ -1,0 +1,208 @@
+"""Relative biases: learned tables with a row for each bucket of offsets, which add terms to scores and values.
+
+They are relative, and no representations: a term depends on both positions at once, so attention with one is quadratic; only
+terms whose buckets are clipped offsets have a sum in linear time. An offset is the key's position minus the query's.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from isopos.exact import ExactModule, Held, normal
+from isopos.positions import Group, Line, Product
+from isopos.terms import Clipped, Indexed, Term
+
+__all__ = ["T5", "ClippedKeys", "DeBERTa", "RelativeBias", "Shaw"]
+
+
+class RelativeBias(ExactModule, ABC):
+    """Terms of pairs of positions of `group`. Subclasses are final: they set the group and define `forward`."""
+
+    group: Group
+
+    @abstractmethod
+    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
+        """Terms of queries at x ``[*b t c]`` and keys at y ``[*b s c]``, with tables in `dtype`."""
+
+
+class T5(RelativeBias):
+    """A number a head and bucket, added to logits: near offsets have buckets of their own, far ones share them by logarithm.
+
+    Args:
+        heads: h.
+        buckets: Number of buckets; half of them for each direction if bidirectional.
+        max_distance: Offsets at least so far share the last bucket.
+        bidirectional: Whether keys after the query have buckets, too; otherwise they share that of offset 0.
+
+    References:
+        Exploring the Limits of Transfer Learning (Raffel et al. 2020), section 2.1. https://arxiv.org/abs/1910.10683
+
+    Example:
+        >>> T5(8).bucket(torch.tensor([-200, -9, -8, -1, 0, 1, 200])).tolist()
+        [15, 8, 8, 1, 0, 17, 31]
+    """
+
+    def __init__(self, heads: int, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True):
+        super().__init__()
+        self.group, self.bidirectional = Line(), bidirectional
+        self.one_way = buckets // 2 if bidirectional else buckets
+        near = self.one_way // 2
+        if near < 1 or max_distance <= near or buckets % (1 + bidirectional):
+            raise ValueError(
+                f"buckets: expected {'an even number of at least 4' if bidirectional else 'at least 2'} and max_distance "
+                f"beyond the near ones, got {buckets} and {max_distance}"
+            )
+        far = self.one_way - near
+        # bucket near + m starts where (distance / near)^far reaches (max_distance / near)^m
+        starts = [_least(lambda d, m=m: d**far * near**m >= max_distance**m * near**far) for m in range(1, far)]
+        self.starts = torch.tensor([*range(1, near + 1), *starts], device="cpu")
+        self.hold("weight", torch.zeros(heads, buckets, device="cpu", dtype=torch.float64), learned=True)
+
+    def bucket(self, offset: Tensor) -> Tensor:
+        """Bucket of each offset, int64 of any shape; exact at every offset."""
+        distance = offset.abs() if self.bidirectional else (-offset).clamp_min(0)
+        after = (offset > 0) * self.one_way if self.bidirectional else 0
+        return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
+
+    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
+        """One number for each pair."""
+        return (Indexed(self.held.to(dtype), "none", self.bucket(_offsets(self.group, x, y))),)
+
+
+class Shaw(RelativeBias):
+    """Vectors of clipped offsets, added to keys and to values; heads share them.
+
+    logit_ij = scale <q_i, k_j + a^K_{clip(j - i)}>,  output_i = sum_j weight_ij (v_j + a^V_{clip(j - i)})
+
+    Args:
+        features: d of queries, keys and values.
+        reach: Offsets beyond it share the last vector.
+        seed: Of the initial vectors, of standard deviation d^-1/2.
+
+    References:
+        Self-Attention with Relative Position Representations (Shaw et al. 2018), Eq. 3 and 4; RoFormer, Eq. 5, misprints the
+        query, which has no position. https://arxiv.org/abs/1803.02155
+    """
+
+    def __init__(self, features: int, *, reach: int = 16, seed: int = 0):
+        super().__init__()
+        self.group, self.reach = Line(), _reach(reach)
+        start = normal(seed, 2, 1, 2 * reach + 1, features) / features**0.5
+        self.keys, self.values = Held(start[0]), Held(start[1])
+
+    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
+        """A term of scores and one of values."""
+        self.group.check(x)
+        self.group.check(y)
+        tables = (self.keys.held.to(dtype), "query"), (self.values.held.to(dtype), "value")
+        return tuple(Clipped(table, side, x, y, self.reach) for table, side in tables)
+
+
+class DeBERTa(RelativeBias):
+    """Content to position and position to content: <q_i, k_j> + <q_i, K_delta(i,j)> + <Q_delta(j,i), k_j>.
+
+    The vectors K and Q, each head its own, are what the paper's projections make of its relative embeddings.
+
+    Args:
+        heads: h.
+        features: d of queries and keys.
+        buckets: k: offsets have 2 k rows, of which row k + n is n steps before the query.
+        max_distance: Far offsets share rows by logarithm up to this one, as in version 2; with None offsets are clipped.
+        seed: Of the initial vectors, of standard deviation d^-1/2.
+
+    References:
+        - DeBERTa (He et al. 2021), Eq. 3 and 4. https://arxiv.org/abs/2006.03654
+        - RoFormer (Su et al. 2021), Eq. 10; LRPE (Qin et al. 2023), Eq. 31.
+    """
+
+    def __init__(self, heads: int, features: int, *, buckets: int = 256, max_distance: int | None = 512, seed: int = 0):
+        super().__init__()
+        near, far = buckets // 2, 2**62 if max_distance is None else max_distance - 1
+        if buckets < 4 or far <= near:
+            raise ValueError(
+                f"buckets: expected at least 4, and max_distance beyond {near + 1}, got {buckets} and {max_distance}"
+            )
+        self.group, self.buckets = Line(), buckets
+        if max_distance is None:
+            starts = list(range(1, buckets + 1))
+        else:  # near + m starts beyond (distance / near)^(near - 1) = (far / near)^(m - 1)
+            tests = [lambda d, m=m: d ** (near - 1) * near**m > far**m * near ** (near - 1) for m in range(buckets - near)]
+            starts = [*range(1, near + 1), *map(_least, tests)]
+        self.starts = torch.tensor(starts, device="cpu")
+        start = normal(seed, 2, heads, 2 * buckets, features) / features**0.5
+        self.keys, self.queries = Held(start[0]), Held(start[1])
+
+    def bucket(self, offset: Tensor) -> Tensor:
+        """Row delta of each offset, int64 of any shape; exact at every offset."""
+        steps = torch.bucketize(offset.abs(), self.starts.to(offset.device), right=True)
+        return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
+
+    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
+        """Terms of the queries' side and of the keys'."""
+        offset = _offsets(self.group, x, y)
+        return (
+            Indexed(self.keys.held.to(dtype), "query", self.bucket(offset)),
+            Indexed(self.queries.held.to(dtype), "key", self.bucket(-offset)),
+        )
+
+
+class ClippedKeys(RelativeBias):
+    """Horn's scheme 2: vectors of clipped offsets, added to keys, which linear attention sums in linear time.
+
+    weight_ij = <phi(q_i), phi(k_j) + phi(w_{clip(y_j - x_i)})>
+
+    Offsets are clipped on each axis, direction included; the far buckets are prefix sums over the grid.
+
+    Args:
+        heads: h.
+        features: d of queries and keys.
+        reach: R >= 1: (2 R + 1)^axes buckets.
+        axes: Of the positions.
+        outside: Number of first tokens outside the grid (class tokens); two buckets are theirs, as key and as query.
+        seed: Of the initial vectors, normal as queries are.
+
+    References:
+        Translational Equivariance in Kernelizable Attention (Horn et al. 2021), scheme 2 of the notes, whose printed sum is
+        garbled. https://arxiv.org/abs/2102.07680
+    """
+
+    def __init__(self, heads: int, features: int, *, reach: int = 8, axes: int = 1, outside: int = 0, seed: int = 0):
+        super().__init__()
+        if axes < 1 or outside < 0:
+            raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
+        self.group: Group = Line(real=True) if axes == 1 else Product((Line(real=True),) * axes)
+        self.reach, self.outside = _reach(reach), outside
+        count = (2 * reach + 1) ** axes + (2 if outside else 0)
+        self.hold("weight", normal(seed, heads, count, features), learned=True)
+
+    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
+        """One term of the queries' side."""
+        self.group.check(x)
+        self.group.check(y)
+        return (Clipped(self.held.to(dtype), "query", x, y, self.reach, self.outside),)
+
+
+def _offsets(group: Group, x: Tensor, y: Tensor) -> Tensor:
+    """Key minus query, ``[*b t s]``, on a line."""
+    group.check(x)
+    group.check(y)
+    return (y[..., None, :, 0] - x[..., :, None, 0]).long()
+
+
+def _reach(reach: int) -> int:
+    if not isinstance(reach, int) or reach < 1:
+        raise ValueError(f"reach: expected at least 1 step, got {reach!r}")
+    return reach
+
+
+def _least(holds) -> int:
+    """The least positive integer from which a condition holds, by bisection; integers, so that no power is rounded."""
+    high = 1
+    while not holds(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,294 @@
+"""Couplings that are no unitary representations: what each gives up is in its first lines.
+
+A coupling maps queries and keys apart. Constant channels beside the features add a term to scores; an absolute position acts
+on one side only; stochastic encodings are relative in expectation.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isopos.encodings import Coupling, Encoding, rope_frequencies
+from isopos.exact import Held, constant, full_precision, normal
+from isopos.isometries import Affine, Append, Chain, Isometry, Matrices, Rotation, Scaling
+from isopos.ops.noise import gaussian
+from isopos.ops.rotate import angles, rotation_table
+from isopos.positions import Group, Line, Product
+
+__all__ = ["Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"]
+
+
+class Absolute(Coupling):
+    """An encoding on one side only: scores see the position of the query, or of the key, relative to the origin.
+
+    The other side's isometry is evaluated at the identity. Only the monoid laws are left: a shift changes scores.
+
+    Args:
+        encoding: rho.
+        side: "query" or "key".
+
+    References:
+        Algebraic Positional Encodings (Kogkalidis et al. 2024), section 3.4.1. https://arxiv.org/abs/2312.16045
+    """
+
+    def __init__(self, encoding: Encoding, side: Literal["query", "key"] = "key"):
+        super().__init__()
+        if side not in ("query", "key"):
+            raise ValueError(f"side: expected query or key, got {side!r}")
+        self.encoding, self.side = encoding, side
+        self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """rho at x, or at the origin."""
+        return self._at(x, dtype, self.side == "query")
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """rho at x, or at the origin."""
+        return self._at(x, dtype, self.side == "key")
+
+    def _at(self, x: Tensor, dtype: torch.dtype, placed: bool) -> Isometry:
+        self.group.check(x)
+        return self.encoding(x if placed else self.group.origin(*x.shape[:-1], device=x.device), dtype)
+
+
+class Constrained(Coupling):
+    """Horn's scheme 1: sinusoids u in further channels, with a projection that keeps their product relative.
+
+    <(q, u_x W*), (k, u_y)> = <q, k> + sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)),
+    u_x = (sin w_1 x, cos w_1 x, ...),  W* = blockdiag([[a_m, b_m], [-b_m, a_m]])
+
+    It is relative, but no isometry; the added term may be negative, and so may denominators that contain it. On several axes
+    each has sinusoids of its own: offsets are vectors, not distances.
+
+    Args:
+        features: d of queries and keys; any.
+        heads: h.
+        frequency: ``[c m]``, radians a step, m for each of c axes.
+        outside: Number of first tokens outside the grid (class tokens): their channels are zero, whatever their positions.
+
+    References:
+        Translational Equivariance in Kernelizable Attention (Horn et al. 2021), scheme 1 of the notes.
+        https://arxiv.org/abs/2102.07680
+    """
+
+    def __init__(self, features: int, heads: int, frequency: Tensor, *, outside: int = 0):
+        super().__init__()
+        if frequency.ndim != 2 or not frequency.isfinite().all():
+            raise ValueError(f"frequency: expected finite floats [c m], got {list(frequency.shape)}")
+        if outside < 0:
+            raise ValueError(f"outside: expected a number of tokens, got {outside}")
+        axes, count = frequency.shape
+        line = Line(real=True)
+        self.group: Group = line if axes == 1 else Product((line,) * axes)
+        self.features, self.out_features, self.outside = features, features + 2 * axes * count, outside
+        self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
+        start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * count, 2) / count
+        self.hold("projection", start, learned=True)  # [h c*m 2]: a and b
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """q, then u_x W*."""
+        sin, cos = self._sinusoids(x)
+        a, b = self.held[:, None].double().unbind(-1)
+        return self._append((a * sin - b * cos, b * sin + a * cos), dtype)
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """k, then u_y."""
+        return self._append(self._sinusoids(x), dtype)
+
+    def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.group.check(x)
+        angle = angles(x, self.frequency)
+        kept = torch.arange(x.shape[-2], device=x.device)[:, None] >= self.outside
+        return angle.sin() * kept, angle.cos() * kept
+
+    def _append(self, pairs: tuple[Tensor, Tensor], dtype: torch.dtype) -> Isometry:
+        return Append(torch.stack(pairs, -1).flatten(-2).to(dtype))
+
+
+class TransformerXL(Coupling):
+    """Four terms of content and relative sinusoids: (q_x + u)^T k_y + (q_x + v)^T W p_{y-x}.
+
+    p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y:
+    exact at every offset, without a table of offsets. For softmax attention: the terms are parts of a logit.
+
+    Args:
+        features: d of queries and keys.
+        heads: h.
+        width: Of the sinusoids p, even.
+        seed: Of W's initial values; u and v start at zero.
+
+    References:
+        - Transformer-XL (Dai et al. 2019), section 3.3. https://arxiv.org/abs/1901.02860
+        - RoFormer (Su et al. 2021), Eq. 7.
+    """
+
+    def __init__(self, features: int, heads: int, width: int, *, seed: int = 0):
+        super().__init__()
+        if width < 2 or width % 2:
+            raise ValueError(f"width: expected an even number of sinusoids, got {width}")
+        self.group, self.features, self.out_features = Line(real=True), features, features + width
+        self.frequency = rope_frequencies(width // 2)[None, None]
+        self.content, self.location = (
+            Held(torch.zeros(heads, 1, features, device="cpu", dtype=torch.float64)) for _ in range(2)
+        )
+        self.hold("projection", normal(seed, heads, width, features) / width**0.5, learned=True)
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """q + u, then W^T (q + v) turned by x."""
+        self.group.check(x)
+        rotation = Rotation(rotation_table(angles(x, self.frequency), dtype))
+        relative = Chain(Affine(self.location.held.to(dtype), self.held.to(dtype)), rotation)
+        return Append(relative, Affine(self.content.held.to(dtype)))
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """k, then p_y as (cos, sin) pairs: the vector (1, 0, 1, 0, ...) turned by y."""
+        self.group.check(x)
+        return Append(rotation_table(angles(x, self.frequency), dtype).flatten(-2))
+
+
+class XPos(Coupling):
+    """Rotations with a decay of each frequency: pairs of features shrink by zeta_i^((x - y) / length).
+
+    zeta_i = (2 i / d + gamma) / (1 + gamma) with gamma = 0.4. Relative, no isometry, for causal attention: weights of later
+    keys would grow. Each side's scale is a power of the position itself, about a fixed zero: nothing moves with the
+    sequence, and cached keys stay valid; positions from +-max_length on, where a scale would leave float32, are refused
+    (on the CPU and outside a compiler, where looking is free).
+
+    Args:
+        frequency: ``[f]``, radians a step.
+        length: Steps in which the pairs shrink by zeta_i.
+
+    References:
+        A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1. https://arxiv.org/abs/2212.10554
+    """
+
+    def __init__(self, frequency: Tensor, *, length: float = 512.0):
+        super().__init__()
+        if not length > 0:
+            raise ValueError(f"length: expected a positive number of steps, got {length}")
+        self.group = Line(real=True)
+        self.features = self.out_features = 2 * len(frequency)
+        self.frequency = constant(frequency)[None, None]
+        share = torch.arange(len(frequency), device="cpu", dtype=torch.float64) / len(frequency)  # 2 i / d
+        self.log_scale = ((share + 0.4) / 1.4).log().repeat_interleave(2) / length
+        self.max_length = 1 + int(40 / self.log_scale.abs().max())  # exp(+-40): long sums of two stay inside float32
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """Turned, then shrunk with x."""
+        return self._at(x, dtype, 1)
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """Turned, then grown with x."""
+        return self._at(x, dtype, -1)
+
+    def _at(self, x: Tensor, dtype: torch.dtype, sign: int) -> Isometry:
+        self.group.check(x)
+        limit = self.max_length or 0
+        if not torch.compiler.is_compiling() and x.device.type == "cpu" and (x.abs() >= limit).any():
+            raise ValueError(
+                f"positions: expected magnitudes below {limit}, beyond which scales leave float32, "
+                f"got {x.abs().max().item()}; use rope with decay='retnet' for longer sequences"
+            )
+        factor = torch.exp(sign * self.log_scale.to(x.device) * x.double())[..., None, :, :]
+        return Chain(Rotation(rotation_table(angles(x, self.frequency), dtype)), Scaling(factor.to(dtype)))
+
+
+class SineSPE(Coupling):
+    """Stochastic encoding by sines: products estimate sum_d q_d k_d P_d(x - y), relative in expectation over the draw.
+
+    P_d(t) = sum_k gain_dk^2 cos(w_dk t + phase_dk)
+
+    Queries and keys become `realizations` random combinations of their features. One draw is not relative, and no isometry.
+
+    Args:
+        features: d.
+        heads: h.
+        sines: Of each feature.
+        realizations: R, features of the result; d by default. The error falls as 1 / sqrt(R).
+        seed: Of the draw, the phases and the frequencies.
+
+    References:
+        Relative Positional Encoding for Transformers with Linear Complexity (Liutkus et al. 2021), sineSPE.
+        https://arxiv.org/abs/2105.08399
+    """
+
+    def __init__(self, features: int, heads: int, *, sines: int = 5, realizations: int | None = None, seed: int = 0):
+        super().__init__()
+        if sines < 1:
+            raise ValueError(f"sines: expected at least 1, got {sines}")
+        self.group, self.features = Line(real=True), features
+        self.out_features = _count(features if realizations is None else realizations)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (heads, features, sines)
+        frequency = rope_frequencies(features * sines).view(sines, features).T.expand(heads, -1, -1)
+        self.hold("frequency", frequency, learned=True)
+        self.gain = Held(torch.full(shape, sines**-0.5, device="cpu", dtype=torch.float64))
+        self.phase = Held(0.5 * normal(generator, *shape))
+        self.noise = constant(normal(generator, *shape[1:], 2, self.out_features))
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The matrix of a query at x, with phases."""
+        return self._at(x, dtype, self.phase.held)
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The matrix of a key at x."""
+        return self._at(x, dtype, None)
+
+    def _at(self, x: Tensor, dtype: torch.dtype, phase: Tensor | None) -> Isometry:
+        self.group.check(x)
+        angle = angles(x, self.held.flatten(1)[:, None]).unflatten(-1, self.held.shape[1:])  # [*b h t d k]
+        angle = angle if phase is None else angle + phase[:, None].double()
+        waves = torch.stack((angle.cos(), angle.sin()), -1) * self.gain.held[:, None, ..., None]
+        noise = self.noise.to(x.device) / self.out_features**0.5
+        with full_precision(x.device):
+            return Matrices(torch.einsum("...dkc,dkcr->...rd", waves.to(dtype), noise.to(dtype)))
+
+
+class ConvSPE(Coupling):
+    """Stochastic encoding by filtered noise: products estimate sum_d q_d k_d P_d(x - y), relative in expectation.
+
+    P_d is the correlation of a query and a key filter of `reach` steps, and zero beyond. The noise of a position is a
+    function of it, so positions are unbounded integers. One draw is not relative, and no isometry.
+
+    Args:
+        features: d.
+        heads: h.
+        reach: Steps of the filters.
+        realizations: R, features of the result; d by default.
+        seed: Of noise and filters.
+
+    References:
+        Relative Positional Encoding for Transformers with Linear Complexity (Liutkus et al. 2021), convSPE.
+        https://arxiv.org/abs/2105.08399
+    """
+
+    def __init__(self, features: int, heads: int, *, reach: int = 8, realizations: int | None = None, seed: int = 0):
+        super().__init__()
+        if reach < 1:
+            raise ValueError(f"reach: expected at least 1 step, got {reach}")
+        self.group, self.features, self.reach, self.seed = Line(), features, reach, seed
+        self.out_features = _count(features if realizations is None else realizations)
+        self.hold("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The matrix of a query at x."""
+        return self._at(x, dtype, 0)
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        """The matrix of a key at x."""
+        return self._at(x, dtype, 1)
+
+    def _at(self, x: Tensor, dtype: torch.dtype, side: int) -> Isometry:
+        self.group.check(x)
+        lags = x.long() - torch.arange(self.reach, device=x.device)  # [*b t p]
+        noise = gaussian(lags, self.features * self.out_features, self.seed).to(dtype) / self.out_features**0.5
+        noise = noise.unflatten(-1, (self.out_features, self.features))
+        with full_precision(x.device):
+            return Matrices(torch.einsum("...tprd,hdp->...htrd", noise, self.held[:, :, side].to(dtype)))
+
+
+def _count(realizations: int) -> int:
+    if realizations < 1:
+        raise ValueError(f"realizations: expected at least 1, got {realizations}")
+    return realizations

@@ -1,0 +1,107 @@
+"""Relative terms: scores of a token and the bucket of an offset, added to those of content.
+
+They are the values that relative biases return, as isometries are those of encodings.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isopos.ops import clipped
+
+__all__ = ["Clipped", "Indexed", "Term"]
+
+SIDES = ("query", "key", "none", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class Term(ABC):
+    """Rows of a table, one a bucket, that meet a query and a key whose offset falls into it.
+
+    Args:
+        table: ``[h n d]`` for n buckets, or ``[h n]`` where side is "none".
+        side: What the row's product is taken with: "query" adds <q_i, row>, "key" <k_j, row>, "none" the number itself;
+            "value" adds the row to v_j, for this query.
+    """
+
+    table: Tensor
+    side: str
+
+    def __post_init__(self) -> None:
+        if self.side not in SIDES:
+            raise ValueError(f"side: expected one of {', '.join(SIDES)}, got {self.side!r}")
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Samples, queries and keys: ``[*b t s]``."""
+
+    @abstractmethod
+    def index(self) -> Tensor:
+        """The bucket of each query and key: int64 ``[*b t s]``."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """What is added to the score of each query ``[*b h t d]`` and key ``[*b h s d]``: ``[*b h t s]``."""
+        index = self.index().unsqueeze(-3)
+        if self.side == "none":
+            rows = self.table[:, None]
+        elif self.side == "query":
+            rows = q @ self.table.mT.to(q.dtype)
+        else:
+            rows, index = k @ self.table.mT.to(q.dtype), index.mT
+        shape = torch.broadcast_shapes(rows.shape[:-1], index.shape[:-1])
+        found = rows.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
+        return found.mT if self.side == "key" else found
+
+    def values(self, weight: Tensor) -> Tensor:
+        """What weights ``[*b h t s]`` add to the output: ``[*b h t e]``."""
+        index = self.index().unsqueeze(-3).expand(weight.shape)
+        bucketed = weight.new_zeros(*weight.shape[:-1], self.table.shape[-2]).scatter_add(-1, index, weight)
+        return bucketed @ self.table.to(weight.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed(Term):
+    """A term whose buckets are given, int64 ``[*b t s]``."""
+
+    buckets: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the buckets."""
+        return self.buckets.shape
+
+    def index(self) -> Tensor:
+        """As given."""
+        return self.buckets
+
+
+@dataclass(frozen=True, eq=False)
+class Clipped(Term):
+    """A term whose offsets are clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
+
+    Args:
+        table: As in `Term`.
+        side: As in `Term`.
+        x: Positions of queries ``[*b t c]``.
+        y: Positions of keys ``[*b s c]``.
+        reach: R.
+        outside: Number of first tokens without a position, which have two buckets of their own.
+    """
+
+    x: Tensor
+    y: Tensor
+    reach: int
+    outside: int = 0
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the positions."""
+        samples = torch.broadcast_shapes(self.x.shape[:-2], self.y.shape[:-2])
+        return torch.Size((*samples, self.x.shape[-2], self.y.shape[-2]))
+
+    def index(self) -> Tensor:
+        """Buckets of all pairs."""
+        return clipped.buckets(self.x, self.y, self.reach, self.outside)

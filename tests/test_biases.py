@@ -1,0 +1,222 @@
+"""Relative biases against the equations of their papers, written out pair by pair."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+from cases import HEAD_DIM, HEADS, close, inputs, perturb
+
+from isopos import biases
+from isopos.biases import T5, ClippedKeys, DeBERTa, Shaw
+from isopos.feature_maps import elu1
+from isopos.functional import linear_attention, softmax_attention
+from isopos.positions import grid, sequence
+
+T, S = 6, 9
+X, Y = 4 * sequence(T) - 3, 3 * sequence(S).flip(0) - 5  # positions of queries and keys, far apart and out of order
+
+
+def clip(value, low, high):
+    return max(low, min(high, value))
+
+
+def attend(logits, values):
+    """Softmax over logits[b][h][i][j], of vectors values[b][h][i][j]."""
+    weight = logits.softmax(-1)
+    return (weight[..., None] * values).sum(-2)
+
+
+def pairs():
+    """All b, h, i, j."""
+    return itertools.product(range(2), range(HEADS), range(T), range(S))
+
+
+def logits_of(score):
+    out = torch.zeros(2, HEADS, T, S, dtype=torch.float64)
+    for index in pairs():
+        out[index] = score(*index)
+    return out
+
+
+def offset(i, j):
+    return int(Y[j] - X[i])
+
+
+# Buckets
+
+
+@pytest.mark.parametrize(
+    ("buckets", "distance", "both"), [(32, 128, True), (32, 128, False), (8, 20, True), (6, 7, False), (4, 2, True)]
+)
+def test_t5_buckets_are_the_papers(buckets, distance, both):
+    """Section 2.1 as published code has it, in exact arithmetic: floats fall on the wrong side of powers."""
+
+    def bucket(offset):
+        count, first, n = buckets, 0, -offset
+        if both:
+            count, first, n = buckets // 2, (n < 0) * (buckets // 2), abs(n)
+        n, near = max(n, 0), count // 2
+        if n < near:
+            return first + n
+        steps = 0  # floor(log(n / near) / log(distance / near) * (count - near))
+        while near + steps < count and Fraction(n, near) ** (count - near) >= Fraction(distance, near) ** (steps + 1):
+            steps += 1
+        return first + min(near + steps, count - 1)
+
+    offsets = [*range(-300, 301), -(2**31), 2**31]
+    found = T5(HEADS, buckets=buckets, max_distance=distance, bidirectional=both).bucket(torch.tensor(offsets))
+    assert found.tolist() == [bucket(n) for n in offsets]
+    assert set(found.tolist()) == set(range(buckets)) - ({buckets // 2} if both else set())  # offset 0 has the first one
+
+
+@pytest.mark.parametrize(("buckets", "distance"), [(256, 512), (8, 20), (4, 100)])
+def test_deberta_buckets_are_version_2s(buckets, distance):
+    def row(offset):
+        middle, n = buckets // 2, abs(offset)
+        if n > middle:  # ceil(log(n / middle) / log((distance - 1) / middle) * (middle - 1)) + middle
+            steps = 0
+            while Fraction(distance - 1, middle) ** steps < Fraction(n, middle) ** (middle - 1) and steps < buckets:
+                steps += 1
+            n = middle + steps
+        return clip(buckets + (n if offset < 0 else -n), 0, 2 * buckets - 1)
+
+    offsets = [*range(-60, 61), *range(-1100, 1100, 37), -(2**31), 2**31]
+    found = DeBERTa(1, 4, buckets=buckets, max_distance=distance).bucket(torch.tensor(offsets))
+    assert found.tolist() == [row(n) for n in offsets]
+
+
+def test_deberta_buckets_of_version_1_are_equation_3():
+    k = 5
+    found = DeBERTa(1, 4, buckets=k, max_distance=None).bucket(torch.arange(-20, 21))  # j - i
+    assert found.tolist() == [0 if -n <= -k else 2 * k - 1 if -n >= k else -n + k for n in range(-20, 21)]
+
+
+# Equations
+
+
+def test_t5_adds_a_number_to_logits():
+    bias, (q, k, v) = perturb(T5(HEADS, buckets=8, max_distance=20), 5), inputs(2, t=T, s=S)
+    logits = logits_of(
+        lambda b, h, i, j: q[b, h, i] @ k[b, h, j] / HEAD_DIM**0.5 + bias.weight[h, bias.bucket(torch.tensor(offset(i, j)))]
+    )
+    expected = attend(logits, v[:, :, None])
+    close(softmax_attention(q, k, v, terms=bias(X, Y, torch.float64)), expected)
+
+
+def test_shaw_is_equation_5_with_queries_that_have_no_position():
+    """RoFormer's Eq. 5 for keys and values; its query, x_m + p_m, is a misprint (Shaw et al., Eq. 3 and 4)."""
+    reach, (q, k, v) = 4, inputs(2, t=T, s=S)
+    bias = perturb(Shaw(HEAD_DIM, reach=reach))
+    keys, values = bias.keys.weight[0], bias.values.weight[0]
+    near = torch.tensor([[clip(offset(i, j), -reach, reach) + reach for j in range(S)] for i in range(T)])
+    logits = logits_of(lambda b, h, i, j: q[b, h, i] @ (k[b, h, j] + keys[near[i, j]]) / HEAD_DIM**0.5)
+    expected = attend(logits, v[:, :, None] + values[near])
+    close(softmax_attention(q, k, v, terms=bias(X, Y, torch.float64)), expected)
+
+
+@pytest.mark.parametrize("distance", [20, None])
+def test_deberta_is_equation_10(distance):
+    bias, (q, k, v) = perturb(DeBERTa(HEADS, HEAD_DIM, buckets=8, max_distance=distance)), inputs(2, t=T, s=S)
+    keys, queries = bias.keys.weight, bias.queries.weight
+
+    def score(b, h, i, j):
+        there, back = bias.bucket(torch.tensor([offset(i, j), -offset(i, j)]))
+        terms = q[b, h, i] @ k[b, h, j] + q[b, h, i] @ keys[h, there] + queries[h, back] @ k[b, h, j]
+        return terms / (3 * HEAD_DIM) ** 0.5
+
+    arguments = {"terms": bias(X, Y, torch.float64), "scale": (3 * HEAD_DIM) ** -0.5}
+    close(softmax_attention(q, k, v, **arguments), attend(logits_of(score), v[:, :, None]))
+
+
+@pytest.mark.parametrize(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
+def test_clipped_keys_add_a_vector_to_keys(axes, outside):
+    """weight_ij = <phi(q_i), phi(k_j) + phi(w_clip(y_j - x_i))>, each axis clipped by itself, class tokens apart."""
+    x, y = (X, Y) if axes == 1 else (grid(2, 3) + 2, grid(3, 3))
+    reach, (q, k, v) = 2, inputs(2, t=T, s=S)
+    bias = perturb(ClippedKeys(HEADS, HEAD_DIM, reach=reach, axes=axes, outside=outside))
+    rows = list(itertools.product(range(-reach, reach + 1), repeat=axes))
+    assert bias.weight.shape == (HEADS, len(rows) + 2 * (outside > 0), HEAD_DIM)
+
+    def vector(h, i, j):
+        near = tuple(clip(int(b - a), -reach, reach) for a, b in zip(x[i], y[j], strict=True))
+        inner = rows.index(near)
+        return bias.weight[h, len(rows) if j < outside else len(rows) + 1 if i < outside else inner]
+
+    weight = logits_of(lambda b, h, i, j: elu1(q[b, h, i]) @ (elu1(k[b, h, j]) + elu1(vector(h, i, j))))
+    out = linear_attention(q, k, v, terms=bias(x, y, torch.float64), feature_map=elu1)
+    close(out, weight @ v / weight.sum(-1, keepdim=True))
+    logits = logits_of(lambda b, h, i, j: q[b, h, i] @ (k[b, h, j] + vector(h, i, j)) / HEAD_DIM**0.5)
+    close(softmax_attention(q, k, v, terms=bias(x, y, torch.float64)), attend(logits, v[:, :, None]))
+
+
+def test_clipped_keys_take_real_positions():
+    bias = ClippedKeys(HEADS, HEAD_DIM, reach=2)
+    (half,) = bias(X + 0.25, Y.double() + 0.25)
+    (whole,) = bias(X, Y)
+    assert torch.equal(half.index(), whole.index())
+
+
+# Modules
+
+MAKE = {
+    "t5": lambda: T5(HEADS),
+    "shaw": lambda: Shaw(HEAD_DIM, reach=3),
+    "deberta": lambda: DeBERTa(HEADS, HEAD_DIM, buckets=8, max_distance=20),
+    "clipped-keys": lambda: ClippedKeys(HEADS, HEAD_DIM, reach=3),
+}
+every = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+
+
+def test_every_bias_has_a_row():
+    final = {getattr(biases, name) for name in biases.__all__} - {biases.RelativeBias}
+    assert {type(make()) for make in MAKE.values()} == final
+
+
+@every
+def test_tables_stay_exact_and_positions_are_checked(make):
+    bias = make()
+    before = [term.table for term in bias(X, Y)]
+    assert all(table.dtype == torch.float32 for table in before)
+    assert all(term.table.dtype == torch.float64 for term in bias(X, Y, torch.float64))
+    assert all(map(torch.equal, [term.table for term in bias.bfloat16()(X, Y)], before))
+    for wrong in (X.bool(), X.half(), X.expand(-1, 2), X[:, 0]):
+        for arguments in ((wrong, Y), (Y, wrong)):
+            with pytest.raises(ValueError, match="positions: expected"):
+                bias(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "spread"),
+    [
+        (lambda seed: Shaw(HEAD_DIM, seed=seed), HEAD_DIM**-0.5),
+        (lambda seed: DeBERTa(HEADS, HEAD_DIM, seed=seed), HEAD_DIM**-0.5),
+        (lambda seed: ClippedKeys(HEADS, HEAD_DIM, seed=seed), 1.0),
+    ],
+)
+def test_seeds_choose(make, spread):
+    first, again, other = (next(make(seed).parameters()).detach() for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.std().item() == pytest.approx(spread, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: T5(2, buckets=2), "buckets: expected an even number of at least 4"),
+        (lambda: T5(2, buckets=33), "buckets: expected an even number"),
+        (lambda: T5(2, buckets=1, bidirectional=False), "buckets: expected at least 2"),
+        (lambda: T5(2, buckets=32, max_distance=8), "max_distance beyond the near ones, got 32 and 8"),
+        (lambda: DeBERTa(2, 8, buckets=2), "buckets: expected at least 4"),
+        (lambda: DeBERTa(2, 8, buckets=32, max_distance=17), "max_distance beyond 17, got 32 and 17"),
+        (lambda: Shaw(8, reach=0), "reach: expected at least 1 step, got 0"),
+        (lambda: Shaw(8, reach=2.0), "reach: expected at least 1 step, got 2.0"),
+        (lambda: ClippedKeys(2, 8, reach=0), "reach: expected at least 1 step, got 0"),
+        (lambda: ClippedKeys(2, 8, axes=0), "axes: expected at least 1"),
+        (lambda: ClippedKeys(2, 8, outside=-1), "outside not negative, got 1 and -1"),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

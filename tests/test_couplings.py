@@ -1,0 +1,308 @@
+"""Couplings against their formulas; what is random, in expectation and never by the draw."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from cases import HEAD_DIM, HEADS, close, generator, inputs, perturb
+
+from isopos import couplings
+from isopos.couplings import Absolute, Constrained, ConvSPE, SineSPE, TransformerXL, XPos
+from isopos.encodings import Exponential, Rotary, rope_frequencies
+from isopos.feature_maps import Favor
+from isopos.functional import linear_attention
+from isopos.isometries import Mapped
+from isopos.ops.noise import gaussian
+from isopos.positions import grid, sequence
+
+T, S = 5, 7
+X, Y = 4 * sequence(T) - 3, 3 * sequence(S).flip(0) - 5  # positions of queries and keys, far apart and out of order
+
+
+def scores(coupling, q, k, x=X, y=Y):
+    """<query(x) q, key(y) k> of all pairs ``[*b h t s]``."""
+    return coupling.query(x, torch.float64)(q) @ coupling.key(y, torch.float64)(k).mT
+
+
+def expected_scores(score):
+    """score(b, h, i, j) of all pairs."""
+    out = torch.zeros(2, HEADS, T, S, dtype=torch.float64)
+    for index in itertools.product(*map(range, out.shape)):
+        out[index] = torch.as_tensor(score(*index), dtype=torch.float64).detach()
+    return out
+
+
+# Absolute
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_absolute_positions_act_on_one_side(side):
+    (q, k, _), skew = inputs(2, t=T, s=S), generator() - generator().mT
+    coupling = Absolute(Exponential(generator(), learned=False), side)
+    powers = {"query": -X, "key": Y}[side].double()
+    matrix = torch.matrix_exp(powers[:, None, :, None] * skew)  # [t h d d]
+
+    def score(b, h, i, j):
+        return q[b, h, i] @ matrix[i if side == "query" else j, h] @ k[b, h, j]
+
+    close(scores(coupling, q, k), expected_scores(score))
+
+
+def test_absolute_positions_are_checked_on_both_sides():
+    coupling = Absolute(Rotary(rope_frequencies(4)[None, None]))
+    for wrong in (X.bool(), X.expand(-1, 2)):
+        for side in (coupling.query, coupling.key):
+            with pytest.raises(ValueError, match="positions: expected"):
+                side(wrong)
+
+
+# Constrained projections
+
+
+def constrained(axes=1, **options):
+    frequency = rope_frequencies(6, 20.0).view(2, 3)[:axes]
+    return perturb(Constrained(HEAD_DIM, HEADS, frequency, **options), 1.0), frequency
+
+
+def test_constrained_is_the_notes_projection():
+    """<u_x W_q*, u_y W_k*> with W_q* = blockdiag([[a, b], [-b, a]]), W_k* = I, u = [sin w_1 x, cos w_1 x, ...]."""
+    (q, k, _), (coupling, frequency) = inputs(2, t=T, s=S), constrained()
+
+    def u(x):
+        return torch.tensor([f(w * x) for w in frequency[0].tolist() for f in (math.sin, math.cos)], dtype=torch.float64)
+
+    def score(b, h, i, j):
+        blocks = [torch.tensor([[a, b], [-b, a]], dtype=torch.float64) for a, b in coupling.projection[h].tolist()]
+        return q[b, h, i] @ k[b, h, j] + u(X[i].item()) @ torch.block_diag(*blocks) @ u(Y[j].item())
+
+    close(scores(coupling, q, k), expected_scores(score))
+
+
+def test_constrained_is_a_sum_of_waves_on_each_axis():
+    (q, k, _), (coupling, frequency) = inputs(2, t=T, s=S), constrained(axes=2)
+    x, y = grid(2, 3)[:T] - 7, 2 * grid(3, 3)[:S]
+
+    def score(b, h, i, j):
+        waves = 0.0
+        for axis in range(2):
+            for m in range(3):
+                angle = (frequency[axis, m] * (x[i, axis] - y[j, axis])).item()
+                cos, sin = coupling.projection[h, 3 * axis + m].tolist()
+                waves += cos * math.cos(angle) + sin * math.sin(angle)
+        return (q[b, h, i] @ k[b, h, j]).item() + waves
+
+    close(scores(coupling, q, k, x, y), expected_scores(score))
+
+
+def test_tokens_outside_the_grid_have_no_waves():
+    (q, k, _), (coupling, _) = inputs(2, t=T, s=S), constrained(outside=2)
+    inner, _ = constrained()
+    inner.load_state_dict(coupling.state_dict())
+    expected = scores(inner, q, k)
+    plain = q @ k.mT
+    expected[..., :2, :], expected[..., :2] = plain[..., :2, :], plain[..., :2]
+    close(scores(coupling, q, k), expected)
+
+
+def test_constrained_channels_are_relative_in_expectation_ahead_of_favor():
+    """Of any draw scores change with a shift; their mean over draws, exp(score / sqrt(d)), does not."""
+    coupling = Constrained(2, 1, torch.tensor([[0.5]]))
+    q, k = (0.5 * torch.randn(1, 1, 2, 2, dtype=torch.float64) for _ in range(2))
+    x, y, seeds = sequence(2), 3 - sequence(2), 400
+    maps = [(coupling.query(x + s, torch.float64)(q), coupling.key(y + s, torch.float64)(k)) for s in (0, 9)]
+    phis = [Favor(4, 64, seed=seed).double() for seed in range(seeds)]
+    rows = [torch.stack([(phi(a) * phi(b)).sum(-1)[0, 0] for a, b in maps]) * torch.exp(2 * shrink(phi)) for phi in phis]
+    draws = torch.stack(rows)
+    mean, error = draws.mean(0), draws.std(0) / seeds**0.5
+    exact = torch.exp((maps[0][0] * maps[0][1]).sum(-1)[0, 0] / 2)
+    assert ((mean - exact).abs() < 5 * error).all()
+    assert (error < 0.05 * exact).all()
+    assert (draws[:, 0] - draws[:, 1]).abs().max() > 0.1
+
+
+def shrink(phi):
+    """What Favor divides its features by, as a logarithm."""
+    return (phi.projection.double().square().sum(-1).amax() / 2 - 30).clamp_min(0)
+
+
+# Transformer-XL
+
+
+def test_transformer_xl_is_equation_7():
+    """q^T k + q^T W p + u^T k + v^T W p with p of the offset (RoFormer's Eq. 6 misprints absolute ones)."""
+    (q, k, _), width = inputs(2, t=T, s=S), 6
+    coupling = perturb(TransformerXL(HEAD_DIM, HEADS, width), 1.0)
+    u, v, w = coupling.content.weight[:, 0], coupling.location.weight[:, 0], coupling.projection.mT
+    assert (u != 0).all()
+
+    def p(offset):
+        angles = [offset * 10000 ** (-2 * i / width) for i in range(width // 2)]
+        return torch.tensor([f(angle) for angle in angles for f in (math.cos, math.sin)], dtype=torch.float64)
+
+    def score(b, h, i, j):
+        there = w[h] @ p(Y[j].item() - X[i].item())
+        return q[b, h, i] @ k[b, h, j] + q[b, h, i] @ there + u[h] @ k[b, h, j] + v[h] @ there
+
+    close(scores(coupling, q, k), expected_scores(score))
+
+
+# xPos
+
+
+def test_xpos_turns_and_shrinks_with_the_offset():
+    """Algorithm 1: pair i shrinks by zeta_i = (2i / d + 0.4) / 1.4 in `length` steps."""
+    (q, k, _), frequency = inputs(2, t=T, s=S), rope_frequencies(HEAD_DIM // 2, 50.0)
+    coupling = XPos(frequency, length=20.0)
+
+    def score(b, h, i, j):
+        total, steps = 0.0, X[i].item() - Y[j].item()
+        for n, w in enumerate(frequency.tolist()):
+            a, c = (complex(*z[2 * n : 2 * n + 2]) for z in (q[b, h, i], k[b, h, j]))
+            zeta = (2 * n / HEAD_DIM + 0.4) / 1.4
+            total += (a.conjugate() * c * complex(math.cos(w * steps), -math.sin(w * steps))).real * zeta ** (steps / 20)
+        return total
+
+    close(scores(coupling, q, k), expected_scores(score))
+
+
+def test_xpos_keys_stay_valid_and_far_positions_are_refused():
+    coupling, (q, k, _) = XPos(rope_frequencies(4)), inputs(1, t=9)
+    whole = coupling.key(sequence(9))(k)
+    assert torch.equal(coupling.key(sequence(5))(k[..., :5, :]), whole[..., :5, :])
+    limit = coupling.max_length
+    assert 16000 < limit < 17000
+    for x in (limit - 1, 1 - limit):
+        near, far = torch.tensor([[x]]), torch.tensor([[x + (1 if x > 0 else -1)]])
+        ends = coupling.query(near)(q[..., :1, :].float()), coupling.key(near)(k[..., :1, :].float())
+        assert all(end.isfinite().all() and (end != 0).all() for end in ends)
+        for side in (coupling.query, coupling.key):
+            with pytest.raises(ValueError, match=f"positions: expected magnitudes below {limit}"):
+                side(far)
+
+
+# Stochastic encodings
+
+DRAWS = 1500
+
+
+def draws_of(make):
+    """Scores ``[draw t]`` of one query and key at offsets, from seeds 0, 1, ...; the parameters are those of one."""
+    q, k = torch.randn(2, 1, HEADS, T, 3, dtype=torch.float64)
+    state, found = perturb(make(0)).state_dict(), []
+    x, y = X, X + torch.tensor([0, 1, -2, 3, -8])[:, None]
+    for seed in range(DRAWS):
+        coupling = make(seed).double()
+        coupling.load_state_dict(state)
+        found.append((coupling.query(x, torch.float64)(q) * coupling.key(y, torch.float64)(k)).sum(-1)[0])
+    return torch.stack(found), q[0], k[0], (y - x)[:, 0], coupling
+
+
+def assert_mean(draws, expected):
+    mean, error = draws.mean(0), draws.std(0) / DRAWS**0.5
+    assert ((mean - expected).abs() < 5 * error).all()
+    assert (error < 0.1).all()
+    assert expected.abs().max() > 0.5
+    assert draws.std(0).min() > 0.1, "one draw is not its mean"
+
+
+def test_sine_spe_approaches_its_covariance():
+    """E <Q_x, K_y> = sum_d q_d k_d sum_k gain^2 cos(w (x - y) + phase)."""
+    draws, q, k, offset, coupling = draws_of(lambda seed: SineSPE(3, HEADS, sines=2, realizations=16, seed=seed))
+    angle = -coupling.frequency[:, None] * offset[:, None, None] + coupling.phase.weight[:, None]
+    covariance = (coupling.gain.weight[:, None].square() * angle.cos()).sum(-1)
+    assert_mean(draws, (q * k * covariance).sum(-1))
+
+
+def test_conv_spe_approaches_its_covariance():
+    """E <Q_x, K_y> = sum_d q_d k_d sum_p f_d(p) g_d(p + y - x), zero beyond the filters."""
+    reach = 4
+    draws, q, k, offset, coupling = draws_of(lambda seed: ConvSPE(3, HEADS, reach=reach, realizations=16, seed=seed))
+    covariance = torch.zeros(HEADS, T, 3, dtype=torch.float64)
+    for t, step in enumerate(offset.tolist()):
+        for p in range(reach):
+            if 0 <= p + step < reach:
+                covariance[:, t] += coupling.filters[:, :, 0, p] * coupling.filters[:, :, 1, p + step]
+    assert (covariance[:, -1] == 0).all()
+    assert_mean(draws, (q * k * covariance).sum(-1))
+
+
+def test_conv_spe_noise_is_a_function_of_the_position():
+    coupling, far = ConvSPE(3, HEADS), torch.tensor([[2**40], [-5], [0]])
+    together = coupling.query(far).matrix
+    for n in range(3):
+        assert torch.equal(coupling.query(far[n : n + 1]).matrix, together[:, n : n + 1])
+    assert not torch.equal(together[:, 0], together[:, 1])
+
+
+# Noise
+
+
+def test_noise_is_standard_normal():
+    z = gaussian(torch.arange(-500, 500), 200, seed=3)
+    assert z.shape == (1000, 200)
+    assert z.dtype == torch.float64
+    error = z.numel() ** -0.5
+    for power, moment, spread in ((1, 0, 1), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)):
+        assert abs((z**power).mean() - moment) < 5 * spread * error
+    share = (torch.arange(z.numel()) + 0.5) / z.numel()
+    assert (torch.special.ndtr(z.flatten().sort().values) - share).abs().max() < 2 * error  # Kolmogorov and Smirnov
+
+
+def test_noise_of_positions_columns_and_seeds_is_independent():
+    z = gaussian(torch.arange(400), 300, seed=0)
+    for other in (gaussian(torch.arange(400), 300, seed=1), z.roll(1, 0), z.roll(1, 1), z.roll(7, 0).roll(3, 1)):
+        assert abs((z * other).mean()) < 5 * z.numel() ** -0.5
+    assert len(z.unique()) == z.numel()
+    rows, columns = (z @ z.mT / 300).fill_diagonal_(0), (z.mT @ z / 400).fill_diagonal_(0)
+    assert rows.abs().max() < 6 * 300**-0.5
+    assert columns.abs().max() < 6 * 400**-0.5
+
+
+def test_noise_of_a_position_is_one_wherever_it_is_seen():
+    x = torch.tensor([[0, 5, -7], [2**62, 5, -(2**62)]])
+    z = gaussian(x, 11, seed=9)
+    assert z.isfinite().all()
+    assert torch.equal(z[0, 1], z[1, 1])
+    assert torch.equal(gaussian(x[0].int(), 11, seed=9), z[0])
+    assert torch.equal(gaussian(x, 7, seed=9), z[..., :7])
+
+
+# Modules
+
+
+def test_every_class_is_tested():
+    assert set(couplings.__all__) == {"Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"}
+
+
+def test_what_acts_ahead_of_a_feature_map_maps_once():
+    coupling, phi = SineSPE(HEAD_DIM, HEADS, realizations=5), torch.exp
+    q, k, v = inputs(2, t=T)
+    maps = tuple(Mapped(side(X, torch.float64), phi) for side in (coupling.query, coupling.key))
+    a, b = phi(coupling.query(X, torch.float64)(q)), phi(coupling.key(X, torch.float64)(k))
+    weight = a @ b.mT
+    out = linear_attention(q, k, v, isometry=maps, denominator="encoded")
+    close(out, weight @ v / weight.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Absolute(Rotary(torch.ones(1, 1, 2)), "value"), "side: expected query or key, got 'value'"),
+        (lambda: Constrained(8, 2, torch.ones(3)), r"frequency: expected finite floats \[c m\]"),
+        (lambda: Constrained(8, 2, torch.full((1, 3), math.inf)), r"frequency: expected finite floats"),
+        (lambda: Constrained(8, 2, torch.ones(1, 3), outside=-1), "outside: expected a number of tokens, got -1"),
+        (lambda: TransformerXL(8, 2, 5), "width: expected an even number of sinusoids, got 5"),
+        (lambda: TransformerXL(8, 2, 0), "width: expected an even number of sinusoids, got 0"),
+        (lambda: XPos(torch.ones(2), length=0.0), "length: expected a positive number of steps, got 0"),
+        (lambda: XPos(torch.ones(2), length=math.nan), "length: expected a positive number"),
+        (lambda: SineSPE(8, 2, sines=0), "sines: expected at least 1, got 0"),
+        (lambda: SineSPE(8, 2, realizations=0), "realizations: expected at least 1, got 0"),
+        (lambda: ConvSPE(8, 2, realizations=0), "realizations: expected at least 1, got 0"),
+        (lambda: ConvSPE(8, 2, reach=0), "reach: expected at least 1 step, got 0"),
+        (lambda: ConvSPE(8, 2).query(torch.zeros(3, 1)), "positions: expected integers"),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,103 @@
+"""Relative terms: scores of a token and the row of an offset's bucket."""
+
+import pytest
+import torch
+from cases import HEADS, bucket_of, close, inputs, rows_of, same_everywhere, term_scores
+
+from isopos.functional import linear_attention, softmax_attention
+from isopos.positions import grid, sequence
+from isopos.terms import SIDES, Clipped, Indexed, Term
+
+N, D = 5, 4
+
+
+def table(side, heads=HEADS):
+    return torch.randn(heads, N, *(() if side == "none" else (D,)), dtype=torch.float64, requires_grad=True)
+
+
+def term_of(side, *batch, t=3, s=6, heads=HEADS):
+    return Indexed(table(side, heads), side, torch.randint(N, (*batch, t, s)))
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("batch", [(), (1,), (2,)])
+@pytest.mark.parametrize("side", ["query", "key", "none"])
+def test_scores_by_definition(side, batch, heads):
+    term = term_of(side, *batch, heads=heads)
+    q, k, _ = leaves = inputs(2, t=3, s=6, d=D, requires_grad=True)
+    found = term.scores(q, k).expand(2, HEADS, 3, 6)
+    same_everywhere(found, term_scores(term, q, k).expand_as(found), [*leaves, term.table])
+    index = term.index().expand(2, 3, 6)
+    for b, h, i, j in [(0, 0, 0, 0), (1, 1, 2, 5), (1, 0, 1, 3)]:
+        row = term.table[h % heads, index[b, i, j]]
+        expected = {"query": (q[b, h, i] * row).sum(), "key": (k[b, h, j] * row).sum(), "none": row.sum()}[side]
+        close(found[b, h, i, j], expected)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_values_by_definition(batch):
+    term = term_of("value", *batch)
+    weight = torch.rand(2, HEADS, 3, 6, dtype=torch.float64, requires_grad=True)
+    expected = (weight[..., None] * rows_of(term)).sum(-2)
+    same_everywhere(term.values(weight), expected, [weight, term.table])
+
+
+@pytest.mark.parametrize(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
+def test_clipped_buckets_are_clipped_offsets(axes, outside):
+    positions = sequence(7) if axes == 1 else grid(2, 4)[:7]
+    x, y = 2 * positions[3:], positions
+    term = Clipped(torch.zeros(1, 9**axes, D), "query", x, y, 4, outside)
+    index = term.index()
+    assert index.shape == (4, 7)
+    inner = bucket_of(y - x[:, None], 4)
+    assert torch.equal(index[outside:, outside:], inner[outside:, outside:])
+    assert (index[:, :outside] == 9**axes).all()
+    assert (index[:outside, outside:] == 9**axes + 1).all()
+    assert term.index().min() >= 0
+
+
+def test_terms_are_immutable_values():
+    term = term_of("query")
+    with pytest.raises(AttributeError):
+        term.table = None
+    with pytest.raises(TypeError, match="abstract"):
+        Term(term.table, "query")
+    assert set(SIDES) == {"query", "key", "none", "value"}
+
+
+@pytest.mark.parametrize("attention", [linear_attention, softmax_attention])
+def test_bad_terms_are_refused(attention):
+    q, k, v = inputs(2, t=3, d=D)
+
+    def call(term):
+        return attention(q, k, v, terms=(term,))
+
+    with pytest.raises(TypeError, match="terms: expected what a relative bias returns at positions, got Tensor"):
+        call(torch.zeros(3))
+    for wrong in (torch.zeros(HEADS + 1, N, D), torch.zeros(HEADS, N, D + 1)):
+        with pytest.raises(ValueError, match=rf"terms: expected a table of {HEADS} heads and {D} features"):
+            call(Clipped(wrong, "query", sequence(3), sequence(3), 2))
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_linear_attention_refuses_what_does_not_factor(side):
+    q, k, v = inputs(2, t=3, d=D, e=D)
+    with pytest.raises(ValueError, match=rf"terms: expected clipped terms .* of side '{side}'.*does not factor"):
+        linear_attention(q, k, v, terms=(term_of(side, t=3, s=3),))
+
+
+def test_linear_attention_refuses_what_does_not_go_with_terms():
+    q, k, v = inputs(2, t=3, d=D)
+    clipped = Clipped(table("query"), "query", sequence(3), sequence(3), 2)
+    g = torch.zeros(HEADS, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="decay: expected none beside clipped terms"):
+        linear_attention(q, k, v, terms=(clipped,), decay=g)
+    with pytest.raises(ValueError, match="denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'"):
+        linear_attention(q, k, v, terms=(clipped,), denominator="complex")
+
+
+def test_locality_has_a_factor_for_each_pair():
+    q, k, v = inputs(2, t=3, s=5)
+    for wrong in (torch.ones(3, 3), torch.ones(5), torch.ones(3, 3, 5), torch.ones(2, HEADS, 3, 5)):
+        with pytest.raises(ValueError, match=r"locality: expected \[\*b 3 5\]"):
+            softmax_attention(q, k, v, locality=wrong)
