@@ -24,24 +24,41 @@ if TYPE_CHECKING:
     from isopos.functional import linear_attention as linear_attention
     from isopos.functional import softmax_attention as softmax_attention
     from isopos.models import Decoder as Decoder
+    from isopos.positions import forest as forest
     from isopos.positions import grid as grid
     from isopos.positions import product as product
     from isopos.positions import ring as ring
     from isopos.positions import sequence as sequence
+    from isopos.positions import tree as tree
     from isopos.schemes import Scheme as Scheme
     from isopos.schemes import alibi as alibi
+    from isopos.schemes import ape_absolute as ape_absolute
+    from isopos.schemes import ape_grid as ape_grid
+    from isopos.schemes import ape_product as ape_product
     from isopos.schemes import ape_ring as ape_ring
     from isopos.schemes import ape_sequence as ape_sequence
+    from isopos.schemes import ape_tree as ape_tree
     from isopos.schemes import cosformer as cosformer
+    from isopos.schemes import deberta as deberta
+    from isopos.schemes import horn_clipped as horn_clipped
+    from isopos.schemes import horn_constrained as horn_constrained
     from isopos.schemes import learned as learned
     from isopos.schemes import lrpe_orthogonal as lrpe_orthogonal
     from isopos.schemes import lrpe_permutation as lrpe_permutation
     from isopos.schemes import lrpe_unitary as lrpe_unitary
     from isopos.schemes import none as none
     from isopos.schemes import permuteformer as permuteformer
+    from isopos.schemes import permuteformer_2d as permuteformer_2d
     from isopos.schemes import retnet as retnet
     from isopos.schemes import rope as rope
+    from isopos.schemes import shaw as shaw
+    from isopos.schemes import shiv_quirk as shiv_quirk
     from isopos.schemes import sinusoidal as sinusoidal
+    from isopos.schemes import spe_conv as spe_conv
+    from isopos.schemes import spe_sine as spe_sine
+    from isopos.schemes import t5 as t5
+    from isopos.schemes import transformer_xl as transformer_xl
+    from isopos.schemes import xpos as xpos
 
 __version__ = "0.1.0"
 
@@ -52,14 +69,16 @@ _HOME = {
     "ring": "positions",
     "grid": "positions",
     "product": "positions",
+    "tree": "positions",
+    "forest": "positions",
     "Attention": "attention",
     "Decoder": "models",
     "Scheme": "schemes",
     **{name.replace("-", "_"): "schemes" for name in CATALOG},
 }
 _MODULES = (
-    *("attention", "bases", "catalog", "decays", "embeddings", "encodings", "feature_maps", "functional", "isometries"),
-    *("laws", "models", "ops", "positions", "schemes"),
+    *("attention", "bases", "biases", "catalog", "couplings", "decays", "embeddings", "encodings", "feature_maps"),
+    *("functional", "isometries", "laws", "models", "ops", "positions", "schemes", "terms"),
 )
 
 

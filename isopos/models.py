@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from isopos.attention import Attention
 from isopos.positions import sequence
-from isopos.schemes import Scheme
+from isopos.scheme import Scheme
 
 __all__ = ["TOKEN_STD", "Block", "Decoder"]
 

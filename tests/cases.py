@@ -1,25 +1,30 @@
 """The case table: a new scheme or encoding adds a row here and inherits every law.
 
-Also what the tests share: the tolerance, random inputs and the quadratic reference.
+Also what the tests share: the tolerance, random inputs and positions, and the quadratic references.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from isopos import bases, encodings, schemes
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
+from isopos.feature_maps import sides
 from isopos.isometries import Identity
-from isopos.ops.linear import divide, naive
-from isopos.positions import Group, Line, Product, Ring
+from isopos.positions import Group, Line, Product, Ring, Tree, grid
+from isopos.terms import Clipped
 
 Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
+SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta")
+LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
 
 
 class SchemeCase(NamedTuple):
@@ -29,53 +34,163 @@ class SchemeCase(NamedTuple):
     name: str
     options: Mapping[str, Any] = MappingProxyType({})
     relative: bool = True  # scores see relative positions only
-    directed: bool = True  # an encoding that tells i - j from j - i
+    directed: bool = True  # a coupling of queries and keys that tells x from y
+    inside: bool = False  # which acts ahead of the feature map
 
     def build(self, head_dim: int = HEAD_DIM, heads: int = HEADS, **more: Any) -> schemes.Scheme:
-        options = {name: value() if callable(value) else value for name, value in (dict(self.options) | more).items()}
-        if options.get("attention") == "softmax":
-            options = {
-                name: value for name, value in options.items() if name not in ("feature_map", "denominator", "original")
-            }
+        options = {"attention": self.kinds[0]} | dict(self.options) | more
+        options = {name: value() if callable(value) else value for name, value in options.items()}
         return schemes.REGISTRY[self.name](head_dim, heads, **options)
+
+    @property
+    def group(self) -> Group:
+        """Whose positions it takes."""
+        return self.build().group
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of attention that it has."""
+        softmax = self.name in SOFTMAX_ONLY or self.options.get("attention") == "softmax"
+        return ("softmax",) if softmax else ("linear",) if LINEAR_OPTIONS & set(self.options) else ("linear", "softmax")
+
+    @property
+    def clipped(self) -> bool:
+        """Whether linear attention sums clipped terms."""
+        return self.name == "horn-clipped"
+
+    def decays(self, kind: str) -> bool:
+        """Whether a decay applies."""
+        return isinstance(self.group, Line) and not (self.clipped and kind == "linear")
+
+    @property
+    def denominators(self) -> tuple[str, ...]:
+        """Those of linear attention."""
+        return ("encoded", "none") if self.inside else ("plain", "encoded", "none")
+
+    def positions(self, *batch: int, t: int) -> Tensor:
+        """Random positions ``[*batch t c]``, in the order of tokens where that has a meaning."""
+        return ordered(self.group, *batch, t=t, least=int(self.clipped))
+
+    def cross(self, *batch: int, t: int, s: int) -> tuple[Tensor, Tensor]:
+        """Positions of t queries and s keys; on lines and grids the queries are the last of the keys."""
+        y = self.positions(*batch, t=s)
+        return (y[..., s - t :, :] if is_grid(self.group) else self.positions(*batch, t=t)), y
+
+
+def is_grid(group: Group) -> bool:
+    """Whether a group is a line or a product of lines."""
+    return all(isinstance(part, Line) for part in getattr(group, "parts", (group,)))
+
+
+def ordered(group: Group, *batch: int, t: int, least: int = 0) -> Tensor:
+    """Ascending on a line, row by row on grids, each sample with steps of its own; random in other groups."""
+    if isinstance(group, Line):
+        return ascending(*batch, t, least=least)
+    if not is_grid(group):
+        return group.random(*batch, t)
+    side = math.ceil(t ** (1 / group.columns) - 1e-9)
+    step, first = torch.randint(1, 4, (*batch, 1, group.columns)), torch.randint(-50, 50, (*batch, 1, group.columns))
+    return step * grid(*(side,) * group.columns)[:t] + first
+
+
+def shifted(group: Group, *positions: Tensor) -> tuple[Tensor, ...]:
+    """Positions ``[*b t c]``, each sample moved by one random element of its own. Trees have rows of prefixes before."""
+    by = group.random(*positions[0].shape[:-2], 5)
+    while not _moves(group, by):
+        by = group.random(*positions[0].shape[:-2], 5)
+    return tuple(group.shift(by, x) for x in positions)
+
+
+def _moves(group: Group, by: Tensor) -> bool:
+    """Whether the last rows are no identities, as roots of trees are."""
+    if isinstance(group, Product):
+        return all(_moves(part, a) for part, a in zip(group.parts, group.split(by), strict=True))
+    return bool((group.distance(group.origin(*by.shape[:-2], 1), by)[..., -1] != 0).all())
+
+
+def on_last(rho: Any, content: Tensor) -> Tensor:
+    """Map content as the last tokens of an isometry."""
+    extra = 0 if rho.length is None else rho.length - content.shape[-2]
+    return rho.tokens(extra, extra + content.shape[-2])(content)
 
 
 def _learned_decay() -> Decay:
     return Decay(retnet_rates(HEADS), learned=True)
 
 
+def _rows(name: str, *rows: tuple[str, Mapping[str, Any]], **more: Any) -> list[SchemeCase]:
+    """Rows of one scheme, each named after it."""
+    return [SchemeCase(f"{name}{id and '-'}{id}", name, options, **more) for id, options in rows]
+
+
 BASES = ("identity", "householder", "odd-even", "fourier")
+IN_BASES = [(basis, {"basis": basis}) for basis in BASES]
+THETAS = [(f"theta-{theta}", {"theta": theta, "length": 100}) for theta in ("b", "c")]
+LEARNED = ("learned", {"learned": True, "learned_basis": True})
+IDENTITY = ("identity-start", {"initial": "identity"})
+LOCAL = ("locality", {"locality": 0.9, "attention": "softmax"})
 SCHEMES = [
-    SchemeCase("none", "none", directed=False),
-    SchemeCase("sinusoidal", "sinusoidal", relative=False, directed=False),
-    SchemeCase("sinusoidal-scale", "sinusoidal", {"scale": 0.5}, relative=False, directed=False),
-    SchemeCase("learned", "learned", {"length": 256}, relative=False, directed=False),
-    SchemeCase("rope", "rope"),
-    SchemeCase("rope-base", "rope", {"base": 100.0}),
-    SchemeCase("rope-learned", "rope", {"learned": True}),
-    SchemeCase("rope-partial", "rope", {"rotary_dim": 4}),
-    SchemeCase("rope-partial-learned", "rope", {"rotary_dim": 4, "learned": True}),
-    SchemeCase("rope-encoded", "rope", {"denominator": "encoded", "feature_map": "relu"}),
-    SchemeCase("rope-undivided", "rope", {"denominator": "none", "feature_map": "identity"}),
-    SchemeCase("rope-decay", "rope", {"decay": "permuteformer"}),
-    SchemeCase("rope-learned-decay", "rope", {"learned": True, "decay": _learned_decay}),
-    *(SchemeCase(f"lrpe-unitary-{basis}", "lrpe-unitary", {"basis": basis}, directed=False) for basis in BASES),
-    *(SchemeCase(f"lrpe-orthogonal-{basis}", "lrpe-orthogonal", {"basis": basis}) for basis in BASES),
-    *(SchemeCase(f"lrpe-permutation-{basis}", "lrpe-permutation", {"basis": basis}) for basis in BASES),
-    SchemeCase("lrpe-unitary-learned", "lrpe-unitary", {"learned": True, "learned_basis": True}, directed=False),
-    SchemeCase("lrpe-orthogonal-learned", "lrpe-orthogonal", {"learned": True, "learned_basis": True}),
-    SchemeCase("lrpe-permutation-learned", "lrpe-permutation", {"learned_basis": True, "decay": "retnet"}),
-    SchemeCase("permuteformer", "permuteformer"),
-    SchemeCase("permuteformer-no-decay", "permuteformer", {"decay": "none"}),
-    SchemeCase("retnet", "retnet"),
-    SchemeCase("retnet-original", "retnet", {"original": True}),
-    SchemeCase("alibi", "alibi", directed=False),
-    SchemeCase("cosformer", "cosformer", directed=False),
-    SchemeCase("cosformer-length", "cosformer", {"length": 5000, "denominator": "plain"}, directed=False),
-    SchemeCase("ape-ring", "ape-ring"),
-    SchemeCase("ape-ring-period", "ape-ring", {"period": 7}),
-    SchemeCase("ape-sequence", "ape-sequence"),
-    SchemeCase("ape-sequence-decay", "ape-sequence", {"decay": _learned_decay, "denominator": "encoded"}),
+    *_rows("none", ("", {}), directed=False),
+    *_rows("sinusoidal", ("", {}), ("scale", {"scale": 0.5}), relative=False, directed=False),
+    *_rows("learned", ("", {"length": 256}), relative=False, directed=False),
+    *_rows(
+        "rope",
+        ("", {}),
+        ("base", {"base": 100.0}),
+        ("learned", {"learned": True}),
+        ("partial", {"rotary_dim": 4}),
+        ("partial-learned", {"rotary_dim": 4, "learned": True}),
+        ("half", {"layout": "half"}),
+        ("encoded", {"denominator": "encoded", "feature_map": "relu"}),
+        ("complex", {"denominator": "complex"}),
+        ("undivided", {"denominator": "none", "feature_map": "identity"}),
+        ("relu2", {"feature_map": "relu2"}),
+        ("exp", {"feature_map": "exp"}),
+        ("favor", {"feature_map": "favor"}),
+        ("decay", {"decay": "permuteformer"}),
+        ("learned-decay", {"learned": True, "decay": _learned_decay}),
+    ),
+    *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
+    *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, directed=False),
+    *_rows(
+        "lrpe-unitary",
+        *((f"complex-{basis}", {"complex": True, "basis": basis}) for basis in BASES),
+        ("complex-learned", {"complex": True, "learned": True, "learned_basis": True, "theta": "b"}),
+        ("complex-plain", {"complex": True, "denominator": "plain"}),
+    ),
+    *_rows("lrpe-orthogonal", *IN_BASES, *THETAS, LEARNED, ("mixed", {"identity": 2})),
+    *_rows("lrpe-permutation", *IN_BASES, ("learned", {"learned_basis": True, "decay": "retnet"})),
+    *_rows(
+        "permuteformer",
+        ("", {}),
+        ("no-decay", {"decay": "none"}),
+        ("width", {"width": 4}),
+        ("long", {"orders": "long", "length": 15}),
+        ("orthogonal", {"matrix": "orthogonal"}),
+    ),
+    *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
+    *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long"})),
+    *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
+    *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
+    *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
+    *_rows("deberta", ("", {}), ("clipped", {"buckets": 8, "max_distance": None}), directed=False),
+    *_rows("alibi", ("", {}), directed=False),
+    *_rows("retnet", ("", {}), ("original", {"original": True})),
+    *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
+    *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
+    *_rows("ape-absolute", ("", {}), ("query", {"side": "query"}), IDENTITY, relative=False),
+    *_rows("ape-tree", ("", {}), ("branches", {"branches": 3}), IDENTITY, LOCAL),
+    *_rows("ape-grid", ("", {}), ("axes", {"axes": 3}), IDENTITY, LOCAL),
+    *_rows("ape-ring", ("", {}), ("period", {"period": 7}), LOCAL),
+    *_rows("ape-product", ("", {}), ("images", {"parts": "tree2+grid2"}), ("rings", {"parts": "ring5+sequence"})),
+    *_rows("ape-product", IDENTITY, LOCAL),
+    *_rows("horn-constrained", ("", {}), ("grid", {"axes": 2, "sinusoids": 3}), ("outside", {"outside": 1})),
+    *_rows("horn-constrained", ("inside", {"inside": True, "feature_map": "favor"}), relative=False, inside=True),
+    *_rows("horn-clipped", ("", {}), ("reach", {"reach": 2, "outside": 1}), directed=False),
+    *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2}), directed=False),
+    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), relative=False, inside=True),
+    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), relative=False, inside=True),
+    *_rows("shiv-quirk", ("", {}), ("branches", {"branches": 3, "depth": 2}), relative=False, directed=False),
 ]
 PRESETS = [next(case for case in SCHEMES if case.name == name) for name in dict.fromkeys(c.name for c in SCHEMES)]
 """The first row of each scheme, for tests too slow for every option."""
@@ -84,6 +199,13 @@ PRESETS = [next(case for case in SCHEMES if case.name == name) for name in dict.
 def scheme_case(id: str) -> SchemeCase:
     """The row of that id."""
     return next(case for case in SCHEMES if case.id == id)
+
+
+def with_kinds(cases: list[SchemeCase]) -> pytest.MarkDecorator:
+    """Parametrises `case` and `kind` by rows and the kinds of attention that each has."""
+    return pytest.mark.parametrize(
+        ("case", "kind"), [pytest.param(case, kind, id=f"{case.id}-{kind}") for case in cases for kind in case.kinds]
+    )
 
 
 class EncodingCase(NamedTuple):
@@ -120,6 +242,11 @@ def generator(heads: int = HEADS, features: int = HEAD_DIM) -> Tensor:
     return 0.3 * torch.randn(heads, features, features, generator=seeded, dtype=torch.float64)
 
 
+def tree_generator(heads: int = HEADS, features: int = HEAD_DIM, branches: int = 2) -> Tensor:
+    """A random A of `TreePath`, ``[h b d d]``."""
+    return generator(heads * branches, features).unflatten(0, (heads, branches))
+
+
 def normals(heads: int = HEADS, features: int = HEAD_DIM) -> Tensor:
     """Random normals of `Householder`, ``[h d]``."""
     return torch.randn(heads, features, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -132,6 +259,9 @@ ALL_BASES: dict[str, Callable[[], bases.Basis]] = {
     "orthogonal-learned": lambda: bases.Orthogonal(generator(), learned=True),
     "odd-even": lambda: bases.OddEven(HEAD_DIM),
     "fourier": lambda: bases.Fourier(HEAD_DIM),
+    "complex-fourier": lambda: bases.ComplexFourier(HEAD_DIM),
+    "pairs": lambda: bases.Pairs(bases.Householder(normals(features=HEAD_DIM // 2))),
+    "pairs-learned": lambda: bases.Pairs(bases.Householder(normals(features=HEAD_DIM // 2), learned=True)),
 }
 LINE, REAL = Line(), Line(real=True)
 ENCODINGS = [
@@ -171,6 +301,14 @@ ENCODINGS = [
         REAL,
         learned=True,
     ),
+    EncodingCase("tree", lambda: encodings.TreePath(tree_generator(), learned=False), Tree(2)),
+    EncodingCase("tree-learned", lambda: encodings.TreePath(tree_generator()), Tree(2), learned=True),
+    EncodingCase("unary-tree", lambda: encodings.TreePath(generator()[:, None], learned=False), Tree(1)),
+    EncodingCase(
+        "sum-tree",
+        lambda: encodings.DirectSum([_rotary(features=4), encodings.TreePath(tree_generator(HEADS, 4), learned=False)]),
+        Product((REAL, Tree(2))),
+    ),
     EncodingCase("partial", lambda: encodings.Partial(_rotary(features=4), HEAD_DIM), REAL),
     EncodingCase("partial-lift", lambda: encodings.Partial(_rotary(features=4, lift=True), HEAD_DIM), REAL),
 ]
@@ -208,14 +346,47 @@ def inputs(*batch: int, t: int, s: int | None = None, d: int = HEAD_DIM, e: int 
     return tuple(torch.randn(shape, **kw) for shape in shapes)
 
 
-def ascending(*shape: int, step: int = 3) -> Tensor:
-    """Random positions ``[*shape 1]`` that do not decrease along tokens."""
-    return torch.randint(step, shape).cumsum(-1)[..., None]
+def ascending(*shape: int, least: int = 0) -> Tensor:
+    """Random positions ``[*shape 1]`` that do not decrease along tokens, by at least so much a token."""
+    return torch.randint(least, least + 3, shape).cumsum(-1)[..., None]
 
 
 def pair(value: Any) -> tuple[Any, Any]:
     """One for queries and one for keys."""
     return value if isinstance(value, tuple) else (value, value)
+
+
+def bucket_of(offset: Tensor, reach: int) -> Tensor:
+    """Bucket of offsets ``[... c]``: each axis rounded (halves up) and clipped, a digit of base 2R + 1."""
+    digit = (offset.double() + 0.5).floor().clamp(-reach, reach).long() + reach
+    return (digit * (2 * reach + 1) ** torch.arange(offset.shape[-1]).flip(0)).sum(-1)
+
+
+def rows_of(term: Any, phi: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
+    index = term.index()
+    if isinstance(term, Clipped):
+        index = bucket_of(term.y[..., None, :, :] - term.x[..., :, None, :], term.reach)
+        count = (2 * term.reach + 1) ** term.x.shape[-1]
+        index[..., : term.outside, :] = count + 1
+        index[..., : term.outside] = count
+    table = (term.table if phi is None else phi(term.table))[:, index]
+    return table.movedim(0, -3 if term.side == "none" else -4)
+
+
+def term_scores(term: Any, q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """What a term adds to each pair: ``[*b h t s]``."""
+    rows = rows_of(term, phi)
+    if term.side == "none":
+        return rows
+    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * rows).sum(-1)
+
+
+def kept(t: int, s: int, causal: bool, mask: Tensor | None) -> Tensor:
+    """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
+    keep = torch.ones(t, s, dtype=torch.bool)
+    keep = keep.tril(s - t) if causal else keep
+    return keep if mask is None else keep & mask[..., None, None, :]
 
 
 def quadratic(
@@ -228,36 +399,52 @@ def quadratic(
     decay=None,
     denominator="plain",
     causal=False,
+    terms=(),
     mask=None,
 ) -> Tensor:
     """Linear attention by its definition: every weight is formed, numerator over denominator."""
     rho_q, rho_k = (rho or Identity() for rho in pair(isometry))
-    g = None if decay is None else pair(decay)
-    if feature_map is not None:
-        q, k = feature_map(q), feature_map(k)
+    phi_q, phi = sides(feature_map or (lambda x: x))
+    q, k = phi_q(q), phi(k)
+    factor = kept(q.shape[-2], k.shape[-2], causal, mask).double()
+    if decay is not None:
+        g_q, g_k = pair(decay)
+        factor = factor * (-(g_q[..., :, None] - g_k[..., None, :]).abs()).exp()
     if mask is not None:
         k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
-    numerator = naive(rho_q(q), rho_k(k), v, g, causal=causal)
+    if denominator == "complex":
+        a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rho_q(q), rho_k(k)))
+        weight = (a.conj() @ b.mT) * factor
+        below = weight.sum(-1, keepdim=True)
+        return (weight @ v.to(weight.dtype) / torch.where(below.abs() < 1e-6, 1, below)).real
+    extra = sum(term_scores(term, q, k, phi) for term in terms)
+    weight = (rho_q(q) @ rho_k(k).mT + extra) * factor
     if denominator is None:
-        return numerator
-    features = (rho_q(q), rho_k(k)) if denominator == "encoded" else (q, k)
-    kept = torch.ones_like(v[..., :1])
-    return divide(torch.cat((numerator, naive(*features, kept, g, causal=causal)), -1))
+        return weight @ v
+    below = (weight if denominator == "encoded" else (q @ k.mT + extra) * factor).sum(-1, keepdim=True)
+    return weight @ v / torch.where(below.abs() < 1e-6, torch.full_like(below, 1e-6).copysign(below), below)
 
 
-def softmax_by_definition(q, k, v, *, isometry=None, decay=None, scale=None, causal=False, mask=None):
+def softmax_by_definition(
+    q, k, v, *, isometry=None, decay=None, scale=None, causal=False, terms=(), locality=None, mask=None
+) -> Tensor:
     """Every logit is formed; rows without keys are zero."""
     rho_q, rho_k = (rho or Identity() for rho in pair(isometry))
-    logits = rho_q(q) @ rho_k(k).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    t, s = logits.shape[-2:]
-    keep = torch.ones(t, s, dtype=torch.bool).tril(s - t) if causal else torch.ones(t, s, dtype=torch.bool)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * rho_q(q) @ rho_k(k).mT
+    if locality is not None:
+        logits = logits * locality[..., None, :, :]
+    for term in terms:
+        if term.side != "value":
+            logits = logits + (1 if term.side == "none" else scale) * term_scores(term, q, k)
     if decay is not None:
         g_q, g_k = pair(decay)
         logits = logits - (g_q[..., :, None] - g_k[..., None, :]).abs()
-    if mask is not None:
-        keep = keep & mask[..., None, None, :]
+    keep = kept(*logits.shape[-2:], causal, mask)
     weight = torch.where(keep, (logits - logits.amax(-1, keepdim=True)).exp(), 0)
-    return (weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)) @ v
+    weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
+    of_values = sum((weight[..., None] * rows_of(term)).sum(-2) for term in terms if term.side == "value")
+    return weight @ (v if mask is None else torch.where(mask[..., None, :, None], v, 0)) + of_values
 
 
 def gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from cases import HEADS, PRESETS, SCHEMES, close, ids, inputs, perturb, scheme_case
+from cases import HEADS, PRESETS, SCHEMES, close, ids, inputs, ordered, perturb, scheme_case, with_kinds
 from torch import nn
 
 from isopos.functional import linear_attention, softmax_attention
 from isopos.models import Decoder
 from isopos.ops import linear
-from isopos.positions import sequence
+from isopos.positions import Line, sequence
 
 # of PyTorch's tracer, wherever it meets an autograd function
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -19,14 +19,20 @@ kinds = pytest.mark.parametrize("kind", FUNCTIONS)
 class Attend(nn.Module):
     """A scheme and its attention, evaluated from positions."""
 
-    def __init__(self, case, kind="linear", causal=True, **more):
+    def __init__(self, case, kind=None, causal=True, **more):
         super().__init__()
-        self.scheme, self.kind, self.causal = perturb(case.build(attention=kind, **more)).float(), kind, causal
+        self.kind, self.causal = kind or case.kinds[0], causal
+        self.scheme = perturb(case.build(attention=self.kind, **more)).float()
 
     def forward(self, q, k, v, x, mask=None):
         if self.scheme.embedding is not None:
             v = v + self.scheme.embedding(x)[..., :1].unsqueeze(-3)
         return FUNCTIONS[self.kind](q, k, v, **self.scheme.at(x), causal=self.causal, mask=mask)
+
+    def inputs(self, t, **more):
+        """Queries, keys and values, and positions of t tokens."""
+        x = sequence(t) if isinstance(self.scheme.group, Line) else ordered(self.scheme.group, t=t)
+        return *inputs(2, t=t, d=self.scheme.encoding.features, dtype=torch.float32, **more), x
 
 
 class Counter:
@@ -49,11 +55,11 @@ def _fresh_compiler():
 
 def compare(module, compiled, t=70, mask=None, roundings=2048):
     """Outputs and gradients of inputs and parameters; eager and compiled order sums differently."""
-    leaves = inputs(2, t=t, dtype=torch.float32, requires_grad=True)
+    *leaves, x = module.inputs(t, requires_grad=True)
     learned = list(module.parameters())
     results = []
     for f in (module, compiled):
-        out = f(*leaves, sequence(t), mask)
+        out = f(*leaves, x, mask)
         results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *learned], allow_unused=True)])
     for eager, fast in zip(*results, strict=True):
         assert (eager is None) == (fast is None)
@@ -61,8 +67,7 @@ def compare(module, compiled, t=70, mask=None, roundings=2048):
             close(fast, eager, roundings=roundings)
 
 
-@kinds
-@pytest.mark.parametrize("case", PRESETS, ids=ids)
+@with_kinds(PRESETS)
 def test_one_graph_equals_eager(case, kind):
     module = Attend(case, kind)
     compare(module, torch.compile(module, fullgraph=True, backend="aot_eager"))
@@ -70,8 +75,7 @@ def test_one_graph_equals_eager(case, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-@kinds
-@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+@with_kinds(SCHEMES)
 def test_every_row_compiles(case, kind, causal):
     module = Attend(case, kind, causal)
     mask = torch.rand(2, 70) < 0.7
@@ -82,21 +86,22 @@ def lengths_share_graphs(module, **options):
     counter = Counter()
     compiled = torch.compile(module, fullgraph=True, backend=counter, **options)
     for t in (3, 64, 65, 130):
-        q, k, v = inputs(2, t=t, dtype=torch.float32)
-        close(compiled(q, k, v, sequence(t)), module(q, k, v, sequence(t)))
+        arguments = module.inputs(t)
+        close(compiled(*arguments), module(*arguments))
     assert counter.graphs <= 2  # the first length, then any
 
 
 @pytest.mark.parametrize("case", PRESETS, ids=ids)
 def test_lengths_share_graphs(case):
-    lengths_share_graphs(Attend(case, decay="retnet"))
+    kind = case.kinds[0]
+    lengths_share_graphs(Attend(case, kind, **({"decay": "retnet"} if case.decays(kind) else {})))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "causal"), [("linear", False), ("softmax", True), ("softmax", False)])
-@pytest.mark.parametrize("case", PRESETS, ids=ids)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+@with_kinds(PRESETS)
 def test_lengths_share_graphs_otherwise(case, kind, causal):
-    lengths_share_graphs(Attend(case, kind, causal, decay="retnet"))
+    lengths_share_graphs(Attend(case, kind, causal, **({"decay": "retnet"} if case.decays(kind) else {})))
 
 
 def test_lengths_share_graphs_when_every_size_is_dynamic():

@@ -11,16 +11,17 @@ import isopos
 
 ROOT = Path(isopos.__file__).parent
 LAYERS = [
-    {"exact", "positions"},
+    {"exact", "trees", "catalog"},
     {"ops"},
-    {"isometries"},
-    {"feature_maps"},
-    {"functional", "bases"},
-    {"encodings", "decays", "embeddings", "catalog"},
-    {"schemes"},
-    {"attention"},
+    {"positions", "feature_maps"},
+    {"isometries", "terms"},
+    {"functional", "bases", "decays", "embeddings", "biases"},
+    {"encodings"},
+    {"couplings"},
+    {"scheme"},
+    {"schemes", "canonical"},
+    {"attention", "laws"},
     {"models"},
-    {"laws"},
     {"lab"},
     {"cli"},
 ]

@@ -6,51 +6,73 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import (
     HEAD_DIM,
     HEADS,
     PRESETS,
     SCHEMES,
+    SOFTMAX_ONLY,
     TOLERANCE,
-    ascending,
     close,
     gradients,
     ids,
     inputs,
+    is_grid,
+    on_last,
+    ordered,
     perturb,
     quadratic,
     same_everywhere,
+    shifted,
     softmax_by_definition,
+    with_kinds,
 )
 
 import isopos
-from isopos import schemes
+from isopos import biases, encodings, schemes
 from isopos.decays import Decay
 from isopos.functional import linear_attention, softmax_attention
 from isopos.ops import linear
-from isopos.positions import sequence
+from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = pytest.mark.parametrize("case", SCHEMES, ids=ids)
+presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
+every_linear = pytest.mark.parametrize("case", [case for case in SCHEMES if "linear" in case.kinds], ids=ids)
 relative = pytest.mark.parametrize("case", [case for case in SCHEMES if case.relative], ids=ids)
-kinds = pytest.mark.parametrize("kind", ["linear", "softmax"])
 causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
 FUNCTIONS = {"linear": linear_attention, "softmax": softmax_attention}
-SHAPES = {"causal": (130, 130, True), "both-ways": (130, 130, False), "causal-cross": (9, 70, True)}
+DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
 
 
-def made(case, kind="linear", **more):
+def made(case, kind=None, **more):
     """A scheme with its parameters off their initial values, in float64."""
-    return perturb(case.build(attention=kind, **more))
+    return perturb(case.build(attention=kind or case.kinds[0], **more))
 
 
 def at(scheme, x, x_key=None):
     return scheme.at(x, x_key, dtype=torch.float64)
 
 
+def inputs_of(scheme, *batch, t, **kw):
+    """Random q, k, v of the widths that a scheme takes; values, where it has rows for them, of theirs."""
+    d = scheme.encoding.features
+    return inputs(*batch, t=t, **({"d": d, "e": d // scheme.width} | kw))
+
+
+def attend(scheme, q, k, v, x, **more):
+    """Attention of the last tokens at positions x, whose first rows may be those of prefixes."""
+    extra = x.shape[-2] - q.shape[-2]
+    q, k, v = (F.pad(content, (0, 0, extra, 0)) for content in (q, k, v))
+    mask = torch.arange(x.shape[-2]) >= extra if extra else None
+    return FUNCTIONS[scheme.attention](q, k, v, **at(scheme, x), mask=mask, **more)[..., extra:, :]
+
+
 def scores_of(case, q, k, *pairs):
     """<rho(x) q, rho(y) k> of one scheme at several pairs x, y."""
-    scheme = case if isinstance(case, schemes.Scheme) else made(case)
-    return [(scheme.encoding(x, torch.float64)(q) * scheme.encoding(y, torch.float64)(k)).sum(-1) for x, y in pairs]
+    encoding = (case if isinstance(case, schemes.Scheme) else made(case)).encoding
+    maps = [(encoding.query(x, torch.float64), encoding.key(y, torch.float64)) for x, y in pairs]
+    return [(on_last(rho_x, q) * on_last(rho_y, k)).sum(-1) for rho_x, rho_y in maps]
 
 
 def test_every_scheme_has_a_row_and_its_options():
@@ -64,117 +86,190 @@ def test_every_scheme_has_a_row_and_its_options():
         assert own - used <= {"seed", "model_dim", "base"}, f"{name}: options without a row"
 
 
+@presets
+def test_defaults_are_enough(case):
+    scheme = schemes.REGISTRY[case.name](HEAD_DIM, HEADS)
+    assert scheme.attention == case.kinds[0]
+    x = ordered(scheme.group, t=5)
+    assert FUNCTIONS[scheme.attention](*inputs(t=5, dtype=torch.float32), **scheme.at(x)).shape == (HEADS, 5, HEAD_DIM)
+
+
+# Attention is its definition
+
+SHAPES = {"causal": (70, 70, True), "both-ways": (70, 70, False), "causal-cross": (9, 70, True), "cross": (70, 9, False)}
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@every
+@every_linear
 def test_linear_attention_is_quadratic(monkeypatch, case, shape):
     monkeypatch.setattr(linear, "SEGMENT", 1)
     t, s, causal = shape
-    scheme, x = made(case), ascending(2, s)
-    leaves = inputs(2, t=t, s=s, e=5, requires_grad=True)
-    arguments = at(scheme, x) if t == s else at(scheme, x[:, s - t :], x)
-    out, slow = (f(*leaves, **arguments, causal=causal) for f in (linear_attention, quadratic))
-    same_everywhere(out, slow, [*leaves, *scheme.parameters()], 100 * TOLERANCE)  # some denominators almost vanish
+    scheme = made(case)
+    if shape == SHAPES["cross"] and scheme.decay is not None:
+        scheme = made(case, decay="none")
+    leaves = inputs_of(scheme, 2, t=t, s=s, e=5, requires_grad=True)
+    if t == s:
+        arguments = at(scheme, case.positions(2, t=t))
+    else:
+        arguments = at(scheme, *(case.cross(2, t=t, s=s) if t < s else reversed(case.cross(2, t=s, s=t))))
+    arguments |= {"causal": causal, "mask": torch.rand(2, s) < 0.9}
+    if case.id == "horn-clipped-reach" and shape == SHAPES["causal-cross"]:
+        with pytest.raises(ValueError, match="causal: expected at most one class token"):
+            linear_attention(*leaves, **arguments)
+        return
+    out, slow = (f(*leaves, **arguments) for f in (linear_attention, quadratic))
+    same_everywhere(out, slow, [*leaves, *scheme.encoding.parameters()], 1000 * TOLERANCE)  # some denominators almost vanish
 
 
-@every
-@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
-@pytest.mark.parametrize("decay", ["none", "retnet", "permuteformer"])
-def test_denominator_and_decay_are_independent_axes(case, denominator, decay):
-    scheme = made(case, denominator=denominator, decay=decay)
-    assert scheme.choices | {"denominator": denominator, "decay": decay} == scheme.choices
-    leaves = inputs(2, t=9, requires_grad=True)
-    arguments = at(scheme, ascending(2, 9))
-    assert (arguments["denominator"], arguments["decay"] is None) == (
-        None if denominator == "none" else denominator,
-        decay == "none",
-    )
-    for causal in (True, False):
-        out, slow = (f(*leaves, **arguments, causal=causal) for f in (linear_attention, quadratic))
-        same_everywhere(out, slow, list(leaves), 100 * TOLERANCE)
+@every_linear
+def test_denominator_and_decay_are_independent_axes(case):
+    for denominator in case.denominators:
+        for decay in ("none", "retnet", "permuteformer") if case.decays("linear") else ("none",):
+            scheme = made(case, denominator=denominator, decay=decay)
+            assert scheme.choices | {"denominator": denominator, "decay": decay} == scheme.choices
+            leaves = inputs_of(scheme, 2, t=9)
+            arguments = at(scheme, case.positions(2, t=9))
+            assert arguments["denominator"] == (None if denominator == "none" else denominator)
+            assert (arguments["decay"] is None) == (decay == "none")
+            for causal in (True, False):
+                out, slow = (f(*leaves, **arguments, causal=causal) for f in (linear_attention, quadratic))
+                close(out, slow, roundings=1000 * TOLERANCE)
 
 
 @causality
-@every
+@pytest.mark.parametrize("case", [case for case in SCHEMES if "softmax" in case.kinds], ids=ids)
 def test_softmax_attention_is_its_definition(case, causal):
-    scheme, x = made(case, "softmax"), ascending(2, 9)
-    leaves = inputs(2, t=9, requires_grad=True)
-    mask = torch.rand(2, 9) < 0.7
-    arguments = at(scheme, x) | {"causal": causal, "mask": mask}
+    scheme = made(case, "softmax")
+    leaves = inputs_of(scheme, 2, t=9, requires_grad=True)
+    arguments = at(scheme, case.positions(2, t=9)) | {"causal": causal, "mask": torch.rand(2, 9) < 0.7}
     out, slow = (f(*leaves, **arguments) for f in (softmax_attention, softmax_by_definition))
     same_everywhere(out, slow, [*leaves, *scheme.parameters()])
 
 
+# Laws
+
+
 @relative
 def test_scores_do_not_see_a_shift(case):
-    q, k, _ = inputs(3, t=9)
-    group = case.build().encoding.group
-    x, y, shift = group.random(3, 9), group.random(3, 9), group.random(3, 1)
-    before, after, other = scores_of(case_scheme := made(case), q, k, (x, y), (x + shift, y + shift), (x + shift, y))
+    scheme, group = made(case), case.group
+    q, k, _ = inputs_of(scheme, 3, t=9)
+    x, y = group.random(3, 9), group.random(3, 9)
+    moved_x, moved_y = shifted(group, x, y)
+    before, after, other = scores_of(scheme, q, k, (x, y), (moved_x, moved_y), (moved_x, y))
     close(after, before)
-    assert case.name in ("none", "alibi") or not torch.allclose(other, before)
-    assert case_scheme.embedding is None
+    assert isinstance(scheme.encoding, encodings.Identity) or not torch.allclose(other, before)
+    assert scheme.embedding is None
 
 
-@kinds
 @causality
-@relative
+@with_kinds([case for case in SCHEMES if case.relative])
 def test_attention_does_not_see_a_shift(case, causal, kind):
-    scheme, x, shift = made(case, kind), ascending(2, 70), torch.tensor([500, -300])[:, None, None]
-    q, k, v = inputs(2, t=70)
-    before, after, other = (FUNCTIONS[kind](q, k, v, **at(scheme, p), causal=causal) for p in (x, x + shift, 2 * x))
-    close(after, before, roundings=100 * TOLERANCE)
-    assert case.name == "none" or not torch.allclose(other, before)
+    scheme, x = made(case, kind), case.positions(2, t=20)
+    content = inputs_of(scheme, 2, t=20)
+    (moved,) = shifted(case.group, x)
+    before, after = (attend(scheme, *content, p, causal=causal) for p in (x, moved))
+    close(after, before, roundings=1000 * TOLERANCE)
+    other = attend(scheme, *content, case.positions(2, t=20), causal=causal)
+    blind = isinstance(scheme.encoding, encodings.Identity) and scheme.decay is scheme.bias is None
+    assert blind == torch.allclose(other, before)
+
+
+@with_kinds([case for case in PRESETS if not case.relative])
+def test_absolute_and_random_schemes_see_a_shift(case, kind):
+    """The negative control of the invariance law."""
+    scheme, x = made(case, kind), case.positions(2, t=9)
+    q, k, v = inputs_of(scheme, 2, t=9)
+    moved = x + 100 if isinstance(case.group, Line) else case.positions(2, t=9)
+    if scheme.embedding is not None:
+        found = [scheme.embedding(p, torch.float64) for p in (x, moved)]
+    else:
+        found = [attend(scheme, q, k, v, p) for p in (x, moved)]
+    assert (found[0] - found[1]).abs().max() > 1e-3
 
 
 @every
 def test_direction(case):
-    q, k, _ = inputs(1, t=9)
-    x, y = sequence(9), 3 * sequence(9).flip(0)
-    forward, backward = scores_of(made(case), q, k, (x, y), (y, x))
+    scheme, x, y = made(case), case.positions(t=9), case.group.random(9)
+    q, k, _ = inputs_of(scheme, 1, t=9)
+    forward, backward = scores_of(scheme, q, k, (x, y), (y, x))
     assert torch.allclose(forward, backward) != case.directed
 
 
-@every
-def test_a_gradient_reaches_every_parameter_of_every_head(case):
-    for kind, function in FUNCTIONS.items():
-        scheme = made(case, kind)
-        for causal in (True, False):
-            out = function(*inputs(2, t=9), **at(scheme, sequence(9)), causal=causal)
-            parameters = list(scheme.encoding.parameters()) + (
-                [] if scheme.decay is None else list(scheme.decay.parameters())
-            )
-            for grad in gradients(out, parameters) if parameters else ():
-                assert grad.isfinite().all()
-                heads = grad if grad.ndim == 1 else grad.flatten(1).abs().sum(1)
-                assert (heads != 0).all()
+@with_kinds(PRESETS)
+def test_samples_have_positions_of_their_own(case, kind):
+    scheme, x = made(case, kind), case.positions(3, t=9)
+    content = inputs_of(scheme, 3, t=9)
+    together = attend(scheme, *content, x, causal=True)
+    for n in range(3):
+        close(together[n : n + 1], attend(scheme, *(a[n : n + 1] for a in content), x[n], causal=True))
+
+
+@with_kinds(PRESETS)
+def test_a_prefix_keeps_its_outputs(case, kind):
+    scheme, x = made(case, kind), case.positions(2, t=30)
+    if not is_grid(case.group) and not isinstance(case.group, Ring):
+        nodes = tree([-1, *(n // 2 for n in range(29))])  # parents first, so that a prefix is a tree
+        x = nodes if case.group.columns == 2 else torch.cat((sequence(30), nodes), -1)
+    content = inputs_of(scheme, 2, t=30)
+    whole = attend(scheme, *content, x, causal=True)
+    close(attend(scheme, *(a[..., :11, :] for a in content), x[..., :11, :], causal=True), whole[..., :11, :])
+
+
+@with_kinds(SCHEMES)
+def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
+    scheme = made(case, kind)
+    x = case.positions(2, t=40)
+    learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
+    for causal in (True, False):
+        if not learned:
+            return
+        out = attend(scheme, *inputs_of(scheme, 2, t=40), x, causal=causal)
+        for grad in gradients(out, list(learned.values())):
+            assert grad.isfinite().all()
+            heads = grad if grad.ndim == 1 else grad.flatten(1).abs().sum(1)
+            assert (heads != 0).all()
+
+
+LEARNED = {
+    "learned": {"weight"},
+    "shaw": {"weight"},
+    "transformer-xl": {"weight", "projection"},
+    "t5": {"weight"},
+    "deberta": {"weight"},
+    "horn-constrained": {"projection"},
+    "horn-clipped": {"weight"},
+    "spe-sine": {"weight", "frequency"},
+    "spe-conv": {"filters"},
+    "shiv-quirk": {"decay"},
+}
 
 
 @every
 def test_what_learns_is_what_the_options_say(case):
     scheme = case.build()
     names = {name.rpartition(".")[2] for name, _ in scheme.named_parameters()}
-    expected = set()
-    expected |= {"frequency"} if case.options.get("learned") else set()
+    expected = LEARNED.get(case.name, set())
+    expected = expected | ({"frequency"} if case.options.get("learned") else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
-    expected |= {"weight"} if case.name == "learned" else set()
     assert names == expected
-    assert all(p.shape[0] == HEADS for n, p in scheme.named_parameters() if not n.endswith("weight"))
-    assert not list(scheme.buffers())
+    shared = ("learned", "shaw", "shiv-quirk")  # by heads
+    assert case.name in shared or all(p.shape[0] == HEADS for p in scheme.parameters())
+    assert bool(list(scheme.buffers())) == (case.options.get("feature_map") == "favor")
 
 
 def results(scheme, x):
-    """What a scheme computes, linear attention's output and the embedding."""
+    """What a scheme computes: attention's output and the embedding."""
     torch.manual_seed(1)
-    q, k, v = inputs(2, t=9, dtype=torch.float32)
-    found = [linear_attention(q, k, v, **scheme.at(x), causal=True)]
+    content = inputs_of(scheme, 2, t=9, dtype=torch.float32)
+    found = [FUNCTIONS[scheme.attention](*content, **scheme.at(x), causal=True)]
     return found if scheme.embedding is None else [*found, scheme.embedding(x).float()]
 
 
 @every
 def test_round_trips(case):
-    x, scheme = ascending(2, 9), perturb(case.build(), 0.3).float()
+    x, scheme = case.positions(2, t=9), perturb(case.build(), 0.3).float()
     before = results(scheme, x)
     restored = case.build()
     restored.load_state_dict(scheme.state_dict())
@@ -187,7 +282,7 @@ def test_round_trips(case):
 @every
 @pytest.mark.parametrize("where", ["moved", "built"])
 def test_meta_device_then_reset(case, where):
-    x = sequence(9)
+    x = case.positions(t=9)
     before = results(case.build(), x)
     if where == "built":
         with torch.device("meta"):
@@ -205,21 +300,24 @@ def test_meta_device_then_reset(case, where):
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_casting_keeps_positions_exact(case, dtype):
-    scheme, x = case.build(), ascending(2, 9)
+    scheme, x = case.build(), case.positions(2, t=9)
     before = results(scheme, x)[0]
     assert torch.equal(results(scheme.to(dtype), x)[0], before)
 
 
 @every
 def test_autocast_and_order_of_calls_change_nothing(case):
-    scheme, x = case.build(), ascending(2, 9)
+    scheme, x = case.build(), case.positions(2, t=9)
 
     def tensors():
         arguments = scheme.at(x)
-        return [*arguments["isometry"].tensors(), *([] if arguments["decay"] is None else [arguments["decay"]])]
+        rho = arguments["isometry"] if isinstance(arguments["isometry"], tuple) else (arguments["isometry"],)
+        tables = [term.table for term in arguments.get("terms", ())]
+        others = [arguments[name] for name in ("decay", "locality") if arguments.get(name) is not None]
+        return [*(tensor for side in rho for tensor in side.tensors()), *tables, *others]
 
     before = tensors()
-    scheme.at(5 * ascending(3, 70), dtype=torch.float64)
+    scheme.at(case.positions(3, t=70), dtype=torch.float64)
     after = tensors()
     with torch.autocast("cpu", torch.bfloat16):
         inside = tensors()
@@ -227,26 +325,88 @@ def test_autocast_and_order_of_calls_change_nothing(case):
         assert all(map(torch.equal, again, before))
 
 
-@pytest.mark.parametrize("case", [c for c in SCHEMES if c.options.get("denominator") != "encoded"], ids=ids)  # signs change
+SIGNED = {"encoded", "complex"}  # denominators that may almost vanish
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_inputs(case, dtype):
-    scheme, x = case.build(), sequence(70)
-    leaves = inputs(1, t=70, dtype=dtype)
-    out = linear_attention(*leaves, **scheme.at(x), causal=True)
-    exact = linear_attention(*(leaf.double() for leaf in leaves), **at(scheme, x), causal=True)
+@with_kinds([c for c in PRESETS if not c.inside])
+def test_low_precision_inputs(case, kind, dtype):
+    scheme, x = case.build(attention=kind), case.positions(t=70)
+    if scheme.choices["denominator"] in SIGNED:
+        scheme = case.build(attention=kind, denominator="plain")
+    leaves = inputs_of(scheme, 1, t=70, dtype=dtype)
+    function = FUNCTIONS[kind]
+    out = function(*leaves, **scheme.at(x), causal=True)
+    exact = function(*(leaf.double() for leaf in leaves), **at(scheme, x), causal=True)
     assert out.dtype == dtype
-    close(out, exact, roundings=4)
+    close(out, exact, roundings=8)
 
 
-@every
+@presets
 @pytest.mark.parametrize("width", [(4, 1), (6, 3), (64, 2)])
 def test_other_sizes(case, width):
     head_dim, heads = width
-    more = {"decay": "retnet"} if callable(case.options.get("decay")) else {}
-    scheme = case.build(head_dim, heads, **more)
-    out = linear_attention(*inputs(t=5, d=head_dim, e=3, heads=heads, dtype=torch.float32), **scheme.at(sequence(5)))
-    assert out.shape == (heads, 5, 3)
+    scheme = case.build(head_dim, heads)
+    leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
+    out = FUNCTIONS[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)))
+    assert out.shape == (heads, 5, head_dim)
     assert out.isfinite().all()
+
+
+# What does not apply is refused
+
+GROUPED = [case for case in PRESETS if not isinstance(case.group, Line)]
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=ids)
+def test_decays_need_a_line(case):
+    for decay in ("retnet", lambda: Decay(torch.ones(HEADS))):
+        with pytest.raises(ValueError, match=r"decay: expected 'none', since a log decay needs positions on a line"):
+            case.build(decay=decay)
+
+
+def test_clipped_terms_take_no_decay_in_linear_attention():
+    with pytest.raises(ValueError, match="decay: expected 'none' beside clipped keys"):
+        schemes.horn_clipped(8, 2, decay="retnet")
+    assert schemes.horn_clipped(8, 2, attention="softmax", decay="retnet").decay is not None
+
+
+@pytest.mark.parametrize("name", SOFTMAX_ONLY)
+def test_terms_of_logits_do_not_factor(name):
+    with pytest.raises(ValueError, match=rf"attention: expected softmax, got linear: {name} adds to logits"):
+        schemes.REGISTRY[name](8, 2, attention="linear")
+
+
+@pytest.mark.parametrize("name", ["ape-sequence", "ape-tree", "ape-grid", "ape-ring", "ape-product"])
+def test_locality_is_of_logits(name):
+    with pytest.raises(ValueError, match="locality: expected softmax attention, whose logits it multiplies, got linear"):
+        schemes.REGISTRY[name](8, 2, locality=0.9)
+    for wrong in (0.0, -1.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"locality: expected a factor a step in \(0, 1\]"):
+            schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
+
+
+@pytest.mark.parametrize("case", [case for case in PRESETS if case.inside], ids=ids)
+def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
+    with pytest.raises(ValueError, match=r"denominator: expected 'encoded' or 'none', .* ahead of the feature map"):
+        case.build(denominator="plain")
+
+
+@pytest.mark.parametrize("name", ["none", "lrpe-permutation", "ape-sequence", "cosformer", "horn-constrained"])
+def test_complex_denominators_need_pairs_that_turn(name):
+    with pytest.raises(ValueError, match=r"denominator: expected .* turns no pairs, got 'complex'"):
+        schemes.REGISTRY[name](8, 2, denominator="complex")
+
+
+@presets
+def test_positions_of_another_kind_are_refused(case):
+    scheme = case.build()
+    wrong = torch.zeros(4, scheme.group.columns + 1, dtype=torch.int64)
+    for x in (wrong, wrong[:, :-1].bool(), wrong[:, :-1].half()):
+        with pytest.raises(ValueError, match="positions: expected"):
+            scheme.at(x)
+        with pytest.raises(ValueError, match="positions: expected"):
+            scheme.at(case.positions(t=4), x)
 
 
 # Equivalences
@@ -261,6 +421,130 @@ def relative_scores(name, **options):
 def test_lrpe_in_the_identity_basis_is_rope():
     close(relative_scores("lrpe-orthogonal", basis="identity"), relative_scores("rope"))
     assert not torch.allclose(relative_scores("lrpe-orthogonal"), relative_scores("rope"))
+
+
+def test_lrpe_on_complex_pairs_is_rope():
+    close(relative_scores("lrpe-unitary", complex=True, basis="identity"), relative_scores("rope"))
+    pairs = relative_scores("lrpe-unitary", complex=True, basis="householder")
+    assert not torch.allclose(pairs, relative_scores("rope"))
+    choices = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True).choices
+    assert choices["denominator"] == "complex"
+    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True, basis="identity"), sequence(9)
+    content = inputs(2, t=9)
+    rope = schemes.rope(HEAD_DIM, HEADS, denominator="complex")
+    close(attend(scheme, *content, x, causal=True), attend(rope, *content, x, causal=True))
+
+
+@pytest.mark.parametrize("theta", ["b", "c"])
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        ("lrpe-unitary", {}, HEAD_DIM),
+        ("lrpe-unitary", {"complex": True}, HEAD_DIM // 2),
+        ("lrpe-orthogonal", {}, HEAD_DIM // 2),
+        ("lrpe-orthogonal", {"identity": 2}, HEAD_DIM // 2 - 1),
+    ],
+)
+def test_thetas_of_types_b_and_c(name, options, count, theta):
+    """pi / 2 / length times t / n, or over t, for t = 1, ..., n: with length given, whatever the input's."""
+    length = 50
+    scheme = schemes.REGISTRY[name](HEAD_DIM, HEADS, basis="identity", theta=theta, length=length, **options)
+    rotary = getattr(scheme.encoding, "encoding", scheme.encoding)
+    order = torch.arange(1, count + 1).double()
+    expected = math.pi / 2 / length * (order / count if theta == "b" else 1 / order)
+    close(rotary.initial[0, 0], expected)
+
+
+def test_the_identity_block_does_not_turn():
+    q, k, _ = inputs(1, t=9)
+    x, y = sequence(9), 3 * sequence(9).flip(0)
+    scheme = schemes.lrpe_orthogonal(HEAD_DIM, HEADS, basis="identity", identity=2)
+    (found,) = scores_of(scheme, q, k, (x, y))
+    (turned,) = scores_of(schemes.lrpe_orthogonal(6, HEADS, basis="identity"), q[..., :6], k[..., :6], (x, y))
+    close(found, turned + (q * k)[..., 6:].sum(-1))
+
+
+def test_layouts_of_rope():
+    """Half: feature i turns with i + d/2. Interleaved: 2i with 2i + 1."""
+    q, k, _ = inputs(1, t=9)
+    x, y = sequence(9), 3 * sequence(9).flip(0)
+    half, interleaved = schemes.rope(HEAD_DIM, HEADS, layout="half"), schemes.rope(HEAD_DIM, HEADS)
+    order = torch.arange(HEAD_DIM).view(2, -1).T.flatten()  # 0, d/2, 1, d/2 + 1, ...
+    close(scores_of(half, q, k, (x, y))[0], scores_of(interleaved, q[..., order], k[..., order], (x, y))[0])
+
+
+def test_a_grid_of_one_axis_is_a_sequence():
+    torch.manual_seed(1)
+    q, k, _ = inputs(1, t=9)
+    (found,) = scores_of(schemes.ape_grid(HEAD_DIM, HEADS, axes=1), q, k, (sequence(9), 7 * sequence(9).flip(0)))
+    close(found, relative_scores("ape-sequence"))
+
+
+def test_a_unary_tree_is_a_sequence():
+    q, k, _ = inputs(1, t=9)
+    path, power = schemes.ape_tree(HEAD_DIM, HEADS, branches=1), schemes.ape_sequence(HEAD_DIM, HEADS)
+    with torch.no_grad():
+        power.encoding.generator.copy_(path.encoding.generator[:, 0])
+    chain = tree([-1, *range(8)])
+    found, expected = (
+        rho(q) @ rho(k).mT for rho in (path.encoding(chain, torch.float64), power.encoding(sequence(9), torch.float64))
+    )
+    close(found, expected, dtype=torch.float32)
+
+
+def test_a_product_is_its_parts_side_by_side():
+    product, x = schemes.ape_product(HEAD_DIM, HEADS, parts="sequence + sequence"), grid(3, 3)
+    axes = schemes.ape_grid(HEAD_DIM, HEADS)
+    q, k, _ = inputs(1, t=9)
+    close(*(scores_of(scheme, q, k, (x, 2 * x))[0] for scheme in (product, axes)))
+    mixed = schemes.ape_product(10, HEADS, parts="tree3+grid2+ring5").encoding
+    assert mixed.group == Product((Tree(3), Line(real=True), Line(real=True), Ring(5)))
+    assert mixed.widths == (4, 2, 2, 2)
+
+
+def test_permutations_of_a_grid_commute():
+    for case in (c for c in SCHEMES if c.name == "permuteformer-2d"):
+        encoding, axes = case.build().encoding, case.group.columns
+        x, (q, *_) = case.positions(t=9), inputs(1, t=9)
+        moved = q
+        for axis in torch.randperm(axes).tolist():
+            moved = encoding(x * (torch.arange(axes) == axis), torch.float64)(moved)
+        assert torch.equal(encoding(x, torch.float64)(q), moved)
+
+
+def test_ablations_of_permuteformer():
+    q, k, _ = inputs(1, t=9)
+    x = sequence(9)
+    nothing, matrix = (schemes.permuteformer(HEAD_DIM, HEADS, matrix=name) for name in ("identity", "orthogonal"))
+    close(scores_of(nothing, q, k, (x, 2 * x))[0], (q * k).sum(-1))
+    assert not torch.allclose(scores_of(matrix, q, k, (x, 2 * x))[0], (q * k).sum(-1))
+    assert schemes.permuteformer(HEAD_DIM, HEADS, decay="none").decay is None
+
+
+@pytest.mark.filterwarnings("default")
+def test_permuteformer_warns_of_short_orders():
+    with pytest.warns(UserWarning, match="positions are told apart, of 100000 of the longest sequence"):
+        schemes.permuteformer(HEAD_DIM, 1, length=100000)
+    assert schemes.permuteformer(64, 1, orders="long", length=2042040).encoding.common_order == 2042040
+
+
+def test_locality_multiplies_logits_by_a_power_of_the_distance():
+    q, k, v = inputs(2, t=9)
+    for case in (c for c in SCHEMES if "locality" in c.options):
+        scheme, x = case.build(), case.positions(2, t=9)
+        factor = 0.9 ** case.group.distance(x, x).double()
+        rho = scheme.encoding(x, torch.float64)
+        logits = rho(q) @ rho(k).mT / HEAD_DIM**0.5 * factor[:, None]
+        close(softmax_attention(q, k, v, **at(scheme, x)), logits.softmax(-1) @ v)
+        assert factor.min() < 0.9
+
+
+def test_starts_near_the_identity_have_many_small_angles_and_few_large_ones():
+    angle = schemes.ape_sequence(64, 2, initial="identity").encoding.frequency()
+    assert angle.shape == (2, 32)
+    assert (angle < 1).all()
+    assert (angle.diff().diff() > 0).float().mean() > 0.9, "gaps grow"
+    assert (angle < 0.25).float().mean() > 0.6
 
 
 def test_ape_starts_as_rope():
@@ -308,25 +592,28 @@ def test_rope_is_equation_15():
     close(found, (a.conj() * b * torch.exp(-1j * angle)).real.sum(-1))
 
 
-@pytest.mark.parametrize("name", ["lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "permuteformer"])
+@pytest.mark.parametrize("name", [name for name in schemes.REGISTRY if "seed" in schemes.options_of(name)])
 def test_seeds_choose(name):
-    first, again, other = (schemes.REGISTRY[name](HEAD_DIM, HEADS, seed=seed) for seed in (1, 1, 2))
-    pairs = [[*scheme.encoding(sequence(3)).tensors()] for scheme in (first, again, other)]
-    assert all(map(torch.equal, pairs[0], pairs[1]))
-    assert not all(map(torch.equal, pairs[0], pairs[2]))
+    made_of = {seed: schemes.REGISTRY[name](HEAD_DIM, HEADS, seed=seed) for seed in (1, 2)}
+    x = ordered(made_of[1].group, 2, t=9, least=1)
+    first, other = (results(scheme, x) for scheme in made_of.values())
+    again = results(schemes.REGISTRY[name](HEAD_DIM, HEADS, seed=1), x)
+    assert all(map(torch.equal, first, again))
+    assert not all(map(torch.equal, first, other))
 
 
 def test_random_seeds_of_torch_are_left_alone():
     state = torch.get_rng_state()
     for case in SCHEMES:
-        if not {"learned", "learned_basis"} & set(case.options):
-            case.build()
+        case.build()
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_only_limited_schemes_have_a_max_length():
     for case in SCHEMES:
-        assert case.build().max_length == (case.options["length"] if case.name == "learned" else None)
+        limit = case.build().max_length
+        limits = {"learned": 256, "cosformer": case.options.get("length", 2048)}
+        assert 3000 < limit < 20000 if case.name == "xpos" else limit == limits.get(case.name)
     assert schemes.learned(HEAD_DIM, HEADS).max_length == 2048
 
 
@@ -335,8 +622,10 @@ def test_only_limited_schemes_have_a_max_length():
 
 @pytest.mark.parametrize("case", PRESETS, ids=ids)
 def test_build_is_the_function(case):
-    scheme = schemes.build(case.name, HEAD_DIM, HEADS, {"decay": "retnet"})
-    assert scheme.choices == schemes.REGISTRY[case.name](HEAD_DIM, HEADS, decay="retnet").choices
+    kind = case.kinds[-1]
+    scheme = schemes.build(case.name, HEAD_DIM, HEADS, {"attention": kind})
+    assert scheme.choices == schemes.REGISTRY[case.name](HEAD_DIM, HEADS, attention=kind).choices
+    assert scheme.attention == kind
 
 
 def test_build_reads_every_kind_of_option():
@@ -347,7 +636,7 @@ def test_build_reads_every_kind_of_option():
     assert not list(schemes.build("rope", 8, 2, {"learned": "false"}).parameters())
     assert schemes.build("learned", 8, 2, {"length": "12", "model_dim": "5"}).embedding.weight.shape == (12, 5)
     assert schemes.build("rope", 8, 2, {"attention": "softmax"}).choices["denominator"] == "softmax"
-    assert set(schemes.options_of("rope")) == {"base", "learned", "rotary_dim", *schemes.Choices.__annotations__}
+    assert set(schemes.options_of("rope")) == {"base", "learned", "rotary_dim", "layout", *schemes.Choices.__annotations__}
 
 
 BAD_TEXT = [
@@ -355,7 +644,7 @@ BAD_TEXT = [
     (("xyzzy", {}), r"scheme 'xyzzy': .*one of none, sinusoidal"),
     (("rope", {"bse": "1"}), r"rope: .*option 'bse': .*base"),
     (("rope", {"decay": "retnt"}), r"rope: decay: expected .*retnet.* got 'retnt'"),
-    (("rope", {"denominator": "x"}), r"denominator: expected .*plain, encoded, none, got 'x'"),
+    (("rope", {"denominator": "x"}), r"denominator: expected .*plain, encoded, complex, none, got 'x'"),
     (("lrpe-unitary", {"basis": "furier"}), r"basis: expected .*fourier.* got 'furier'"),
     (("rope", {"base": "x"}), r"rope: base: expected float, got 'x'"),
     (("rope", {"learned": "maybe"}), r"rope: learned: expected true or false, got 'maybe'"),
@@ -404,7 +693,7 @@ def test_unknown_options_raise(case):
         (lambda: schemes.lrpe_orthogonal(7, 1), r"head size: expected an even number"),
         (lambda: schemes.ape_sequence(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=3), r"head size: expected an even number"),
-        (lambda: schemes.rope(8, rotary_dim=10), r"at least 10 as the encoding, got 8"),
+        (lambda: schemes.rope(8, rotary_dim=10), r"rotary_dim: expected an even number up to the head size 8, got 10"),
         (lambda: schemes.rope(8, rotary_dim=-2), r"expected"),
         (lambda: schemes.rope(8, base=0.0), r"base: expected a positive number"),
         (lambda: schemes.rope(8, base=math.nan), r"base: expected a positive number"),
@@ -420,7 +709,74 @@ def test_unknown_options_raise(case):
         (lambda: schemes.cosformer(8, 1, length=0), r"length: expected at least 1"),
         (lambda: schemes.ape_ring(8, 1, period=1), r"period: expected at least 2"),
         (lambda: schemes.ape_ring(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.rope(8, 2, decay=Decay(torch.ones(3))), r"decay: expected"),
+        (lambda: schemes.rope(8, 2, decay=Decay(torch.ones(3))), r"decay: expected rates of 2 heads, got 3"),
+        (lambda: schemes.rope(8, layout="llama"), r"layout: expected one of interleaved, half, got 'llama'"),
+        (lambda: schemes.rope(8, layout="half", rotary_dim=3), r"head size: expected an even number"),
+        (lambda: schemes.retnet(8, 2, original=True, attention="softmax"), r"original: expected linear attention"),
+        (lambda: schemes.xpos(7), r"head size: expected an even number"),
+        (lambda: schemes.xpos(8, length=0), r"length: expected a positive number of steps, got 0"),
+        (lambda: schemes.xpos(8, base=0.0), r"base: expected a positive number"),
+        (lambda: schemes.lrpe_unitary(7, 1, complex=True), r"head size: expected an even number"),
+        (lambda: schemes.lrpe_unitary(8, 1, theta="d"), r"theta: expected one of a, b, c, got 'd'"),
+        (lambda: schemes.lrpe_unitary(8, 1, theta="b", length=0), r"length: expected a positive integer, got 0"),
+        (lambda: schemes.lrpe_unitary(8, 1, theta="a", length=0), r"length: expected a positive integer, got 0"),
+        (lambda: schemes.lrpe_orthogonal(8, 1, theta="c", length=2.5), r"length: expected a positive integer, got 2.5"),
+        (lambda: schemes.lrpe_orthogonal(8, 1, identity=3), r"head size: expected an even number .* got 5"),
+        (lambda: schemes.lrpe_orthogonal(8, 1, identity=8), r"identity: expected 0 to 7 features that do not turn, got 8"),
+        (lambda: schemes.lrpe_orthogonal(8, 1, identity=-2), r"identity: expected 0 to 7"),
+        (
+            lambda: schemes.lrpe_permutation(8, 1, basis="fourier", learned_basis=True),
+            r"learned_basis: expected basis='householder'",
+        ),
+        (lambda: schemes.permuteformer(8, 1, width=0), r"width: expected a positive integer, got 0"),
+        (lambda: schemes.permuteformer(8, 1, width=1.5), r"width: expected a positive integer, got 1.5"),
+        (lambda: schemes.permuteformer(8, 1, matrix="skew"), r"matrix: expected one of permutation, identity, orthogonal"),
+        (lambda: schemes.permuteformer(7, 1, matrix="orthogonal"), r"head size: expected an even number"),
+        (lambda: schemes.permuteformer(8, 1, orders="short"), r"orders: expected one of random, long, got 'short'"),
+        (lambda: schemes.permuteformer_2d(8, 1, orders="short"), r"orders: expected one of random, long"),
+        (lambda: schemes.permuteformer_2d(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.permuteformer_2d(2, 1, axes=3), r"head size: expected at least 3 features for 3 parts, got 2"),
+        (lambda: schemes.shaw(8, 1, reach=0), r"reach: expected at least 1 step, got 0"),
+        (lambda: schemes.t5(8, 1, buckets=3), r"buckets: expected an even number"),
+        (lambda: schemes.t5(8, 1, buckets=32, max_distance=4), r"max_distance beyond the near ones"),
+        (lambda: schemes.deberta(8, 1, buckets=2), r"buckets: expected at least 4"),
+        (lambda: schemes.deberta(8, 1, max_distance=100), r"max_distance beyond 129, got 256 and 100"),
+        (lambda: schemes.transformer_xl(8, 1, model_dim=5), r"width: expected an even number of sinusoids, got 5"),
+        (lambda: schemes.ape_sequence(8, 1, initial="zero"), r"initial: expected one of rope, identity, got 'zero'"),
+        (lambda: schemes.ape_absolute(8, 1, side="both"), r"side: expected query or key, got 'both'"),
+        (lambda: schemes.ape_absolute(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.ape_absolute(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
+        (lambda: schemes.ape_grid(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.ape_grid(8, 1, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),
+        (lambda: schemes.ape_grid(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.ape_grid(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
+        (lambda: schemes.ape_ring(8, 1, period=0), r"period: expected at least 2, got 0"),
+        (lambda: schemes.ape_ring(8, 1, period=2.5), r"period: expected at least 2, got 2.5"),
+        (lambda: schemes.ape_tree(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.ape_tree(8, 1, branches=0), r"branches: expected a positive integer, got 0"),
+        (lambda: schemes.ape_tree(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
+        (lambda: schemes.ape_product(8, 1, parts="sequence3"), r"parts: expected .* joined by \+, got 'sequence3'"),
+        (lambda: schemes.ape_product(8, 1, parts="ring"), r"parts: expected .* joined by \+, got 'ring' in 'ring'"),
+        (lambda: schemes.ape_product(8, 1, parts="tree2+bush"), r"parts: expected .*got 'bush' in 'tree2\+bush'"),
+        (lambda: schemes.ape_product(8, 1, parts=""), r"parts: expected"),
+        (lambda: schemes.ape_product(8, 1, parts="ring1"), r"period: expected at least 2, got 1"),
+        (lambda: schemes.ape_product(8, 1, parts="tree0"), r"branches: expected a positive integer, got 0"),
+        (lambda: schemes.ape_product(8, 1, parts="grid0"), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.ape_product(8, 1, parts="grid5"), r"head size: expected at least 10 features for 5 parts"),
+        (lambda: schemes.ape_product(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.horn_constrained(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.horn_constrained(8, 1, sinusoids=0), r"sinusoids: expected a positive integer, got 0"),
+        (lambda: schemes.horn_constrained(8, 1, outside=-1), r"outside: expected a number of tokens, got -1"),
+        (lambda: schemes.horn_clipped(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.horn_clipped(8, 1, reach=0), r"reach: expected at least 1 step, got 0"),
+        (lambda: schemes.horn_clipped(8, 1, outside=-1), r"outside"),
+        (lambda: schemes.spe_sine(8, 1, sines=0), r"sines: expected at least 1, got 0"),
+        (lambda: schemes.spe_sine(8, 1, realizations=0), r"realizations: expected at least 1, got 0"),
+        (lambda: schemes.spe_conv(8, 1, reach=0), r"reach: expected at least 1 step, got 0"),
+        (lambda: schemes.spe_conv(8, 1, realizations=0), r"realizations: expected at least 1, got 0"),
+        (lambda: schemes.shiv_quirk(8, 1, branches=0), r"branches: expected at least 1, got 0"),
+        (lambda: schemes.shiv_quirk(8, 1, branches=9), r"depth: expected .* of 9 branches in width 8"),
+        (lambda: schemes.shiv_quirk(8, 1, depth=5), r"depth: expected 1 to 4 of 2 branches in width 8, got 5"),
     ],
 )
 def test_bad_calls(call, message):
@@ -461,3 +817,86 @@ def test_a_ring_closes_whatever_its_basis_learns():
     here, round_once, shifted = scores_of(scheme, q, k, (x, 3 * x), (x + 12, 3 * x - 24), (x + 5, 3 * x))
     close(round_once, here)
     assert not torch.allclose(shifted, here)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", [case for case in SCHEMES if case.name != "learned"], ids=ids)  # as any embedding
+def test_default_dtypes_change_nothing(case, default):
+    before = case.build()
+    torch.set_default_dtype(default)
+    after = case.build()
+    torch.set_default_dtype(torch.float32)
+    for a, b in zip(before.parameters(), after.parameters(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    x = case.positions(t=9)
+    for side in ("query", "key"):
+        one, other = (getattr(scheme.encoding, side)(x).tensors() for scheme in (before, after))
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_weights_of_favor_sum_to_one(head_dim, size):
+    q, k = size * torch.randn(2, 1, 2, 100, head_dim)
+    scheme = schemes.none(head_dim, 2, feature_map="favor")
+    out = linear_attention(q, k, torch.ones(1, 2, 100, 1), **scheme.at(sequence(100)), causal=True)
+    close(out, torch.ones_like(out), roundings=1e5)
+
+
+def test_a_ring_of_one_pair_turns_once_a_period():
+    scheme = schemes.ape_ring(2, 1, period=6)
+    assert scheme.encoding.encoding.held.item() == pytest.approx(2 * math.pi / 6)
+
+
+def test_terms_of_other_positions_are_refused():
+    q = torch.randn(1, 2, 12, 8)
+    for case in PRESETS:
+        scheme = case.build(attention="softmax")
+        if scheme.bias is not None:
+            for t in (1, 10):
+                with pytest.raises(ValueError, match="terms: expected positions of"):
+                    softmax_attention(q, q, q, **at(scheme, sequence(t)))
+
+
+@pytest.mark.parametrize("name", ["shaw", "deberta", "horn-clipped"])
+def test_autocast_reaches_no_bias(name):
+    q, k, v = inputs(1, t=9, dtype=torch.float32)
+    arguments = schemes.REGISTRY[name](HEAD_DIM, HEADS, attention="softmax").at(sequence(9))
+    expected = softmax_attention(q, k, v, **arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        close(softmax_attention(q, k, v, **arguments).float(), expected, dtype=torch.bfloat16, roundings=16)
+
+
+def test_scales_beyond_float16_stay_inside_attention():
+    scheme, x = schemes.xpos(64, 2, attention="softmax"), sequence(9000)[-16:]
+    q, k, v = inputs(1, t=16, d=64, e=5, dtype=torch.float16)
+    out = softmax_attention(q, k, v, **scheme.at(x), causal=True)
+    exact = softmax_attention(*(a.double() for a in (q, k, v)), **at(scheme, x), causal=True)
+    assert out.dtype == torch.float16
+    close(out, exact, roundings=8)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"inside": True, "attention": "softmax"}, "inside: expected False beside softmax"),
+        ({"inside": True, "bias": biases.ClippedKeys(2, 8)}, "inside: expected False beside a relative bias"),
+        ({"attention": "softmax", "bias": biases.T5(4)}, "bias: expected positions of .* and 2 heads"),
+        ({"attention": "softmax", "bias": biases.ClippedKeys(2, 8, axes=2)}, "bias: expected positions of"),
+        ({"attention": "softmax", "scale": math.nan}, "scale: expected a positive number"),
+    ],
+)
+def test_parts_that_do_not_fit(parts, message):
+    with pytest.raises(ValueError, match=message):
+        schemes.Scheme(encodings.Identity(8), 2, **parts)
+
+
+def test_an_encoding_may_act_ahead_of_the_feature_map():
+    rotary = schemes.rope(8, 2).encoding
+    scheme, x = schemes.Scheme(rotary, 2, inside=True), sequence(9)
+    q, k, v = inputs(1, t=9)
+    phi = scheme.feature_map
+    rho = rotary(x, torch.float64)
+    weight = phi(rho(q)) @ phi(rho(k)).mT
+    close(linear_attention(q, k, v, **at(scheme, x)), weight @ v / weight.sum(-1, keepdim=True))
