@@ -1,0 +1,463 @@
+"""LRPE's canonical form of every relative scheme, as dense matrices: a derivation that calls none of its operations.
+
+    score(q at x, k at y) = sum_l q̂_l^H W_l(x^-1 y) k̂_l,    q̂ = A q + a,  k̂ = B k + b            (LRPE, Eq. 6)
+
+Every W is written down from the scheme's parameters the way its paper does, by exponentials and powers of generators, in
+float64, one relative position at a time. It is slow, and meant to be read: a scheme's fast isometries, terms and decays are
+tested against it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopos import bases, biases, couplings, encodings, feature_maps
+from isopos.decays import Decay
+from isopos.encodings import Coupling, Encoding
+from isopos.exact import constant
+from isopos.feature_maps import FeatureMap, sides
+from isopos.positions import Group, Line, Product, Ring, Tree
+from isopos.scheme import Scheme
+
+__all__ = ["Primitive", "canonical", "score"]
+
+# x^-1 y: a number on a line or ring, a reduced word ((branch, 1 or -1), ...) in a tree, a tuple of these in a product
+Relative = Any
+Kernel = Callable[[Relative], Tensor]  # a matrix [h d1 d2] of one relative position; h = 1 where heads are alike
+Side = tuple[Tensor, Tensor]  # A [h d1 d] and a [h d1], or B and b
+
+
+@dataclass(frozen=True, eq=False)
+class Primitive:
+    """One term q̂^H W(x^-1 y) k̂ with q̂ = A q + a and k̂ = B k + b, for h heads; what is constant has A = 0 or B = 0.
+
+    Args:
+        group: Of positions.
+        A, a: ``[h d1 d]`` and ``[h d1]``, float64.
+        B, b: ``[h d2 d]`` and ``[h d2]``, float64.
+        kernel: W ``[h d1 d2]`` of one relative position, as `relative` gives it.
+        factor: Of W, ``[h 1 1]``: scale, locality and decay of that relative position.
+        outside: Number of first rows of positions that are class tokens, which have no relative position for W.
+        classes: W of pairs whose key, and of those whose query alone, is a class token.
+    """
+
+    group: Group
+    A: Tensor
+    a: Tensor
+    B: Tensor
+    b: Tensor
+    kernel: Kernel
+    factor: Kernel = lambda t: torch.ones(1, 1, 1, dtype=torch.float64)
+    outside: int = 0
+    classes: tuple[Tensor, ...] = ()
+
+    def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
+        """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
+
+        A number on a line or a ring, a reduced word of (branch, 1 down or -1 up) in a tree, a tuple of these in a product.
+        """
+        for z in (x, y):
+            self.group.check(z)
+            if z.ndim != 2:
+                raise ValueError(f"positions: expected those of one sample, [t c], got {list(z.shape)}")
+        rows = _rows(self.group, y)
+        return [[_between(self.group, a, b) for b in rows] for a in _rows(self.group, x)]
+
+    def matrix(self, x: Tensor, y: Tensor) -> Tensor:
+        """W for each query position of x ``[t c]`` and key position of y ``[s c]``: ``[h t s d1 d2]``, float64."""
+        made: dict[Any, Tensor] = {}
+        pairs = [[(t, self._class(i, j)) for j, t in enumerate(row)] for i, row in enumerate(self.relative(x, y))]
+        for t, which in {pair for row in pairs for pair in row}:
+            made[t, which] = (self.kernel(t) if which is None else self.classes[which]) * self.factor(t)
+        return torch.stack([torch.stack([made[pair].expand(len(self.A), -1, -1) for pair in row], 1) for row in pairs], 1)
+
+    def _class(self, i: int, j: int) -> int | None:
+        return 0 if j < self.outside else 1 if i < self.outside else None
+
+    def score(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Of queries ``[*b h t d]`` at x ``[t c]`` and keys ``[*b h s d]`` at y ``[s c]``: ``[*b h t s]``, float64."""
+        query = q.double() @ self.A.mT + self.a[:, None]
+        key = k.double() @ self.B.mT + self.b[:, None]
+        return torch.einsum("...hti,htsij,...hsj->...hts", query, self.matrix(x, y), key)
+
+
+def score(primitives: Sequence[Primitive], q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The sum of the primitives' scores (LRPE, Eq. 6); shapes as in `Primitive.score`."""
+    return torch.stack([primitive.score(q, k, x, y) for primitive in primitives]).sum(0)
+
+
+def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
+    """The primitives of a scheme's scores, from a snapshot of its parameters (LRPE, Eq. 6-12 and 31-36).
+
+    Scores are the weights of linear attention before any division, where q and k stand for phi(q) and phi(k), and the logits
+    of softmax attention with their scale. Denominators, masks and what Shaw's scheme adds to values are no part of them.
+
+    - An encoding is one primitive, W(t) = rho(1)^H rho(t) (Eq. 9). Complex features are pairs of real ones; the score is the
+      real part of Eq. 12's. LRPE's unitary type on real vectors has Re W.
+    - A decay is a factor of W in linear attention, and one more primitive with q̂ = k̂ = 1 in softmax attention. Locality is
+      a factor of W.
+    - A bias is a primitive for each of its terms of scores. Constants are 1 where Eq. 8, 32 and 34 print I_d, which makes no
+      number, and Eq. 32's last W is transposed. Transformer-XL is four primitives, Horn's first scheme two.
+    - Where a coupling acts ahead of phi (SPE in linear attention, Horn's first scheme with `inside`), q and k are those
+      ahead of phi, and the primitives give the products of what phi takes: scores where phi is the identity. Another phi
+      leaves no bilinear form.
+    - Stochastic encodings are relative in expectation over their noise; their W is that of the expectation.
+    - Pairs with class tokens have a constant W where a term treats them apart.
+
+    Raises:
+        ValueError: For a scheme whose scores are no function of relative positions.
+        TypeError: For parts that are not known here.
+
+    Example:
+        >>> import isopos
+        >>> from isopos.positions import sequence
+        >>> content, to_position, to_content = canonical(isopos.deberta(8, 2))
+        >>> [list(to_position.A.shape), list(to_position.B.shape), list(to_position.matrix(sequence(3), sequence(4)).shape)]
+        [[2, 8, 8], [2, 1, 8], [2, 3, 4, 8, 1]]
+    """
+    if scheme.embedding is not None:
+        name = type(scheme.embedding).__name__
+        raise ValueError(
+            f"scheme: expected scores of relative positions, got {name} embeddings, which every token meets by "
+            "itself: products of two such tokens are no function of x^-1 y (LRPE, Eq. 6)"
+        )
+    coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
+    scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
+    locality = 1.0 if scheme.locality is None else scheme.locality
+    rate = torch.zeros(1, 1, 1, dtype=torch.float64) if scheme.decay is None else _rate(scheme.decay)
+    inner = torch.zeros_like(rate) if softmax else rate
+
+    def factor(t: Relative) -> Tensor:
+        return scale * locality ** _length(group, t) * torch.exp(-inner * _length(group, t))
+
+    primitives = [replace(primitive, factor=factor) for primitive in _of_coupling(coupling)]
+    if scheme.bias is not None:
+        _, phi = sides(feature_maps.identity if softmax else scheme.feature_map)
+        primitives += _of_bias(scheme.bias, coupling.features, scale, phi)
+    if softmax and scheme.decay is not None:
+        one = _one(coupling.features)
+        primitives.append(Primitive(group, *one, *one, lambda t: -rate * _length(group, t)))
+    return tuple(_for_heads(primitive, scheme.heads) for primitive in primitives)
+
+
+def _for_heads(primitive: Primitive, heads: int) -> Primitive:
+    sides = {name: getattr(primitive, name) for name in "AaBb"}
+    return replace(primitive, **{name: side.expand(heads, *side.shape[1:]) for name, side in sides.items()})
+
+
+def _rate(decay: Decay) -> Tensor:
+    """Nats a step, ``[h 1 1]``."""
+    rate = decay.initial if decay.log_rate is None else constant(decay.log_rate).exp()
+    return rate[:, None, None]
+
+
+def _content(d: int) -> Side:
+    """q̂ = q."""
+    return _eye(d), torch.zeros(1, d, dtype=torch.float64)
+
+
+def _constant(value: Tensor, d: int) -> Side:
+    """q̂ = a value ``[h d1]``, whatever q is."""
+    return value.new_zeros(*value.shape, d), value
+
+
+def _one(d: int) -> Side:
+    """q̂ = 1."""
+    return _constant(torch.ones(1, 1, dtype=torch.float64), d)
+
+
+def _eye(d: int) -> Tensor:
+    return torch.eye(d, dtype=torch.float64)[None]
+
+
+def _rows(group: Group, x: Tensor) -> list[Any]:
+    """Positions ``[t c]`` one by one: numbers, words of branches from the root, or tuples of these."""
+    match group:
+        case Line() | Ring():
+            return x[:, 0].tolist()
+        case Tree():
+            nodes = x.tolist()
+            return [_word(nodes, row) for row in range(len(nodes))]
+        case Product():
+            return list(zip(*(_rows(part, a) for part, a in zip(group.parts, group.split(x), strict=True)), strict=True))
+    raise TypeError(f"group: expected lines, rings, trees or products of them, got {type(group).__name__}")
+
+
+def _word(nodes: list[list[int]], row: int) -> tuple[int, ...]:
+    word = []
+    while nodes[row][0] >= 0:
+        row, branch = nodes[row]
+        word.append(branch)
+    return tuple(reversed(word))
+
+
+def _between(group: Group, a: Any, b: Any) -> Relative:
+    """a^-1 b; in a tree the way from a up to the nearest common ancestor, then down to b."""
+    match group:
+        case Ring():
+            return (b - a) % group.period
+        case Tree():
+            common = 0
+            while common < min(len(a), len(b)) and a[common] == b[common]:
+                common += 1
+            return (*((branch, -1) for branch in reversed(a[common:])), *((branch, 1) for branch in b[common:]))
+        case Product():
+            return tuple(_between(*each) for each in zip(group.parts, a, b, strict=True))
+    return b - a
+
+
+def _length(group: Group, t: Relative) -> float:
+    """Steps of a relative position: the distance of its ends."""
+    match group:
+        case Ring():
+            return min(t, group.period - t)
+        case Tree():
+            return len(t)
+        case Product():
+            return sum(_length(part, a) for part, a in zip(group.parts, t, strict=True))
+    return abs(t)
+
+
+def _numbers(t: Relative) -> tuple[float, ...]:
+    return t if isinstance(t, tuple) else (t,)
+
+
+def _of_coupling(coupling: Coupling) -> list[Primitive]:
+    """Of <query(x) q, key(y) k>."""
+    group, d = coupling.group, coupling.features
+    content, one = _content(d), _one(d)
+    match coupling:
+        case Encoding():
+            return [Primitive(group, *content, *content, _of_encoding(coupling))]
+        case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair turns and shrinks
+            complex_frequency = _skew(coupling.frequency[0]) - torch.diag(coupling.log_scale)
+            return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
+        case couplings.Constrained():
+            nothing, outside = torch.zeros(1, 1, 1, dtype=torch.float64), coupling.outside
+            added = Primitive(group, *one, *one, _cosines(coupling), outside=outside, classes=(nothing, nothing))
+            return [Primitive(group, *content, *content, lambda t: _eye(d)), added]
+        case couplings.TransformerXL():
+            return _of_transformer_xl(coupling)
+        case couplings.SineSPE() | couplings.ConvSPE():
+            correlation = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
+            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(correlation(t)))]
+        case couplings.Absolute():
+            raise ValueError(
+                f"scheme: expected scores of relative positions, got an absolute encoding of the {coupling.side}'s side "
+                "alone, whose scores are a function of that position, not of x^-1 y (LRPE, Eq. 6)"
+            )
+    raise TypeError(f"coupling: expected one of isopos.encodings or isopos.couplings, got {type(coupling).__name__}")
+
+
+def _of_encoding(encoding: Coupling) -> Kernel:
+    """W(t) = rho(1)^H rho(t), ``[h d d]``."""
+    d = encoding.features
+    match encoding:
+        case encodings.Identity():
+            return lambda t: _eye(d)
+        case encodings.Rotary():
+            frequency = constant(encoding.held)  # [h c f]
+            if encoding.lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
+                return lambda t: torch.diag_embed(_angles(t, frequency).cos())
+            return lambda t: _exp(_skew(_angles(t, frequency)))
+        case encodings.Permutation():
+            maps = _permutation_matrices(encoding)
+            return lambda t: _product(_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t)))
+        case encodings.Exponential():
+            generator = constant(encoding.held)
+            return lambda t: _exp(t * (generator - generator.mT))
+        case encodings.TreePath():
+            generator = constant(encoding.held)  # [h b d d]
+            step = _exp(generator - generator.mT)
+            return lambda t: _product((_eye(d), *(_power(step[:, branch], sign) for branch, sign in t)))
+        case encodings.InBasis():  # (LRPE, Eq. 22-24)
+            inner, P = _of_encoding(encoding.encoding), _of_basis(encoding.basis)
+            return lambda t: P.mT @ inner(t) @ P
+        case encodings.DirectSum():
+            parts = [_of_encoding(part) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
+            return lambda t: _blocks([part(t if encoding.shared else t[n]) for n, part in enumerate(parts)])
+        case encodings.Partial():
+            inner, rest = _of_encoding(encoding.encoding), encoding.rest
+            return lambda t: _blocks([inner(t), _eye(rest)])
+    raise TypeError(f"encoding: expected one of isopos.encodings, got {type(encoding).__name__}")
+
+
+def _angles(t: Relative, frequency: Tensor) -> Tensor:
+    """Radians, the sum over coordinates of steps times frequencies ``[h c f]``: ``[h f]``."""
+    return (torch.tensor(_numbers(t), dtype=torch.float64)[:, None] * frequency).sum(-2)
+
+
+def _skew(angle: Tensor) -> Tensor:
+    """Blocks [[0, -a], [a, 0]] of angles ``[h f]``: ``[h 2f 2f]``, whose exponential turns pairs (RoFormer, Eq. 14-15)."""
+    lower = torch.diag_embed(torch.stack((angle, torch.zeros_like(angle)), -1).flatten(-2)[..., :-1], offset=-1)
+    return lower - lower.mT
+
+
+def _exp(generator: Tensor) -> Tensor:
+    """exp of ``[... d d]``: the series of a small fraction, to the power that makes it whole.
+
+    `torch.linalg.matrix_exp` of one matrix, not a batch, has errors up to 3e-10 in float64 (at norms just below 0.05).
+    """
+    squarings = max(0, math.ceil(math.log2(1 + generator.abs().sum(-1).max().item())))
+    total = term = torch.eye(generator.shape[-1], dtype=torch.float64).expand(generator.shape)
+    for n in range(1, 25):
+        term = term @ generator / 2**squarings / n
+        total = total + term
+    return torch.linalg.matrix_power(total, 2**squarings)
+
+
+def _permutation_matrices(encoding: encodings.Permutation) -> Tensor:
+    """Of (M v)_i = v_{pi(i)} for each head and axis, ``[h c d d]``: pi(i) comes after i in its cycle."""
+    _, axes, heads, d = encoding.table.shape
+    matrices = torch.zeros(heads, axes, d, d, dtype=torch.float64)
+    for c in range(axes):
+        for h in range(heads):
+            row, first, rank, length = encoding.table[:, c, h].tolist()
+            for i in range(d):
+                matrices[h, c, i, row[first[i] + (rank[i] + 1) % length[i]]] = 1
+    return matrices
+
+
+def _power(orthogonal: Tensor, n: float) -> Tensor:
+    return torch.linalg.matrix_power(orthogonal if n >= 0 else orthogonal.mT, abs(int(n)))
+
+
+def _product(matrices: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.matmul, matrices)
+
+
+def _blocks(parts: Sequence[Tensor]) -> Tensor:
+    """Blocks ``[h d_n d_n]`` along the diagonal, head by head."""
+    heads = max(map(len, parts))
+    return torch.stack([torch.block_diag(*(part.expand(heads, -1, -1)[h] for part in parts)) for h in range(heads)])
+
+
+def _of_basis(basis: bases.Basis) -> Tensor:
+    """P, ``[h d d]``."""
+    d = basis.features
+    match basis:
+        case bases.Householder():  # (LRPE, Appendix D.1)
+            v = constant(basis.held)
+            return _eye(d) - 2 * v[:, :, None] * v[:, None, :] / v.square().sum(-1)[:, None, None]
+        case bases.Orthogonal():
+            generator = constant(basis.held)
+            return _exp(generator - generator.mT)
+        case bases.OddEven():  # row 2k is e_k, row 2k + 1 is e_{ceil(d/2) + k} (LRPE, Eq. 74, zero-based)
+            return _eye(d)[:, [i // 2 if i % 2 == 0 else math.ceil(d / 2) + i // 2 for i in range(d)]]
+        case bases.Fourier():  # the unitary transform's rows k = 0, d/2, 1, 2, ...: cosines, then sines of the latter
+            cos, sin = _fourier(d).real, -_fourier(d).imag
+            pairs = [2**0.5 * wave[k] for k in range(1, (d + 1) // 2) for wave in (cos, sin)]
+            return torch.stack([cos[0], *([cos[d // 2]] if d % 2 == 0 else []), *pairs])[None]
+        case bases.ComplexFourier():
+            F = _fourier(d // 2)
+            turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)  # i, on pairs
+            return (torch.kron(F.real, _eye(2)[0]) + torch.kron(F.imag, turn))[None]
+        case bases.Pairs():
+            return torch.stack([torch.kron(P, _eye(2)[0]) for P in _of_basis(basis.basis)])
+    raise TypeError(f"basis: expected one of isopos.bases, got {type(basis).__name__}")
+
+
+def _fourier(n: int) -> Tensor:
+    """The unitary discrete Fourier transform, complex ``[n n]``: powers of its first row after the constant one."""
+    root = torch.exp(-2j * math.pi / n * torch.arange(n, dtype=torch.float64))
+    return torch.stack([root**k for k in range(n)]) / n**0.5
+
+
+def _cosines(coupling: couplings.Constrained) -> Kernel:
+    """Horn's relative term: sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)), over the axes."""
+    a, b = constant(coupling.held).unbind(-1)
+
+    def term(t: Relative) -> Tensor:
+        angle = -_angles(t, coupling.frequency)  # of x - y; a frequency is zero where the sinusoid is another axis'
+        return (a * torch.cos(angle) + b * torch.sin(angle)).sum(-1)[:, None, None]
+
+    return term
+
+
+def _of_transformer_xl(coupling: couplings.TransformerXL) -> list[Primitive]:
+    """q^T k + q^T U^T p + u^T k + v^T U^T p with sinusoids p of the offset and a projection U (RoFormer, Eq. 7)."""
+    group, d, U = coupling.group, coupling.features, constant(coupling.held)  # [h width d]
+    u, v = (constant(held.held)[:, 0] for held in (coupling.content, coupling.location))
+    content, one, projected = _content(d), _one(d), torch.einsum("hwd,hd->hw", U, v)
+
+    def sinusoids(t: Relative) -> Tensor:
+        angle = _angles(t, coupling.frequency)
+        return torch.stack((angle.cos(), angle.sin()), -1).reshape(1, -1, 1)
+
+    return [
+        Primitive(group, *content, *content, lambda t: _eye(d)),
+        Primitive(group, U, torch.zeros_like(projected), *one, sinusoids),
+        Primitive(group, *_constant(u, d), *content, lambda t: _eye(d)),
+        Primitive(group, *_constant(projected, d), *one, sinusoids),
+    ]
+
+
+def _waves(coupling: couplings.SineSPE) -> Kernel:
+    """P_d(x - y) = sum_k gain_dk^2 cos(w_dk (x - y) + phase_dk) of each feature, ``[h d]``."""
+    frequency, gain, phase = (constant(held) for held in (coupling.held, coupling.gain.held, coupling.phase.held))
+    return lambda t: (gain.square() * torch.cos(phase - frequency * t)).sum(-1)
+
+
+def _filters(coupling: couplings.ConvSPE) -> Kernel:
+    """sum_p f_d(p) g_d(p + t) of the filters f of queries and g of keys, which meet in the noise at x - p = y - (p + t)."""
+    query, key = constant(coupling.held).unbind(2)  # [h d p]
+    reach = coupling.reach
+
+    def correlation(t: Relative) -> Tensor:
+        meeting = [query[..., p] * key[..., p + t] for p in range(reach) if 0 <= p + t < reach]
+        return sum(meeting, torch.zeros_like(query[..., 0]))
+
+    return correlation
+
+
+def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: FeatureMap) -> list[Primitive]:
+    """Of terms of scores; rows of tables are scaled as content is, numbers are not."""
+    group, content, one = bias.group, _content(d), _one(d)
+    match bias:
+        case biases.T5():
+            weight = constant(bias.held)  # [h n]
+            return [Primitive(group, *one, *one, lambda t: weight[:, _t5_bucket(bias, t), None, None])]
+        case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
+            keys, queries = (scale * constant(rows.held) for rows in (bias.keys, bias.queries))
+            to_position = Primitive(group, *content, *one, lambda t: keys[:, _deberta_row(bias, -t), :, None])
+            return [to_position, Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, t), None, :])]
+        case biases.Shaw():  # (LRPE, Eq. 33 and 34)
+            rows = scale * constant(bias.keys.held)
+            return [Primitive(group, *content, *one, lambda t: rows[:, _clipped(bias.reach, t), :, None])]
+        case biases.ClippedKeys():
+            rows = scale * phi(constant(bias.held))
+            last = (2 * bias.reach + 1) ** group.columns
+            classes = tuple(rows[:, n, :, None] for n in range(last, rows.shape[1]))
+            kernel: Kernel = lambda t: rows[:, _clipped(bias.reach, t), :, None]  # noqa: E731
+            return [Primitive(group, *content, *one, kernel, outside=bias.outside, classes=classes)]
+    raise TypeError(f"bias: expected one of isopos.biases, got {type(bias).__name__}")
+
+
+def _t5_bucket(bias: biases.T5, t: int) -> int:
+    """Raffel et al.: the number of buckets that begin at or below the distance, after those of the other direction."""
+    if bias.bidirectional:
+        return _begun(bias.starts, abs(t)) + (bias.held.shape[-1] // 2 if t > 0 else 0)
+    return _begun(bias.starts, max(-t, 0))
+
+
+def _deberta_row(bias: biases.DeBERTa, t: int) -> int:
+    """k + t for t steps, clipped to 0, ..., 2k - 1; far steps are shortened (LRPE, Eq. 31, with c = k)."""
+    steps = _begun(bias.starts, abs(t))
+    return min(max(bias.buckets + (steps if t > 0 else -steps), 0), 2 * bias.buckets - 1)
+
+
+def _begun(starts: Tensor, distance: int) -> int:
+    return sum(start <= distance for start in starts.tolist())
+
+
+def _clipped(reach: int, t: Relative) -> int:
+    """The number with the digits clip(t_c) + R on each axis, in base 2R + 1 (LRPE, Eq. 33); real offsets are rounded."""
+    row = 0
+    for steps in _numbers(t):
+        row = (2 * reach + 1) * row + max(-reach, min(reach, math.floor(steps + 0.5))) + reach
+    return row

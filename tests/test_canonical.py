@@ -1,0 +1,390 @@
+"""The canonical form: a second derivation of every scheme, from its parameters alone, gives the scores of attention."""
+
+import math
+
+import pytest
+import torch
+from cases import ENCODINGS, HEAD_DIM, HEADS, SCHEMES, close, ids, inputs, is_grid, perturb, scheme_case, shifted, with_kinds
+
+from isopos import bases, biases, couplings, encodings, schemes
+from isopos.canonical import canonical, score
+from isopos.decays import Decay
+from isopos.feature_maps import sides
+from isopos.functional import linear_attention, softmax_attention
+from isopos.isometries import Identity
+from isopos.positions import Line, Ring, Tree, grid, sequence, tree
+
+ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute")
+RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
+EXACT = [case for case in RELATIVE if not case.inside]
+ROUNDINGS = 1e5  # powers and exponentials of a generator, to hundreds of steps
+every = with_kinds(EXACT)
+
+
+def made(case, kind=None, **more):
+    """A scheme with its parameters off their initial values, in float64."""
+    options = more if kind is None else {"attention": kind} | more
+    return perturb(case.build(**options))
+
+
+def weights(scheme, q, k, x, y=None):
+    """Each query's weights ``[1 h t s]``: outputs where each key has a value of its own; undivided in linear attention."""
+    v = torch.eye(k.shape[-2], dtype=torch.float64).expand(1, scheme.heads, -1, -1)
+    at = scheme.at(x, y, dtype=torch.float64)
+    if scheme.attention == "linear":
+        return linear_attention(q, k, v, **at | {"denominator": None})
+    terms = tuple(term for term in at.pop("terms", ()) if term.side != "value")  # rows of values are no part of scores
+    return softmax_attention(q, k, v, terms=terms, **at)
+
+
+def expected(scheme, q, k, x, y):
+    """The same weights by the canonical form."""
+    if scheme.attention == "linear" and not scheme.inside:
+        phi_q, phi_k = sides(scheme.feature_map)
+        q, k = phi_q(q), phi_k(k)
+    total = score(canonical(scheme), q, k, x, y)
+    return total if scheme.attention == "linear" else total.softmax(-1)
+
+
+def content(scheme, t, s=None):
+    """Random queries and keys."""
+    return inputs(1, t=t, s=s, d=scheme.encoding.features, heads=scheme.heads)[:2]
+
+
+def same(scheme, x, y=None):
+    q, k = content(scheme, len(x), None if y is None else len(y))
+    close(weights(scheme, q, k, x, y), expected(scheme, q, k, x, x if y is None else y), roundings=ROUNDINGS)
+
+
+def test_the_table_has_every_scheme():
+    assert {case.name for case in RELATIVE} | set(ABSOLUTE) == set(schemes.REGISTRY)
+
+
+@every
+def test_primitives_sum_to_the_scores(case, kind):
+    same(made(case, kind), case.positions(t=9))
+
+
+@every
+def test_primitives_sum_to_the_scores_of_other_keys(case, kind):
+    scheme = made(case, kind)
+    y = case.positions(t=9)
+    if (
+        scheme.decay is not None
+    ):  # between their neighbours: linear attention takes the order of tokens for that of positions
+        y = 3 * sequence(9)
+        same(scheme, y + 1, y)
+    elif is_grid(scheme.group) or scheme.group.columns == 1:
+        same(scheme, y[3:] + 1, y)
+    else:
+        same(scheme, case.positions(t=6), y)
+
+
+def test_decays_of_keys_elsewhere_shrink_with_distance_or_are_refused():
+    same(scheme_case("alibi").build(attention="softmax"), sequence(4), sequence(4) + 5)
+    with pytest.raises(ValueError, match="queries between the keys"):
+        same(scheme_case("alibi").build(), sequence(4), sequence(4) + 5)
+
+
+@every
+def test_primitives_sum_to_the_scores_at_random_positions(case, kind):
+    scheme = made(case, kind)
+    x = scheme.group.random(8)
+    same(scheme, x.sort(0).values if isinstance(scheme.group, Line) else x)
+
+
+OPTIONS = {
+    "rope-partial-half": ("rope", {"rotary_dim": 4, "layout": "half", "learned": True}),
+    "orthogonal-mixed-fourier": ("lrpe-orthogonal", {"basis": "fourier", "identity": 4, "learned": True}),
+    "orthogonal-mixed-odd": ("lrpe-orthogonal", {"basis": "fourier", "identity": 3, "head_dim": 9}),
+    "unitary-odd-even-odd": ("lrpe-unitary", {"basis": "odd-even", "head_dim": 7, "learned": True}),
+    "unitary-complex-theta-c": ("lrpe-unitary", {"complex": True, "basis": "fourier", "theta": "c", "length": 20}),
+    "unitary-decay": ("lrpe-unitary", {"decay": "alibi", "complex": True}),
+    "permutation-favor": ("lrpe-permutation", {"feature_map": "favor", "decay": "retnet"}),
+    "width-orthogonal": ("permuteformer", {"width": 2, "matrix": "orthogonal", "attention": "softmax"}),
+    "xpos-decay": ("xpos", {"length": 50.0, "decay": "retnet"}),
+    "sequence-locality-decay": ("ape-sequence", {"attention": "softmax", "locality": 0.9, "decay": "retnet"}),
+    "ring-locality": ("ape-ring", {"attention": "softmax", "period": 5, "locality": 0.7}),
+    "tree-locality": ("ape-tree", {"attention": "softmax", "branches": 3, "locality": 0.7, "initial": "identity"}),
+    "product-locality": ("ape-product", {"attention": "softmax", "parts": "tree3+ring5+grid2", "locality": 0.8}),
+    "constrained-outside-decay": ("horn-constrained", {"outside": 2, "decay": "permuteformer"}),
+    "constrained-outside-grid": ("horn-constrained", {"outside": 2, "axes": 2, "attention": "softmax"}),
+    "constrained-inside": ("horn-constrained", {"inside": True, "feature_map": "identity", "decay": "alibi"}),
+    "clipped-outside-grid": ("horn-clipped", {"outside": 2, "axes": 2, "reach": 1, "feature_map": "relu2"}),
+    "clipped-favor": ("horn-clipped", {"outside": 1, "reach": 3, "feature_map": "favor"}),
+    "clipped-softmax": ("horn-clipped", {"outside": 2, "reach": 2, "attention": "softmax", "decay": "alibi"}),
+    "t5-decay": ("t5", {"buckets": 10, "max_distance": 30, "decay": "alibi"}),
+    "deberta-near": ("deberta", {"buckets": 6, "max_distance": 9}),
+    "shaw-one": ("shaw", {"reach": 1, "decay": "retnet"}),
+    "transformer-xl-odd": ("transformer-xl", {"head_dim": 5, "model_dim": 4, "decay": "alibi"}),
+}
+
+
+@pytest.mark.parametrize("id", OPTIONS)
+def test_primitives_sum_to_the_scores_of_options_together(id):
+    name, options = OPTIONS[id]
+    scheme = perturb(schemes.REGISTRY[name](**{"head_dim": HEAD_DIM, "heads": HEADS} | options))
+    near = sequence(9) - 4 if isinstance(scheme.group, Line) else scheme.group.random(9)
+    same(scheme, grid(3, 3) * 2 - 3 if scheme.group.columns == 2 and is_grid(scheme.group) else near)
+
+
+@pytest.mark.parametrize("id", ["rope-learned", "transformer-xl", "horn-constrained", "horn-clipped-reach", "ape-sequence"])
+def test_real_positions(id):
+    scheme = made(scheme_case(id))
+    same(scheme, torch.tensor([[-2.5], [-1.0], [0.25], [0.5], [1.5], [4.75]]), torch.arange(-3, 4).double()[:, None] / 2)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_own_scale_and_decay(heads):
+    decay = Decay(torch.tensor([0.1, 0.3][:heads]), learned=True)
+    scheme = schemes.Scheme(
+        encodings.Identity(HEAD_DIM), HEADS, attention="softmax", scale=0.7, decay=decay, bias=biases.Shaw(HEAD_DIM, reach=2)
+    )
+    same(perturb(scheme), sequence(9))
+
+
+# Encodings alone, with every basis: Eq. 9 and what the paper says of W.
+
+
+def plain(case):
+    """A scheme that leaves queries and keys to the encoding."""
+    return schemes.Scheme(perturb(case.make()), HEADS, feature_map="identity", denominator="none")
+
+
+def kernel(scheme, x, y):
+    (primitive,) = canonical(scheme)
+    return primitive.matrix(x, y)
+
+
+@pytest.mark.parametrize("case", ENCODINGS, ids=ids)
+def test_the_kernel_of_an_encoding(case):
+    scheme = plain(case)
+    x = scheme.group.random(6)
+    same(scheme, x)
+    if not any(isinstance(part, Tree) for part in getattr(scheme.group, "parts", (scheme.group,))):
+        same(scheme, x, scheme.group.random(4))
+
+
+@pytest.mark.parametrize("case", ENCODINGS, ids=ids)
+def test_kernels_are_representations(case):
+    scheme, unit = plain(case), torch.eye(HEAD_DIM, dtype=torch.float64)
+    x = scheme.group.random(6)
+    W = kernel(scheme, x, x)
+    assert W.shape == (HEADS, 6, 6, HEAD_DIM, HEAD_DIM)
+    close(W.diagonal(dim1=1, dim2=2).movedim(-1, 1), unit.expand(HEADS, 6, -1, -1))  # W(1) = I
+    close(W.transpose(1, 2).mT, W, roundings=ROUNDINGS)  # W(t)^H = W(t^-1)
+    if "lift" not in case.id:  # the real part of a representation is none
+        close(torch.einsum("hsij,hstjk->hstik", W[:, 0], W), W[:, :1].expand_as(W), roundings=ROUNDINGS)
+        close(W.mT @ W, unit.expand_as(W), roundings=ROUNDINGS)
+
+
+@pytest.mark.parametrize("case", EXACT, ids=ids)
+def test_matrices_see_relative_positions_only(case):
+    scheme = made(case)
+    x = case.positions(t=8)
+    moved = shifted(scheme.group, x)[0]
+    for primitive in canonical(scheme):
+        assert primitive.relative(x, x) == [row[-8:] for row in primitive.relative(moved, moved)[-8:]]
+        if not primitive.outside:
+            close(primitive.matrix(moved, moved)[:, -8:, -8:], primitive.matrix(x, x), roundings=ROUNDINGS)
+
+
+def test_relative_positions():
+    def relative(group, x, y):
+        (primitive,) = canonical(schemes.Scheme(encodings.Identity(2, group), 1))
+        return primitive.relative(x, y)
+
+    assert relative(Line(), torch.tensor([[5]]), torch.tensor([[3], [9]])) == [[-2, 4]]
+    assert relative(Ring(7), torch.tensor([[5]]), torch.tensor([[3], [9]])) == [[5, 4]]
+    nodes = tree([[["d", "f"]], "e"])  # words (), 0, 00, 000, 001, 1
+    assert relative(Tree(2), nodes[:5], nodes)[3] == [
+        ((0, -1), (0, -1), (0, -1)),
+        ((0, -1), (0, -1)),
+        ((0, -1),),
+        (),
+        ((0, -1), (1, 1)),
+        ((0, -1), (0, -1), (0, -1), (1, 1)),
+    ]
+
+
+# What each scheme's primitives are.
+
+COUNTS = {"horn-constrained": 2, "horn-clipped": 2, "shaw": 2, "t5": 2, "deberta": 3, "transformer-xl": 4}
+
+
+@with_kinds(RELATIVE)
+def test_primitives(case, kind):
+    scheme = made(case, kind)
+    primitives = canonical(scheme)
+    assert len(primitives) == COUNTS.get(case.name, 1) + (scheme.decay is not None and kind == "softmax")
+    d, x = scheme.encoding.features, case.positions(t=4)
+    for primitive in primitives:
+        (h, d1, d), (_, d2, _) = primitive.A.shape, primitive.B.shape
+        assert (h, d) == (HEADS, scheme.encoding.features)
+        assert primitive.a.shape == (h, d1)
+        assert primitive.b.shape == (h, d2)
+        matrix = primitive.matrix(x, x[:3] if is_grid(scheme.group) else x)
+        assert matrix.shape[:2] + matrix.shape[3:] == (h, 4, d1, d2)
+        assert {a.dtype for a in (primitive.A, primitive.a, primitive.B, primitive.b, matrix)} == {torch.float64}
+        assert not matrix.requires_grad
+
+
+def test_constant_primitives_have_no_content():
+    content, bias, decay = canonical(perturb(schemes.REGISTRY["t5"](HEAD_DIM, HEADS, decay="alibi")))
+    assert torch.equal(content.A[0], torch.eye(HEAD_DIM, dtype=torch.float64))
+    for primitive in (bias, decay):
+        assert not primitive.A.any()
+        assert not primitive.B.any()
+        assert primitive.a.eq(1).all()
+        assert primitive.b.eq(1).all()
+
+
+def test_permutations_are_those_given():
+    permutation = torch.stack([torch.randperm(HEAD_DIM) for _ in range(HEADS)])
+    W = kernel(schemes.Scheme(encodings.Permutation(permutation), HEADS), sequence(1), sequence(1) + 1)[:, 0, 0]
+    v = torch.randn(HEADS, HEAD_DIM, dtype=torch.float64)
+    close((W @ v[..., None])[..., 0], v.gather(-1, permutation))
+
+
+@pytest.mark.parametrize(("buckets", "far", "both"), [(32, 128, True), (32, 128, False), (8, 20, True), (10, 33, False)])
+def test_t5_buckets_are_the_papers(buckets, far, both):
+    scheme = perturb(schemes.REGISTRY["t5"](HEAD_DIM, HEADS, buckets=buckets, max_distance=far, bidirectional=both))
+    count = buckets // 2 if both else buckets
+    y = torch.arange(-2 * far, 2 * far + 1)
+    found = canonical(scheme)[1].matrix(sequence(1), y[:, None])[:, 0, :, 0, 0]
+    rows = []
+    for t in y.tolist():
+        distance, exact = abs(t) if both else max(-t, 0), count // 2
+        if distance >= exact:
+            log = math.log(distance / exact) / math.log(far / exact)
+            distance = min(count - 1, exact + math.floor((count - exact) * log + 1e-9))
+        rows.append(distance + (count if both and t > 0 else 0))
+    close(found, scheme.bias.weight.detach()[:, rows])
+
+
+@pytest.mark.parametrize(("buckets", "far"), [(256, 512), (8, 20), (6, None)])
+def test_deberta_rows_are_the_papers(buckets, far):
+    scheme = perturb(schemes.REGISTRY["deberta"](HEAD_DIM, HEADS, buckets=buckets, max_distance=far))
+    y = torch.arange(-600, 601)
+    rows = []
+    for (
+        t
+    ) in y.tolist():  # delta(i, j) = i - j + k, clipped to 0, ..., 2 k - 1 (He et al., Eq. 3); version 2 shortens far steps
+        steps, near = abs(t), buckets // 2
+        if far is not None and steps > near:
+            log = math.log(steps / near) / math.log((far - 1) / near)
+            steps = math.ceil(log * (near - 1) - 1e-9) + near
+        rows.append(min(max(buckets - steps * (t > 0) + steps * (t < 0), 0), 2 * buckets - 1))
+    _, to_position, to_content = canonical(scheme)
+    scale = (3 * HEAD_DIM) ** -0.5
+    close(to_position.matrix(sequence(1), y[:, None])[:, 0, :, :, 0], scale * scheme.bias.keys.held.detach()[:, rows])
+    close(to_content.matrix(y[:, None], sequence(1))[:, :, 0, 0], scale * scheme.bias.queries.held.detach()[:, rows])
+
+
+# Stochastic encodings: with noise whose products are exactly what they are in expectation, one draw is the expectation.
+
+
+def orthogonal_noise(rows, realizations):
+    """Noise ``[rows realizations]`` of which any two rows have the product that independent normal ones have in the mean."""
+    return realizations**0.5 * torch.linalg.qr(torch.randn(realizations, rows, dtype=torch.float64)).Q.mT
+
+
+@pytest.mark.parametrize("options", [{"attention": "softmax"}, {"feature_map": "identity", "decay": "alibi"}])
+def test_sine_spe_in_expectation(options):
+    scheme = perturb(schemes.REGISTRY["spe-sine"](HEAD_DIM, HEADS, sines=3, realizations=64, **options))
+    scheme.encoding.noise = orthogonal_noise(HEAD_DIM * 3 * 2, 64).view(HEAD_DIM, 3, 2, 64)
+    same(scheme, sequence(9))
+
+
+@pytest.mark.parametrize("options", [{"attention": "softmax"}, {"feature_map": "identity", "decay": "alibi"}])
+def test_conv_spe_in_expectation(monkeypatch, options):
+    scheme = perturb(schemes.REGISTRY["spe-conv"](HEAD_DIM, HEADS, reach=3, realizations=128, **options))
+    noise = orthogonal_noise(12 * HEAD_DIM, 128).view(12, HEAD_DIM, 128).mT.flatten(1)  # of lags -3 to 8
+    monkeypatch.setattr(couplings, "gaussian", lambda position, width, seed: noise[position + 3])
+    same(scheme, sequence(9))
+
+
+def test_one_draw_of_spe_is_not_its_expectation():
+    scheme, (q, k) = made(scheme_case("spe-sine"), "softmax"), inputs(1, t=9)[:2]
+    assert not torch.allclose(
+        weights(scheme, q, k, sequence(9)), expected(scheme, q, k, sequence(9), sequence(9)), atol=0.01
+    )
+
+
+def test_a_coupling_ahead_of_phi_has_the_products_that_phi_takes():
+    q, k = inputs(1, t=9)[:2]
+    elu, identity = (
+        schemes.REGISTRY["horn-constrained"](HEAD_DIM, HEADS, inside=True, feature_map=phi) for phi in ("elu+1", "identity")
+    )
+    close(*(score(canonical(scheme), q, k, sequence(9), sequence(9)) for scheme in (elu, identity)))
+
+
+# What has none, and what it does not call.
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_absolute_schemes_have_no_canonical_form(name):
+    with pytest.raises(ValueError, match=r"no function of x\^-1 y|not of x\^-1 y"):
+        canonical(schemes.REGISTRY[name](HEAD_DIM, HEADS))
+
+
+class OwnEncoding(encodings.Encoding):
+    def __init__(self):
+        super().__init__()
+        self.group, self.features, self.out_features = Line(), HEAD_DIM, HEAD_DIM
+
+    def forward(self, x, dtype=torch.float32):
+        return Identity()
+
+
+class OwnBasis(bases.Basis):
+    features = HEAD_DIM
+
+    def forward(self, device=None, dtype=torch.float32):
+        return Identity()
+
+
+class OwnBias(biases.RelativeBias):
+    group = Line()
+
+    def forward(self, x, y, dtype=torch.float32):
+        return ()
+
+
+def test_unknown_parts_are_named():
+    rotary = encodings.Rotary(torch.ones(1, 1, HEAD_DIM // 2))
+    for part, scheme in {
+        OwnEncoding: schemes.Scheme(encodings.Partial(OwnEncoding(), HEAD_DIM + 1), HEADS),
+        OwnBasis: schemes.Scheme(encodings.InBasis(rotary, OwnBasis()), HEADS),
+        OwnBias: schemes.Scheme(rotary, HEADS, attention="softmax", bias=OwnBias()),
+    }.items():
+        with pytest.raises(TypeError, match=part.__name__):
+            canonical(scheme)
+
+
+def test_positions_are_those_of_one_sample():
+    (primitive,) = canonical(schemes.REGISTRY["rope"](HEAD_DIM, HEADS))
+    with pytest.raises(ValueError, match=r"\[t c\]"):
+        primitive.matrix(sequence(3)[None], sequence(3))
+    with pytest.raises(ValueError, match="positions"):
+        primitive.matrix(sequence(3), sequence(3).expand(3, 2))
+
+
+@with_kinds(RELATIVE)
+def test_no_operation_of_the_scheme_is_called(monkeypatch, case, kind):
+    scheme, x = made(case, kind), case.positions(t=4)
+    q, k = content(scheme, 4)
+    before = score(canonical(scheme), q, k, x, x)
+
+    def called(*_, **__):
+        raise AssertionError("an operation was called")
+
+    for module in scheme.modules():
+        for name in {"forward", "query", "key", "bucket", "frequency"} & set(dir(type(module))):
+            if module is not scheme.favor:
+                monkeypatch.setattr(type(module), name, called)
+    primitives = canonical(scheme)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.zero_()  # a snapshot was taken
+    close(score(primitives, q, k, x, x), before, roundings=0)
