@@ -17,10 +17,11 @@ run: .venv/.installed-run       ## compare encodings: isopos compare ARGS
 	@$(BIN)/isopos compare $(ARGS)
 
 test: .venv/.installed-dev      ## the tests without the slow ones, on two processes
-	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not oracles" $(ARGS)
 
-test-all: .venv/.installed-dev  ## the slow tests
+test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
 	@$(BIN)/pytest -m slow $(ARGS)
+	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py
 
 lint: .venv/.installed-dev      ## check style, format and types
 	@$(BIN)/ruff check
@@ -35,13 +36,14 @@ clean:     ## remove .venv, caches and build files; runs/ stays
 	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find isopos tests -name __pycache__ -prune -exec rm -rf {} +
 
-# A stamp is written last, so an interrupted installation leaves none. The dev installation includes the other.
+# A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
 .venv/.installed-dev: EXTRA := [dev]
-.venv/.installed-run .venv/.installed-dev: pyproject.toml constraints.txt $(BIN)/python
+.venv/.installed-peers: EXTRA := [dev,peers]
+.venv/.installed-run .venv/.installed-dev .venv/.installed-peers: pyproject.toml constraints.txt $(BIN)/python
 	@$(PIP) --version >/dev/null 2>&1 || { $(NEW_VENV); }
 	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
 	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".$(EXTRA)"
-	@touch .venv/.installed-run $@
+	@touch .venv/.installed-run $(if $(EXTRA),.venv/.installed-dev) $@
 
 # Absent, or a link to a Python that is gone: the stamps above are stale.
 $(BIN)/python: ;

@@ -1,0 +1,234 @@
+"""Agreement with independent implementations from PyPI (extra `peers`), and accuracy beside theirs.
+
+Peers are imported inside the tests: a whole model of theirs takes seconds.
+"""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from cases import close
+
+import isopos
+from isopos.biases import T5, DeBERTa
+from isopos.decays import alibi_rates
+from isopos.feature_maps import Favor
+from isopos.lab import accuracy
+
+pytestmark = [
+    pytest.mark.oracles,
+    # what the peers' own modules do when they are imported
+    pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning:performer_pytorch"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
+OFFSETS = torch.arange(-2000, 2001)  # key position minus query position
+DRAWS = 4000
+ALL_PEERS = pytest.mark.parametrize("name", accuracy.PEERS)
+HEAD_COUNTS = pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 20])
+
+
+@pytest.fixture
+def peer(name):
+    found = accuracy.PEERS[name]
+    module(found.package.replace("-", "_"))
+    return found
+
+
+def module(name):
+    """A peer's module. Its package may be absent, which skips the test, but a module that has moved is an error."""
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; pip install isopos[peers]")
+    return importlib.import_module(name)
+
+
+def transformers(model):
+    return module(f"transformers.models.{model}.modeling_{model}")
+
+
+def rope(layout, dtype=torch.float64, start=0):
+    """Ours, at LENGTH positions."""
+    return isopos.rope(HEAD_DIM, HEADS, layout=layout).encoding(isopos.sequence(LENGTH) + start, dtype)
+
+
+def angles(layout):
+    """Of each feature, float64 ``[t d]``, by numpy: the peers' formulas take them or their cosines and sines."""
+    frequency = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    each = np.arange(LENGTH)[:, None] * frequency
+    return torch.from_numpy(np.repeat(each, 2, -1) if layout == "interleaved" else np.tile(each, 2))
+
+
+def llama(x):
+    angle = angles("half")[None]
+    return transformers("llama").apply_rotary_pos_emb(x, x, angle.cos(), angle.sin())[0]
+
+
+def roformer(x):
+    half = angles("interleaved")[:, ::2]
+    table = torch.cat((half.sin(), half.cos()), -1)
+    return transformers("roformer").RoFormerSelfAttention.apply_rotary_position_embeddings(table, x, x)[0]
+
+
+FORMULAS = {
+    "transformers Llama": ("half", llama),
+    "transformers RoFormer": ("interleaved", roformer),
+    "rotary-embedding-torch": (
+        "interleaved",
+        lambda x: module("rotary_embedding_torch").apply_rotary_emb(angles("interleaved"), x),
+    ),
+    "x-transformers": (
+        "interleaved",
+        lambda x: module("x_transformers.x_transformers").apply_rotary_pos_emb(x, angles("interleaved")[None]),
+    ),
+}
+
+
+def queries_and_keys(dtype=torch.float64):
+    return torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_rotations_from_the_same_angles(name):
+    layout, formula = FORMULAS[name]
+    q, k = queries_and_keys()
+    rho = rope(layout)
+    close(rho(q) @ rho(k).mT, formula(q) @ formula(k).mT)
+    if layout == "interleaved":
+        close(rho(q), formula(q))
+
+
+@ALL_PEERS
+@pytest.mark.parametrize("start", [0, 37])
+def test_rotary_modules(peer, start):
+    """Their tables come from float32 angles, which are good enough at short lengths."""
+    q, k = queries_and_keys(torch.float32)
+    rho_q, rho_k = (rope(peer.layout, torch.float32, at) for at in (start, 0))
+    close(rho_q(q) @ rho_k(k).mT, peer.rotate(q, start) @ peer.rotate(k, 0).mT)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_converted_llama_projections(bias):
+    """A checkpoint of the half layout, its rows reordered once, gives the same scores with the interleaved one."""
+    tokens = torch.randn(3, LENGTH, MODEL_DIM, dtype=torch.float64)
+    shapes = [(HEADS * HEAD_DIM, MODEL_DIM), (HEADS * HEAD_DIM,)]
+    projections = [[torch.randn(shape, dtype=torch.float64) for shape in shapes[: 1 + bias]] for _ in "qk"]
+
+    def project(parameters):
+        return torch.nn.functional.linear(tokens, *parameters).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+
+    convert = isopos.attention.convert_layout
+    converted = [[convert(parameter, HEADS, to="interleaved") for parameter in each] for each in projections]
+    q, k = map(llama, map(project, projections))
+    ours_q, ours_k = map(rope("interleaved"), map(project, converted))
+    close(ours_q @ ours_k.mT, q @ k.mT)
+    for before, after in zip(projections, converted, strict=True):
+        assert all(convert(new, HEADS, to="half").equal(old) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (64, 256), (16, 1000)])
+@pytest.mark.parametrize("library", ["transformers", "x-transformers"])
+def test_t5_buckets(library, bidirectional, buckets, max_distance):
+    """Exactly: of these offsets, none falls into another bucket by their float32 logarithm."""
+    if library == "transformers":
+        theirs, options = transformers("t5").T5Attention, {"bidirectional": bidirectional}
+    else:
+        theirs, options = module("x_transformers.x_transformers").RelativePositionBias, {"causal": not bidirectional}
+    expected = theirs._relative_position_bucket(OFFSETS, num_buckets=buckets, max_distance=max_distance, **options)
+    ours = T5(HEADS, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
+    assert ours.bucket(OFFSETS).equal(expected)
+
+
+@pytest.mark.parametrize("buckets", [256, 32])
+def test_deberta_v2_buckets(buckets):
+    """Log buckets of the second version, as rows of a table of twice as many."""
+    tokens = torch.empty(1 + OFFSETS.max(), 0)
+    relative = transformers("deberta_v2").build_relative_position(tokens, tokens, buckets, 512)[0]
+    ours = DeBERTa(HEADS, HEAD_DIM, buckets=buckets, max_distance=512)
+    assert ours.bucket(offsets(len(tokens))).equal((relative + buckets).clamp(0, 2 * buckets - 1))
+
+
+def test_deberta_v1_buckets():
+    """The paper's clipping, Eq. 3."""
+    tokens, buckets = torch.empty(1 + OFFSETS.max(), 0), 512
+    relative = transformers("deberta").build_relative_position(tokens, tokens)[0]
+    ours = DeBERTa(HEADS, HEAD_DIM, buckets=buckets, max_distance=None)
+    assert ours.bucket(offsets(len(tokens))).equal((relative + buckets).clamp(0, 2 * buckets - 1))
+
+
+def offsets(length):
+    """Key position minus query position, int64 ``[t t]``."""
+    place = torch.arange(length)
+    return place - place[:, None]
+
+
+@HEAD_COUNTS
+def test_alibi_of_transformers(heads):
+    """Bloom adds slope * key position, the same as slope * (key - query position) after a softmax."""
+    bias = transformers("bloom").build_alibi_tensor(torch.ones(1, LENGTH, dtype=torch.int64), heads, torch.float32)
+    close(-isopos.alibi(HEAD_DIM, heads).decay(isopos.sequence(LENGTH)), bias[:, 0].double(), dtype=torch.float32)
+
+
+@HEAD_COUNTS
+def test_alibi_of_x_transformers(heads):
+    bias = module("x_transformers.x_transformers").AlibiPositionalBias(heads)(LENGTH, LENGTH)
+    close(-alibi_rates(heads)[:, None, None] * offsets(LENGTH).abs(), bias.double(), dtype=torch.float32)
+
+
+def test_favor_in_expectation():
+    q, k = favor_inputs()
+    assert_estimates_softmax(q, k, [(phi(q) @ phi(k).mT)[0, 0] for phi in (Favor(8, 16, seed=n) for n in range(DRAWS))])
+
+
+def test_favor_of_performer_pytorch_in_expectation():
+    """Its features, without their 1e-4 and with the maxima put back that it subtracts, which differ by draw.
+
+    A QR decomposition fixes the signs of its directions, so its own draws are biased; random signs make them uniform.
+    """
+    performer = module("performer_pytorch.performer_pytorch")
+    q, k = favor_inputs()
+
+    def estimate():
+        w = performer.gaussian_orthogonal_random_matrix(16, 8).double() * torch.randint(2, (16, 1)).mul(2).sub(1)
+        phi_q = performer.softmax_kernel(q, projection_matrix=w, is_query=True, eps=0)
+        phi_k = performer.softmax_kernel(k, projection_matrix=w, is_query=False, eps=0)
+        subtracted = (q @ w.T).amax(-1, keepdim=True) + (k @ w.T).amax()
+        return (phi_q @ phi_k.mT * (subtracted * 8**-0.25).exp())[0, 0]
+
+    assert_estimates_softmax(q, k, [estimate() for _ in range(DRAWS)])
+
+
+def favor_inputs():
+    return 0.5 * torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
+
+
+def assert_estimates_softmax(q, k, draws):
+    """Rows of the mean over draws, normalised, are those of softmax within their standard errors (of a ratio of means)."""
+    draws = torch.stack(draws)
+    total = draws.mean(0).sum(-1, keepdim=True)
+    rows = draws.mean(0) / total
+    error = (draws - rows * draws.sum(-1, keepdim=True)).std(0) / total / len(draws) ** 0.5
+    assert error.max() < 0.005
+    assert ((rows - (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)[0, 0]).abs() < 5 * error).all()
+
+
+@ALL_PEERS
+def test_tables_are_closer_to_float64_than_theirs(peer, name):
+    """At L = 8192 and at 10^6; RoFormer's table is built in float64, too, and rounded to float32, of whatever dtype x is."""
+    ours, theirs = accuracy.errors(), accuracy.errors(peer)
+    for setting, error in theirs.items():
+        if name == "transformers RoFormer" and setting.dtype == torch.float32:
+            assert ours[setting] <= error * (1 + 1e-6)
+        else:
+            assert ours[setting] < error / 1000
+    assert {setting.start for setting in theirs} == ({0} if "RoFormer" in name else {0, 10**6})
+
+
+def test_the_table_of_accuracy_names_every_library():
+    table = accuracy.accuracy()
+    shown = [*table.columns[0].cells, *accuracy.absent()]
+    assert shown.count("isopos") == 1
+    assert {*shown} == {"isopos", *accuracy.PEERS}
+    assert all(name in str(table.caption) for name in accuracy.absent())
