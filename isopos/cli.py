@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -26,11 +26,36 @@ class Check:
     """Head size of a scheme."""
     heads: int = 4
     """Heads of a scheme."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the queries and keys whose precision is measured."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Draw a scheme's relative kernel: a curve for lines and rings, a map for grids, a matrix for trees."""
+
+    scheme: Annotated[str, tyro.conf.Positional]
+    """A scheme with options: rope:decay=retnet."""
+    out: str = ""
+    """A file that ends with .png, .svg or .pdf; by default SCHEME.png in this folder."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
+    head_dim: int = 64
+    """Head size."""
+    heads: int = 8
+    """Heads."""
+    reach: int = 64
+    """Steps of a line to either side."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure rotations and linear attention on this machine."""
+    """Measure on this machine: rotations, growth and memory of linear attention, construction, accuracy beside others."""
+
+    section: Annotated[Literal["all", "rotation", "growth", "memory", "construction", "accuracy"], tyro.conf.Positional] = (
+        "all"
+    )
+    """What to measure."""
 
 
 DESCRIPTION = "Positional encodings as isometries."
@@ -38,6 +63,7 @@ Command = (
     Annotated[Comparison, tyro.conf.subcommand("compare")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Check, tyro.conf.subcommand("check")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
@@ -54,8 +80,10 @@ def main() -> None:
                 sys.exit(_check(command))
             case List():
                 sys.exit(_list())
+            case Show():
+                sys.exit(_show(command))
             case Bench():
-                sys.exit(_bench())
+                sys.exit(_bench(command.section))
     except (ValueError, OSError) as error:
         print(f"isopos: {error}", file=sys.stderr)
         sys.exit(2)
@@ -64,12 +92,16 @@ def main() -> None:
 
 
 def _list() -> int:
+    import shutil
+
     from isopos.catalog import CATALOG
 
     width = max(map(len, CATALOG))
-    summary = max(len(entry.summary) for entry in CATALOG.values())
+    summary, citation = (max(map(len, texts)) for texts in zip(*(entry[:2] for entry in CATALOG.values()), strict=True))
+    wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= width + summary + citation + 4
     for name, entry in CATALOG.items():
-        print(f"{name:<{width}}  {entry.summary:<{summary}}  {entry.citation}")
+        gap = " " * (summary - len(entry.summary) + 2) if wide else "\n" + " " * (width + 2)
+        print(f"{name:<{width}}  {entry.summary}{gap}{entry.citation}")
     return 0
 
 
@@ -81,6 +113,8 @@ def _compare(comparison: Comparison) -> int:
 
 def _check(check: Check) -> int:
     import importlib
+
+    import torch
 
     from isopos import laws
     from isopos.catalog import CATALOG
@@ -101,7 +135,7 @@ def _check(check: Check) -> int:
         if not hasattr(module, attribute):
             raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own)}")
         subject = _made(check.subject, getattr(module, attribute))
-    report = laws.check(subject)
+    report = laws.check(subject, dtype=getattr(torch, check.dtype))
     print(report)
     return 0 if report.holds else 1
 
@@ -120,10 +154,18 @@ def _made(name: str, subject: Any) -> Any:
     return made
 
 
-def _bench() -> int:
+def _show(show: Show) -> int:
+    from isopos.lab import pictures
+
+    size = {"head_dim": show.head_dim, "heads": show.heads, "reach": show.reach}
+    print(pictures.show(show.scheme, show.out, overwrite=show.overwrite, **size))
+    return 0
+
+
+def _bench(section: str) -> int:
     from isopos.lab.bench import bench
 
-    return bench(_console())
+    return bench(_console(), section)
 
 
 def _console():

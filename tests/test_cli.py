@@ -21,28 +21,64 @@ def test_list_names_every_scheme_with_its_citation():
     assert all(entry.citation in line for line, entry in zip(lines, CATALOG.values(), strict=True))
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["compare", "--help"]])
+@pytest.fixture
+def here(monkeypatch, tmp_path, capsys):
+    """Runs a command line in this process and an empty folder: exit status, output and error output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["isopos", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_list_puts_the_citation_below_in_a_narrow_terminal(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = here("list")[1].splitlines()
+    assert len(lines) == 2 * len(CATALOG)
+    assert max(map(len, lines)) <= 90
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["compare", "--help"], ["list"], ["show", "--help"], ["bench", "--help"]]
+)
 def test_help_does_not_import_torch(arguments, monkeypatch):
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     result = _run(*arguments)
     assert result.returncode == 0
-    assert "usage: isopos" in result.stdout
+    assert "usage: isopos" in result.stdout or arguments == ["list"]
     assert " torch" not in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["compre"], ["compare", "--step", "x"], ["compare", "--attention", "hard"]])
-def test_a_typo_exits_with_2(arguments):
-    result = _run(*arguments)
+TYPOS = [
+    "compre",
+    "compare --step x",
+    "compare --attention hard",
+    "check rope --dtype half",
+    "bench memry",
+    "show",
+    "show rope --hads 2",
+]
+
+
+@pytest.mark.parametrize("line", TYPOS)
+def test_a_typo_exits_with_2(line):
+    result = _run(*line.split())
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
 
 
-def test_ctrl_c_before_any_work_exits_with_130(monkeypatch):
-    def interrupted(comparison):
+@pytest.mark.parametrize("arguments", [["compare"], ["show", "rope"], ["check", "rope"], ["bench"]])
+def test_ctrl_c_before_any_work_exits_with_130(monkeypatch, arguments):
+    def interrupted(command):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_compare", interrupted)
-    monkeypatch.setattr(sys, "argv", ["isopos", "compare"])
+    monkeypatch.setattr(cli, f"_{arguments[0]}", interrupted)
+    monkeypatch.setattr(sys, "argv", ["isopos", *arguments])
     with pytest.raises(SystemExit, match="130"):
         cli.main()
 
@@ -69,7 +105,9 @@ class Squared(Good):
 def test_check_measures_schemes_and_your_own_encodings(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
-    assert _run("check", "rope:decay=retnet").returncode == 0
+    coarse = _run("check", "rope:decay=retnet", "--dtype", "bfloat16")
+    assert coarse.returncode == 0
+    assert "bfloat16" in coarse.stdout
     assert _run("check", "mine:Good").returncode == 0
     broken = _run("check", "mine:Squared")
     assert broken.returncode == 1
@@ -94,3 +132,35 @@ def test_check_names_what_it_does_not_find(subject, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_show_prints_the_path_and_keeps_what_is_there(here, tmp_path):
+    arguments = ("show", "ape-grid:axes=3", "--head-dim", "8", "--heads", "2")
+    assert here(*arguments) == (0, "ape-grid+axes=3.png\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["ape-grid+axes=3.png"]
+    code, out, err = here(*arguments)
+    assert (code, out) == (2, "")
+    assert "--overwrite" in err
+    assert here(*arguments, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("rop", "did you mean rope"),
+        ("rope:decay=fast", "retnet"),
+        ("rope:decay", "option=value"),
+        ("rope --head-dim 7", "even"),
+        ("rope --heads 0", "positive"),
+        ("rope --out .", "is a folder"),
+        ("rope --out x.jpg", "ends with"),
+        ("rope --out nowhere/x.png", "written into"),
+        ("sinusoidal:model_dim=64", "model_dim"),
+    ],
+)
+def test_show_names_what_does_not_fit(here, tmp_path, arguments, message):
+    code, out, err = here("show", *arguments.split())
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -138,6 +138,38 @@ def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monke
     assert {"kernel-none", "kernel-retnet"} <= set(page.ids)
 
 
+def test_softmax_only_schemes_and_wide_ones_beside_linear_ones(isopos, tmp_path):
+    schemes = "none,permuteformer:width=4,horn-clipped,spe-sine,t5,shaw,xpos,deberta,transformer-xl,horn-constrained"
+    code, out, _ = isopos("compare", "--schemes", schemes, "--name", "one", *TINY)
+    assert code == 0
+    page = _check_page(tmp_path / "runs" / "one" / "report.html")[0]
+    assert sum(i.startswith("kernel-") for i in page.ids) == 10
+    assert "attention" in out
+    assert "here in attention, decay, denominator, features, do not compare" in out
+    speed = json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["speed"]
+    assert speed["none"] == 1
+    assert len(speed) == 10
+
+
+def test_positions_that_a_scheme_does_not_have_are_not_evaluated(isopos, tmp_path):
+    assert isopos("compare", "--schemes", "xpos:length=33", "--name", "one", *TINY, "--length=300")[0] == 0
+    (result,) = (tmp_path / "runs" / "one").glob("*/result.json")
+    bits = json.loads(result.read_text())["bits_per_byte"]
+    assert bits["1"] is not None
+    assert bits["4"] is None
+
+
+def test_permutations_that_repeat_are_warned_of(isopos):
+    schemes = "permuteformer,permuteformer:decay=none,permuteformer:matrix=identity,rope"
+    code, out, _ = isopos("compare", "--schemes", schemes, "--name", "one", *TINY)
+    assert code == 0
+    warnings = [line for line in out.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 2
+    assert re.search(
+        r"permuteformer: its permutations repeat after \d+ positions, fewer than the 128 evaluated", warnings[0]
+    )
+
+
 def test_learned_positions_end_to_end(isopos, tmp_path):
     assert isopos("compare", "--schemes", "learned", "--name", "one", *TINY)[0] == 0
     assert "kernel-learned" in _check_page(tmp_path / "runs" / "one" / "report.html")[0].ids
@@ -176,6 +208,14 @@ BAD = {
     "--name there": "--overwrite",
     "--device tpu": "device",
     "--schemes rope:denominator=plain --attention softmax": "softmax",
+    "--schemes rope,ape-tree": "tree of 2 branches",
+    "--schemes ape-ring": "ring of 128",
+    "--schemes permuteformer-2d": "grid of 2 axes",
+    "--schemes rope,horn-clipped:axes=2": "isopos show horn-clipped draws it",
+    "--schemes ape-product": "isopos.ape_product",
+    "--schemes shiv-quirk --attention softmax": "tree",
+    "--schemes t5:attention=linear": "softmax",
+    "--schemes shaw --heads 2 --seeds 0": "positive",
 }
 
 

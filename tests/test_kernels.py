@@ -1,38 +1,144 @@
+import math
+
 import pytest
 import torch
-from cases import SCHEMES
+from cases import PRESETS, SCHEMES
 
 import isopos
-from isopos.lab.kernels import REACH, kernel
+from isopos.catalog import CATALOG
+from isopos.lab.kernels import REACH, fill_zeros, panels, paths, scores
+from isopos.positions import Line, Product, Ring, Tree, depths
+from isopos.schemes import REGISTRY
+
+RELATIVE = [case for case in SCHEMES if case.relative]
 
 
-@pytest.mark.parametrize("case", [case for case in SCHEMES if case.relative], ids=lambda case: case.id)
-def test_a_relative_scheme_is_constant_along_diagonals(case):
-    heat = kernel(case.build()).heat
-    assert torch.allclose(heat[1:, 1:], heat[:-1, :-1], atol=1e-9)
+def _panel(scheme):
+    (panel,) = panels(scheme, reach=20)
+    return panel
 
 
-def test_sinusoidal_is_not():
-    heat = kernel(isopos.sinusoidal(8, 2)).heat
-    assert not torch.allclose(heat[1:, 1:], heat[:-1, :-1], atol=1e-3)
+@pytest.mark.parametrize("case", RELATIVE, ids=lambda case: case.id)
+def test_relative_schemes_depend_on_offsets_only(case):
+    scheme = case.build()
+    fill_zeros(scheme)
+    assert all(panel.relative for panel in panels(scheme, reach=20))
 
 
-def test_the_odd_part_shows_direction():
-    def odd(scheme):
-        score = kernel(scheme).score
-        return (score - score.flip(0)).abs().max()
+@pytest.mark.parametrize("name", ["sinusoidal", "learned", "ape-absolute", "spe-sine", "spe-conv", "shiv-quirk"])
+def test_the_others_do_not(name):
+    assert not _panel(REGISTRY[name](8, 2)).relative
 
-    assert odd(isopos.lrpe_unitary(8, 2)) < 1e-9 < 1e-2 < odd(isopos.rope(8, 2))
+
+@pytest.mark.parametrize("case", PRESETS, ids=lambda case: case.id)
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_every_scheme_has_finite_scores_compared_with_those_at_the_same_position(case, attention):
+    try:
+        scheme = case.build(attention=attention)
+    except ValueError:
+        pytest.skip("softmax only")
+    for panel in panels(scheme, reach=5):
+        diagonal = panel.score.diagonal(dim1=1, dim2=2)
+        assert panel.score.isfinite().all()
+        assert diagonal.square().mean().item() == pytest.approx(1.0 if attention == "linear" else 0.0, abs=1e-9)
+
+
+def test_scores_are_those_of_the_definition():
+    scheme, x = isopos.rope(8, 2, feature_map="identity"), isopos.sequence(5)
+    softmax = isopos.rope(8, 2, attention="softmax")
+    content = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    content = content[0], (content[0] + content[1]) / math.sqrt(2)
+    q, k = (scheme.encoding(x, torch.float64)(a[None, :, None].expand(-1, -1, 5, -1))[0] for a in content)
+    weight = q @ k.mT
+    own = weight.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(scores(scheme, x), weight / own.square().mean().sqrt())
+    torch.testing.assert_close(scores(softmax, x), (weight - own[..., None]) / math.sqrt(8))
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("name", CATALOG)
+def test_what_is_said_of_content_is_so(name, attention):
+    """What positions add to scores, or multiply them by, is the same for other content, up to one factor a head."""
+    try:
+        scheme = REGISTRY[name](8, 2, attention=attention)
+    except ValueError:
+        pytest.skip("softmax only")
+    fill_zeros(scheme)
+
+    def change(seed):
+        score = next(panels(scheme, reach=5, seed=seed)).score
+        more = score - score.diagonal(dim1=1, dim2=2)[..., None]
+        return more / more[:, :1, -1:] if more.abs().max() > 1e-9 else torch.zeros_like(more)
+
+    assert torch.allclose(change(0), change(1), atol=1e-6) != CATALOG[name].content
+
+
+def test_rotations_show_a_peak_and_a_direction():
+    offset, score = _panel(isopos.rope(64, 8, attention="softmax")).row()
+    mean = score.mean(0)
+    assert mean.argmax() == offset[:, 0].tolist().index(0)
+    assert (mean - mean.flip(0)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_what_is_said_to_learn_has_parameters(name):
+    assert (CATALOG[name].learns != "nothing") == any(True for _ in REGISTRY[name](8, 2).parameters())
+
+
+def test_direction_is_seen():
+    blind = ["lrpe-unitary", "alibi", "cosformer", "horn-constrained"]
+    for name in ["rope", "t5", "shaw", "transformer-xl", "horn-clipped", "ape-tree", *blind]:
+        scheme = REGISTRY[name](8, 2)
+        fill_zeros(scheme)
+        assert _panel(scheme).directional == (name not in blind)
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_a_decay_is_part_of_the_picture(attention):
-    plain, decayed = (kernel(isopos.none(8, 2, decay=decay, attention=attention)).score for decay in ("none", "retnet"))
-    assert torch.allclose(plain, plain[REACH].expand_as(plain))
-    assert (decayed[REACH:].diff() < 0).all()
+    plain, decayed = (_panel(isopos.none(8, 2, decay=decay, attention=attention)).row()[1] for decay in ("none", "retnet"))
+    assert torch.allclose(plain, plain[:, 20:21].expand_as(plain))
+    assert (decayed[:, 20:].diff() < 0).all()
 
 
 @pytest.mark.parametrize("length", [1, 2, 100])
 def test_a_table_of_positions_limits_the_picture(length):
-    picture = kernel(isopos.learned(8, 2, length=length))
-    assert picture.score.shape == picture.offset.shape == (2 * ((min(length, 129) - 1) // 2) + 1,)
+    (panel,) = panels(isopos.learned(8, 2, length=length))
+    assert len(panel.position) == 2 * ((min(length, 2 * REACH + 1) - 1) // 2) + 1
+
+
+def test_panels_of_groups():
+    def shapes(scheme):
+        return [(panel.group, len(panel.position)) for panel in panels(scheme, reach=5)]
+
+    line, real = Line(), Line(real=True)
+    assert shapes(isopos.ape_ring(8, 2, period=12)) == [(Ring(12), 13)]
+    assert shapes(isopos.ape_ring(8, 2, period=7)) == [(Ring(7), 7)]
+    assert shapes(isopos.permuteformer_2d(8, 2, axes=3)) == [(Product((line, line)), 625)]
+    assert shapes(isopos.ape_tree(8, 2, branches=3)) == [(Tree(3), 40)]
+    assert shapes(isopos.ape_tree(8, 2, branches=60)) == [(Tree(60), 61)]
+    assert shapes(isopos.ape_product(8, 2)) == [(real, 11), (Tree(2), 31)]
+    assert shapes(isopos.ape_product(8, 2, parts="tree1+ring4+sequence")) == [(Tree(1), 21), (Ring(4), 5), (real, 11)]
+
+
+def test_a_ring_closes():
+    score = _panel(isopos.ape_ring(8, 2, period=12)).row()[1]
+    torch.testing.assert_close(score[:, 0], score[:, -1])
+
+
+def test_nodes_are_named_by_their_paths():
+    position = _panel(isopos.ape_tree(8, 2)).position
+    names = paths(position)
+    assert names[:6] == ["", "0", "00", "000", "0000", "0001"]
+    assert [len(name) for name in names] == depths(position).tolist()
+    assert paths(torch.tensor([[-1, -1], [0, 12]])) == ["", "(12)"]
+
+
+def test_tokens_outside_the_grid_are_left_out():
+    outside, inside = (_panel(isopos.horn_clipped(8, 2, axes=2, outside=n)) for n in (1, 0))
+    assert outside.score.shape == inside.score.shape
+    assert outside.relative
+
+
+def test_an_embedding_of_another_width_is_refused():
+    with pytest.raises(ValueError, match=r"model_dim: expected .* 16"):
+        next(panels(isopos.sinusoidal(8, 2, model_dim=32)))

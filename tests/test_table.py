@@ -1,13 +1,14 @@
 import json
+from types import MappingProxyType
 
 import pytest
 
-from isopos.lab.table import HEADER, cells, notes, render, rows_of
+from isopos.lab.table import NUMBERS, cells, header, notes, render, rows_of
 
 CHOICES = {"attention": "linear", "decay": "none", "denominator": "plain", "feature_map": "elu+1"}
 
 
-def _folder(tmp_path, bits):
+def _folder(tmp_path, bits, choices=MappingProxyType({})):
     (tmp_path / "comparison.json").write_text(json.dumps({"speed": {"rope": 0.9}}))
     for (scheme, seed), value in bits.items():
         run = tmp_path / f"{scheme}-{seed}"
@@ -16,14 +17,21 @@ def _folder(tmp_path, bits):
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "bits_per_byte": 3.0}\n')
         status = "diverged at step 3" if value is None else "finished"
         result = {"status": status, "bits_per_byte": {"1": value, "2": value, "4": None}, "tokens_per_second": 10.0}
-        (run / "result.json").write_text(json.dumps(result | {"parameters": 5, "choices": CHOICES, "laws": "yes"}))
+        (run / "result.json").write_text(
+            json.dumps(result | {"parameters": 5, "choices": choices.get(scheme, CHOICES), "laws": "yes"})
+        )
     return rows_of(tmp_path)
+
+
+def _cells(rows):
+    titles = header(rows)
+    return [dict(zip(titles, cells(row, titles), strict=True)) for row in rows]
 
 
 def test_rows_are_sorted_and_failures_come_last(tmp_path):
     rows = _folder(tmp_path, {("none", 0): 3.0, ("bad", 0): None, ("rope", 0): 2.5})
     assert [row.scheme for row in rows] == ["rope", "none", "bad"]
-    table = [dict(zip(HEADER, cells(row), strict=True)) for row in rows]
+    table = _cells(rows)
     assert [row["to best"] for row in table] == ["best", "+0.500", "-"]
     assert table[2]["bits/byte"] == "diverged at step 3"
     assert [row["speed"] for row in table] == ["0.90", "-", "-"]
@@ -34,12 +42,12 @@ def test_rows_are_sorted_and_failures_come_last(tmp_path):
 @pytest.mark.parametrize(("other", "shown"), [((2.6, 2.7, 2.8), "+0.200 ± 0.100"), ((2.3, 2.5, 2.9), "(+0.067 ± 0.306)")])
 def test_a_difference_inside_its_spread_is_shown_as_such(tmp_path, other, shown):
     bits = {("rope", seed): 2.5 for seed in range(3)} | {("none", seed): value for seed, value in enumerate(other)}
-    assert cells(_folder(tmp_path, bits)[1])[5] == shown
+    assert _cells(_folder(tmp_path, bits))[1]["to best"] == shown
 
 
 def test_differences_are_paired_by_seed(tmp_path):
     bits = {("rope", 0): 2.0, ("rope", 1): 3.0, ("none", 0): 2.5, ("none", 1): 3.5}
-    assert cells(_folder(tmp_path, bits)[1])[5] == "+0.500 ± 0.000"
+    assert _cells(_folder(tmp_path, bits))[1]["to best"] == "+0.500 ± 0.000"
 
 
 def test_the_table_renders_without_rows(tmp_path):
@@ -51,14 +59,23 @@ def test_the_table_renders_without_rows(tmp_path):
 def test_an_interrupted_comparison_ranks_by_shared_seeds(tmp_path):
     rows = _folder(tmp_path, {("rope", 0): 2.5, ("none", 0): 2.6, ("retnet", 0): 2.55, ("rope", 1): 9.0})
     assert [row.scheme for row in rows] == ["rope", "retnet", "none"]
-    assert [cells(row)[4] for row in rows] == ["2.500", "2.550", "2.600"]
+    assert [row["bits/byte"] for row in _cells(rows)] == ["2.500", "2.550", "2.600"]
 
 
 def test_a_scheme_that_failed_once_is_not_ranked(tmp_path):
     rows = _folder(tmp_path, {("rope", 0): 2.5, ("rope", 1): None, ("none", 0): 2.6, ("none", 1): 2.8})
-    assert [(row.scheme, cells(row)[4]) for row in rows] == [("none", "2.700"), ("rope", "diverged at step 3")]
+    assert [(row["scheme"], row["bits/byte"]) for row in _cells(rows)] == [("none", "2.700"), ("rope", "diverged at step 3")]
 
 
 def test_a_choice_is_shown_once(tmp_path):
     rows = _folder(tmp_path, {("rope:base=5,decay=none", 0): 2.5})
-    assert cells(rows[0])[:2] == ("rope:base=5", "none")
+    assert list(_cells(rows)[0].items())[:2] == [("scheme", "rope:base=5"), ("decay", "none")]
+
+
+def test_attention_is_a_column_where_rows_differ_in_it(tmp_path):
+    softmax = CHOICES | {"attention": "softmax", "denominator": "softmax", "feature_map": "softmax"}
+    rows = _folder(tmp_path, {("rope", 0): 2.5, ("t5", 0): 2.6}, {"t5": softmax})
+    assert [row["attention"] for row in _cells(rows)] == ["linear", "softmax"]
+    assert "here in attention, denominator, features, do not compare encodings alone" in " ".join(notes(rows))
+    assert "attention" not in header(rows[:1])
+    assert set(NUMBERS) <= set(header(rows))

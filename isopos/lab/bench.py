@@ -20,6 +20,7 @@ from torch import Tensor
 
 from isopos.feature_maps import elu1
 from isopos.functional import linear_attention
+from isopos.lab.accuracy import accuracy
 from isopos.ops.rotate import rotate
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
@@ -29,20 +30,25 @@ __all__ = ["bench"]
 ROUNDS = 9
 BATCH, HEADS, HEAD_DIM, LENGTH = 2, 8, 64, 8192
 GROWTH = (1024, 2048, 4096, 8192)
+NODES = 65536
 REUSE = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 MEMORY = ("none", "rope", "permuteformer", "retnet")
 
 
-def bench(console: Console) -> int:
-    """Print every row; return the exit status."""
+def bench(console: Console, section: str = "all") -> int:
+    """Print the rows of a section, or of all; return the exit status."""
     console.print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32; medians of {ROUNDS} interleaved rounds"
     )
+    sections = {"rotation": _rotation, "growth": _growth, "memory": _memory, "construction": _construction}
     table = Table("work", "figure", "what it is", header_style="bold")
-    for rows in (_rotation, _growth, _memory):
+    for rows in [sections[name] for name in sections if section in ("all", name)]:
         for row in rows():
             table.add_row(*row)
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    if section in ("all", "accuracy"):
+        console.print(accuracy())
     return 0
 
 
@@ -148,6 +154,40 @@ def peak(name: str) -> None:
     linear_attention(*inputs, causal=True, **at).backward(grad)
     after = _high_water()
     print((after - before) / (inputs[0].numel() * inputs[0].element_size()))
+
+
+def _construction():
+    """Seconds to build each scheme, and to encode a large tree in a process of its own."""
+    seconds = _times({name: lambda make=make: make(HEAD_DIM, HEADS) for name, make in REGISTRY.items()})
+    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:5]
+    for name in slowest:
+        yield f"construction of {name}, d={HEAD_DIM} H={HEADS}", f"{1e3 * seconds[name]:.1f} ms", "one of the slowest five"
+    median = statistics.median(seconds.values())
+    yield f"construction, d={HEAD_DIM} H={HEADS}", f"{1e3 * median:.1f} ms", f"median of {len(seconds)} schemes"
+    runs = [_in_process(f"tree({NODES})") for _ in range(3)]
+    figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    work = f"operators of a binary tree, {NODES:,} nodes, d={HEAD_DIM} H=1"
+    yield work, f"{figures['seconds']:.2f} s", "isopos.ape_tree(64, 1).encoding(positions), of three processes"
+    yield (
+        work,
+        f"{figures['bytes'] / 2**30:.2f} GiB",
+        f"peak memory above the start; the result is {figures['result'] / 2**30:.2f}",
+    )
+
+
+def tree(nodes: int) -> None:
+    """Print the seconds, the peak memory above the start and the bytes of a complete binary tree's operators."""
+    row = torch.arange(nodes)
+    positions = torch.stack(((row - 1).div(2, rounding_mode="floor"), (row - 1) % 2), -1)
+    positions[0] = -1
+    encoding = REGISTRY["ape-tree"](HEAD_DIM, 1).encoding
+    with torch.no_grad():
+        encoding(positions[:3])
+        before, begun = _high_water(), time.perf_counter()
+        rho = encoding(positions)
+        seconds = time.perf_counter() - begun
+    result = sum(tensor.numel() * tensor.element_size() for tensor in rho.tensors())
+    print(json.dumps({"seconds": seconds, "bytes": _high_water() - before, "result": result}))
 
 
 def _high_water() -> int:

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from isopos.encodings import Permutation
 from isopos.lab import report, text
-from isopos.lab.recipes import Comparison, Recipe, join_spec, split_spec
+from isopos.lab.pictures import places
+from isopos.lab.recipes import Comparison, Recipe, split_spec
 from isopos.lab.table import render, rows_of
-from isopos.lab.train import build_model, loss_of, train
+from isopos.lab.train import LENGTHS, build_model, build_scheme, loss_of, train
+from isopos.positions import Line
+from isopos.schemes import Scheme
 
 __all__ = ["compare"]
 
@@ -29,10 +34,12 @@ def compare(comparison: Comparison, console: Console) -> int:
     Raises:
         ValueError: Before any work, where a choice or the data do not fit.
     """
-    recipes, folder = _check(comparison)
+    recipes, folder, warnings = _check(comparison)
     source = text.load(comparison.data, comparison.length)
     size = f"{len(source.train)} + {len(source.validation)} bytes"
     console.print(f"text: {source.name}, {size}, sha256 {source.sha256[:12]}", markup=False)
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     about: dict[str, object] = {
         "text": source.name,
         "sha256": source.sha256,
@@ -61,8 +68,8 @@ def compare(comparison: Comparison, console: Console) -> int:
     return 0 if complete else 130
 
 
-def _check(comparison: Comparison) -> tuple[list[Recipe], Path]:
-    """Recipes that build, and a folder that can be made."""
+def _check(comparison: Comparison) -> tuple[list[Recipe], Path, list[str]]:
+    """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
     for name in ("steps", "seeds", "length", "batch", "layers", "model_dim", "heads", "learning_rate"):
         if not getattr(comparison, name) > 0:
             raise ValueError(f"{name}: expected a positive number, got {getattr(comparison, name)}")
@@ -76,7 +83,17 @@ def _check(comparison: Comparison) -> tuple[list[Recipe], Path]:
     if not usable or torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
     recipes = [replace(recipe, device=device) for recipe in comparison.recipes()]
+    warnings = []
     for recipe in recipes[: len(recipes) // comparison.seeds]:
+        scheme = build_scheme(recipe)
+        if not isinstance(scheme.group, Line):
+            name = split_spec(recipe.scheme)[0]
+            raise ValueError(
+                f"schemes: expected positions on a line, which text has, but {recipe.scheme} takes those of a "
+                f"{places(scheme.group)}; use isopos.{name.replace('-', '_')} in a model of such data; "
+                f"isopos show {name} draws it"
+            )
+        warnings += _repeats(recipe, scheme)
         with torch.no_grad():
             build_model(recipe)(torch.zeros(1, recipe.length, dtype=torch.int64, device=device))
     name = comparison.name or time.strftime("compare-%Y%m%d-%H%M%S")
@@ -87,7 +104,18 @@ def _check(comparison: Comparison) -> tuple[list[Recipe], Path]:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / "comparison.json").exists():
         raise ValueError(f"overwrite: {folder} holds no comparison; remove it yourself or choose another --name")
-    return recipes, folder
+    return recipes, folder, warnings
+
+
+def _repeats(recipe: Recipe, scheme: Scheme) -> list[str]:
+    """A warning where permutations repeat within the longest evaluated windows."""
+    longest = max(LENGTHS) * recipe.length
+    orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
+    return [
+        f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {longest} evaluated"
+        for order in orders
+        if order < longest
+    ]
 
 
 def _make(folder: Path, overwrite: bool) -> None:
@@ -129,7 +157,9 @@ def _train_all(recipes: list[Recipe], source: text.Text, folder: Path, console: 
 def _speeds(recipes: list[Recipe], source: text.Text) -> dict[str, float]:
     """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
     first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
-    bases = {recipe.scheme: _without_position(recipe) for recipe in first}
+    bases = {
+        recipe.scheme: "none" + ":attention=softmax" * (build_scheme(recipe).attention == "softmax") for recipe in first
+    }
     models = {spec: build_model(replace(first[0], scheme=spec)) for spec in {*bases, *bases.values()}}
     batch = [x.to(first[0].device) for x in source.batch(0, 0, first[0].batch, first[0].length)]
     seconds: dict[str, list[float]] = {spec: [] for spec in models}
@@ -144,11 +174,6 @@ def _speeds(recipes: list[Recipe], source: text.Text) -> dict[str, float]:
             model.zero_grad()
     ratios = {spec: [b / a for a, b in zip(seconds[spec], seconds[base], strict=True)] for spec, base in bases.items()}
     return {spec: statistics.median(ratio) for spec, ratio in ratios.items()}
-
-
-def _without_position(recipe: Recipe) -> str:
-    attention = split_spec(recipe.scheme)[1].get("attention")
-    return join_spec("none", {"attention": attention} if attention else {})
 
 
 def _synchronize(device: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from isopos.lab.kernels import kernel
-from isopos.lab.table import HEADER, cells, notes, read_runs, rows_of
+from isopos.lab.kernels import panels
+from isopos.lab.pictures import draw_curve, draw_heat, plain
+from isopos.lab.table import NUMBERS, cells, header, notes, read_runs, rows_of
 from isopos.lab.train import load_run
 
 __all__ = ["write"]
@@ -50,9 +50,10 @@ def write(folder: Path) -> Path:
         *(f"<p><small>{html.escape(note)}</small></p>" for note in notes(rows)),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         "<h2>What each scheme sees</h2>",
-        "<p>Score of one query and one key of random content, relative to that at the same position, as a function of "
-        "their offset: whole, even part and odd part. Without an odd part a scheme is blind to direction. Beside it the "
-        "score at each pair of positions: constant along diagonals where it depends on relative positions only.</p>",
+        "<p>Weight (linear attention) or logit (softmax attention) of a random query and a key that resembles it, in each "
+        "head, compared with that at the same position, as a function of their offset: of each head, the mean, its even and "
+        "its odd part. Without an odd part a scheme is blind to direction. Beside it the mean at each pair of positions: "
+        "constant along diagonals where it depends on relative positions only.</p>",
         *pictures,
         "</body></html>",
     ]
@@ -79,11 +80,14 @@ def _setting(about: dict[str, Any], runs: list[dict[str, Any]]) -> str:
 
 
 def _table(rows: list[Any]) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in HEADER)
-    numeric = range(4, 11)
+    titles = header(rows)
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join(
         "<tr>"
-        + "".join(f"<td{' class=n' * (n in numeric)}>{html.escape(c)}</td>" for n, c in enumerate(cells(row)))
+        + "".join(
+            f"<td{' class=n' * (title in NUMBERS)}>{html.escape(cell)}</td>"
+            for title, cell in zip(titles, cells(row, titles), strict=True)
+        )
         + "</tr>"
         for row in rows
     )
@@ -109,31 +113,19 @@ def _curves(runs: list[dict[str, Any]], order: list[str]) -> Figure:
         handles, labels = axes.get_legend_handles_labels()
         places = sorted(range(len(labels)), key=lambda n: schemes.index(labels[n]))
         axes.legend([handles[n] for n in places], [labels[n] for n in places], fontsize=8, frameon=False)
-    _plain(axes)
+    plain(axes)
     return figure
 
 
 def _kernel_section(run: dict[str, Any]) -> str:
     scheme = load_run(run["folder"])[1].scheme
-    offset, score, heat = (x.numpy() for x in kernel(scheme))
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    panel = next(panels(scheme))
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    even, odd = (score + score[::-1]) / 2, (score - score[::-1]) / 2
-    for name, values, style in (("score", score, "-"), ("even part", even, "--"), ("odd part", odd, ":")):
-        left.plot(offset, values, style, label=name, linewidth=1.2)
-    left.set(xlabel="offset: key - query", ylabel="relative score")
-    left.legend(fontsize=8, frameon=False)
-    _plain(left)
-    image = right.imshow(heat, cmap="viridis")
-    right.set(xlabel="key position", ylabel="query position")
-    figure.colorbar(image, ax=right)
+    draw_curve(left, *panel.row(), scheme.attention)
+    draw_heat(right, panel.score.mean(0), scheme.attention)
     name = run["recipe"]["scheme"]
     return f'<h3>{html.escape(name)}</h3><figure id="kernel-{html.escape(name)}">{_svg(figure)}</figure>'
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
 
 
 def _svg(figure: Figure) -> str:

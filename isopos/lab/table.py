@@ -12,13 +12,13 @@ from rich.text import Text
 
 from isopos.lab.recipes import join_spec, split_spec
 
-__all__ = ["HEADER", "Row", "cells", "notes", "read_runs", "render", "rows_of"]
+__all__ = ["NUMBERS", "Row", "cells", "header", "notes", "read_runs", "render", "rows_of"]
 
 Results = dict[int, dict[str, Any]]  # by seed
-HEADER = (
-    *("scheme", "decay", "denominator", "features", "bits/byte", "to best", "at 2x", "at 4x"),
-    *("tokens/s", "speed", "parameters", "laws hold"),
-)
+NUMBERS = ("bits/byte", "to best", "at 2x", "at 4x", "tokens/s", "speed", "parameters")
+
+
+WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,29 @@ def _row(scheme: str, results: Results, best: Results, shared: set[int], speed: 
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """The row as text, under `HEADER`."""
+def header(rows: list[Row]) -> tuple[str, ...]:
+    """The titles of the columns; the kind of attention is one where rows differ in it."""
+    differ = len({row.choices["attention"] for row in rows}) > 1
+    return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *NUMBERS, "laws hold")
+
+
+def cells(row: Row, titles: tuple[str, ...]) -> tuple[str, ...]:
+    """The row as text, under `header`."""
     name, options = split_spec(row.scheme)
-    return (
-        join_spec(name, {k: v for k, v in options.items() if k not in row.choices}),  # the other columns show those
-        *(row.choices[name] for name in ("decay", "denominator", "feature_map")),
-        _mean(row.bits["1"]) if row.status == "finished" else row.status,
-        _difference(row.difference),
-        _mean(row.bits["2"]),
-        _mean(row.bits["4"]),
-        f"{row.tokens_per_second:,.0f}",
-        "-" if row.speed is None else f"{row.speed:.2f}",
-        f"{row.parameters:,}",
-        row.laws,
-    )
+    found = {
+        "scheme": join_spec(name, {k: v for k, v in options.items() if k not in row.choices}),  # other columns show those
+        **row.choices,
+        "features": row.choices["feature_map"],
+        "bits/byte": _mean(row.bits["1"]) if row.status == "finished" else row.status,
+        "to best": _difference(row.difference),
+        "at 2x": _mean(row.bits["2"]),
+        "at 4x": _mean(row.bits["4"]),
+        "tokens/s": f"{row.tokens_per_second:,.0f}",
+        "speed": "-" if row.speed is None else f"{row.speed:.2f}",
+        "parameters": f"{row.parameters:,}",
+        "laws hold": row.laws,
+    }
+    return tuple(found[title] for title in titles)
 
 
 def _mean(values: list[float]) -> str:
@@ -133,22 +141,26 @@ def _difference(values: list[float]) -> str:
 
 def notes(rows: list[Row]) -> Iterator[str]:
     """What a reader must know to read the table."""
-    yield "bits/byte of held-out text, lower is better; at 2x and 4x the training length. speed: training, none = 1."
+    yield (
+        "bits/byte of held-out text, lower is better; at 2x and 4x the training length. speed: training, none with the same "
+        "attention = 1."
+    )
     if any(len(row.difference) > 1 for row in rows):
         yield "to best: mean and standard deviation of paired differences between seeds; (in brackets): inside that spread."
     else:
         yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
-    if len({tuple(row.choices.items()) for row in rows}) > 1:
-        yield "Rows that differ in decay, denominator or features as well do not compare encodings alone."
+    differ = [what for what in WORDS if len({row.choices[what] for row in rows}) > 1]
+    if differ:
+        words = ", ".join(WORDS[what] for what in differ)
+        yield f"Rows that differ in more than the encoding, here in {words}, do not compare encodings alone."
 
 
 def render(rows: list[Row]) -> tuple[Table, Text]:
     """The table for a terminal."""
-    table = Table(header_style="bold")
-    for n, title in enumerate(HEADER):
-        table.add_column(
-            title, justify="right" if 4 <= n <= 10 else "left", overflow="fold", min_width=16 if n == 0 else None
-        )
+    table, titles = Table(header_style="bold"), header(rows)
+    for title in titles:
+        justify, least = "right" if title in NUMBERS else "left", 16 if title == "scheme" else None
+        table.add_column(title, justify=justify, overflow="fold", min_width=least)
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row, titles))
     return table, Text("\n".join(notes(rows)))

@@ -23,9 +23,9 @@ from isopos import laws
 from isopos.lab.recipes import Recipe, split_spec
 from isopos.lab.text import Text
 from isopos.models import TOKEN_STD, Decoder
-from isopos.schemes import REGISTRY, build, options_of
+from isopos.schemes import REGISTRY, Scheme, build, options_of
 
-__all__ = ["Result", "build_model", "evaluate", "load_run", "train"]
+__all__ = ["LENGTHS", "Result", "build_model", "build_scheme", "evaluate", "load_run", "train"]
 
 BITS = 1 / math.log(2)
 LENGTHS = (1, 2, 4)  # evaluated at these multiples of the training length
@@ -46,8 +46,8 @@ class Result:
     laws: str
 
 
-def build_model(recipe: Recipe) -> Decoder:
-    """The model of a recipe, initialised from its seed; what it shares with models of other schemes starts equal."""
+def build_scheme(recipe: Recipe) -> Scheme:
+    """The scheme of a recipe, with the options that fit its text and seed."""
     if recipe.model_dim % recipe.heads:
         raise ValueError(f"model_dim: expected a multiple of the {recipe.heads} heads, got {recipe.model_dim}")
     name, options = split_spec(recipe.scheme)
@@ -56,7 +56,12 @@ def build_model(recipe: Recipe) -> Decoder:
     if name in REGISTRY and "seed" in options_of(name):
         fitting[name] = fitting.get(name, {}) | {"seed": str(recipe.seed)}
     options = fitting.get(name, {}) | options
-    scheme = build(name, recipe.model_dim // recipe.heads, recipe.heads, options)
+    return build(name, recipe.model_dim // recipe.heads, recipe.heads, options)
+
+
+def build_model(recipe: Recipe) -> Decoder:
+    """The model of a recipe, initialised from its seed; what it shares with models of other schemes starts equal."""
+    scheme = build_scheme(recipe)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return Decoder(256, recipe.model_dim, recipe.layers, scheme).to(recipe.device)
@@ -146,7 +151,8 @@ def _write(log: TextIO, **row: object) -> None:
 @torch.no_grad()
 def evaluate(model: Decoder, recipe: Recipe, text: Text, length: int) -> float | None:
     """Bits per byte on windows of `length` of the held-out tail; None where the scheme or the tail is too short for it."""
-    if model.scheme.max_length is not None and length > model.scheme.max_length:
+    longest = model.scheme.max_length
+    if longest is not None and length > longest:
         return None
     total = count = 0.0
     for tokens, targets in text.windows(length, recipe.validation_bytes, max(1, 4096 // length)):
