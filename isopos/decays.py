@@ -27,7 +27,7 @@ class Decay(ExactModule):
         if rate.ndim != 1 or not (rate > 0 if learned else rate >= 0).all():
             raise ValueError(f"rate: expected [h], {least}, got {rate.tolist()}")
         self.initial = constant(rate)
-        self.log_rate = nn.Parameter(torch.empty(rate.shape)) if learned else None
+        self.log_rate = nn.Parameter(torch.empty(rate.shape, dtype=torch.float32)) if learned else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
