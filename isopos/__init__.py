@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from isopos.functional import linear_attention as linear_attention
     from isopos.functional import softmax_attention as softmax_attention
     from isopos.models import Decoder as Decoder
+    from isopos.ops.linear import Clamped as Clamped
     from isopos.positions import forest as forest
     from isopos.positions import grid as grid
+    from isopos.positions import packed as packed
     from isopos.positions import product as product
     from isopos.positions import ring as ring
     from isopos.positions import sequence as sequence
     from isopos.positions import tree as tree
-    from isopos.schemes import Scheme as Scheme
+    from isopos.scheme import Scheme as Scheme
     from isopos.schemes import alibi as alibi
     from isopos.schemes import ape_absolute as ape_absolute
     from isopos.schemes import ape_grid as ape_grid
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from isopos.schemes import t5 as t5
     from isopos.schemes import transformer_xl as transformer_xl
     from isopos.schemes import xpos as xpos
+    from isopos.state import State as State
 
 __version__ = "0.1.0"
 
@@ -71,14 +74,17 @@ _HOME = {
     "product": "positions",
     "tree": "positions",
     "forest": "positions",
+    "packed": "positions",
+    "State": "state",
+    "Clamped": "ops.linear",
     "Attention": "attention",
     "Decoder": "models",
-    "Scheme": "schemes",
+    "Scheme": "scheme",
     **{name.replace("-", "_"): "schemes" for name in CATALOG},
 }
 _MODULES = (
     *("attention", "bases", "biases", "catalog", "couplings", "decays", "embeddings", "encodings", "feature_maps"),
-    *("functional", "isometries", "laws", "models", "ops", "positions", "schemes", "terms"),
+    *("functional", "isometries", "laws", "models", "ops", "positions", "schemes", "state", "terms"),
 )
 
 

@@ -58,14 +58,29 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         causal: bool = False,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from x ``[b t m]`` to itself or to a context ``[b s m]``; mask ``[b s]``: True where a key takes part."""
+        segment_ids: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Attend from x ``[b t m]`` to itself or to a context ``[b s m]``.
+
+        Args:
+            x: Tokens.
+            at: What the scheme's `at` returned; with a state, x are the next tokens of a stream.
+            context: Tokens of keys and values.
+            causal: A token sees those up to its own.
+            mask: ``[b s]``, True where a key takes part.
+            segment_ids: ``[b s]``, of packed sequences.
+            return_state: Return a pair of the output and the next state.
+        """
         source = x if context is None else context
         heads = (layer(a).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, a in self._inputs(x, source))
-        y = self.attend(*heads, causal=causal, mask=mask, **at)
+        options = at | {"causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
+        found = self.attend(*heads, **options)
+        y, *state = found if return_state else (found,)
         if self.normalised:
             y = F.layer_norm(y, y.shape[-1:])
-        return self.out(y.transpose(1, 2).flatten(2))
+        y = self.out(y.transpose(1, 2).flatten(2))
+        return (y, *state) if return_state else y
 
     def _inputs(self, x: Tensor, source: Tensor):
         return (self.query, x), (self.key, source), (self.value, source)
@@ -96,6 +111,8 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
             f"scheme: expected softmax attention or the identity feature map, which let a basis pass, "
             f"got {scheme.choices['feature_map']}"
         )
+    if not projections:
+        raise ValueError("projections: expected the layers that make queries and keys, got none")
     if scheme.bias is not None:
         raise ValueError(
             f"scheme: expected none with a bias, whose rows meet queries or keys, got {type(scheme.bias).__name__}"
@@ -153,6 +170,9 @@ def convert_layout(
         >>> convert_layout(torch.tensor([0, 1, 2, 3]), 1, to="interleaved").tolist()
         [0, 2, 1, 3]
     """
+    if not isinstance(weight, Tensor) or weight.ndim not in (1, 2):
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"weight: expected a tensor [heads * d, m] or [heads * d], got {got}")
     if to not in ("interleaved", "half"):
         raise ValueError(f"to: expected interleaved or half, got {to!r}")
     if heads < 1 or len(weight) % heads:

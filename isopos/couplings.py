@@ -13,7 +13,7 @@ from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Held, constant, full_precision, normal
 from isopos.isometries import Affine, Append, Chain, Isometry, Matrices, Rotation, Scaling
 from isopos.ops.noise import gaussian
-from isopos.ops.rotate import angles, rotation_table
+from isopos.ops.rotate import angles, rotations
 from isopos.positions import Group, Line, Product
 
 __all__ = ["Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"]
@@ -137,14 +137,14 @@ class TransformerXL(Coupling):
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """q + u, then W^T (q + v) turned by x."""
         self.group.check(x)
-        rotation = Rotation(rotation_table(angles(x, self.frequency), dtype))
+        rotation = Rotation(rotations(x, self.frequency, dtype))
         relative = Chain(Affine(self.location.held.to(dtype), self.held.to(dtype)), rotation)
         return Append(relative, Affine(self.content.held.to(dtype)))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """k, then p_y as (cos, sin) pairs: the vector (1, 0, 1, 0, ...) turned by y."""
         self.group.check(x)
-        return Append(rotation_table(angles(x, self.frequency), dtype).flatten(-2))
+        return Append(rotations(x, self.frequency, dtype).flatten(-2))
 
 
 class XPos(Coupling):
@@ -191,7 +191,7 @@ class XPos(Coupling):
                 f"got {x.abs().max().item()}; use rope with decay='retnet' for longer sequences"
             )
         factor = torch.exp(sign * self.log_scale.to(x.device) * x.double())[..., None, :, :]
-        return Chain(Rotation(rotation_table(angles(x, self.frequency), dtype)), Scaling(factor.to(dtype)))
+        return Chain(Rotation(rotations(x, self.frequency, dtype)), Scaling(factor.to(dtype)))
 
 
 class SineSPE(Coupling):

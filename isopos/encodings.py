@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from isopos import isometries
 from isopos.bases import Basis
-from isopos.exact import ExactModule, constant
+from isopos.exact import ExactModule, constant, once
 from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Rotation
-from isopos.ops.rotate import angles, rotation_table, skew_exponential
+from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
 
@@ -153,7 +152,7 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
-        return Rotation(rotation_table(angles(x, self.held), dtype), self.lift)
+        return Rotation(rotations(x, self.held, dtype), self.lift)
 
 
 class Permutation(Encoding):
@@ -322,7 +321,7 @@ class Exponential(Encoding):
         """The basis, then the rotation."""
         self.group.check(x)
         frequency, basis = _spectrum(self.held.to(x.device, torch.float64))
-        return Chain(Matrix(basis.to(dtype)), Rotation(rotation_table(angles(x, frequency[:, None]), dtype)))
+        return Chain(Matrix(basis.to(dtype)), Rotation(rotations(x, frequency[:, None], dtype)))
 
 
 class _Eigh(torch.autograd.Function):
@@ -339,8 +338,8 @@ class _Eigh(torch.autograd.Function):
         return values, vectors
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        once("ape-sequence", "rope with learned=True, which it equals after isopos.attention.absorb")
         values, vectors = ctx.saved_tensors
         grad_values, grad_vectors = grad_outputs
         gaps = values[..., None, :] - values[..., :, None]

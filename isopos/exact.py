@@ -64,6 +64,12 @@ class Held(ExactModule):
         self.hold("weight", value, learned=True)
 
 
+def once(name: str, instead: str) -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: expected no create_graph=True, got it; for more derivatives use {instead}")
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """A context that autocast does not reach."""
     if torch.amp.is_autocast_available(device.type):

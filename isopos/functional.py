@@ -8,16 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.arguments import (
+    DecayPair,
+    IsometryPair,
+    SegmentPair,
+    broadcasts,
+    check,
+    check_factors,
+    check_order,
+    check_segments,
+    check_stream,
+    decays_of,
+    groups_of,
+    kind_of,
+)
 from isopos.exact import full_precision
 from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, sides
 from isopos.isometries import Identity, Isometry
 from isopos.ops import clipped, linear
+from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = ["linear_attention", "softmax_attention"]
+__all__ = ["linear_attention", "naive_linear_attention", "softmax_attention"]
 
-IsometryPair = Isometry | tuple[Isometry, Isometry] | None
-DecayPair = Tensor | tuple[Tensor, Tensor] | None
+JUMP = 1000.0  # of a log decay between segments: exp(-1000) is zero in every dtype
 
 
 def linear_attention(
@@ -30,9 +44,12 @@ def linear_attention(
     decay: DecayPair = None,
     denominator: str | None = "plain",
     causal: bool = False,
-    terms: Sequence[Term] = (),
+    terms: Sequence[Term] | None = None,
     mask: Tensor | None = None,
-) -> Tensor:
+    segment_ids: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> Any:
     """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost proportional to length.
 
     Args:
@@ -47,14 +64,21 @@ def linear_attention(
             the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
             None by nothing. "complex" takes feature pairs (2i, 2i+1) for complex numbers, divides the complex sum by the
             complex denominator and returns the real part (LRPE, Eq. 38 to the letter: another function than "encoded").
-            Decay, terms and mask weigh in all. A vanishing one is clamped to a magnitude of 1e-6.
+            Decay, terms and mask weigh in all. A vanishing one is clamped to a magnitude of 1e-6; `isopos.Clamped` counts.
         causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
         terms: Added to the weights: `Clipped` ones of side "query", <phi(q_i), phi(row)>, in linear time. No others
             factor: a bias of logits is a factor of weights that depends on both tokens.
         mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
+        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
+            take part. Queries have the ids of the last keys; tokens of one id are next to each other.
+        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
+        return_state: Also return the state after these tokens.
+
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
+    terms are then those of the keys' heads.
 
     Returns:
-        ``[*b h t e]`` in q's dtype; zero for a query without keys.
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
     Raises:
         ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
@@ -67,22 +91,36 @@ def linear_attention(
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
         torch.Size([2, 4, 100, 16])
     """
-    rho_q, rho_k = _check(q, k, v, isometry, mask, terms)
-    g = _decays(decay, q, k)
-    _check_order(g, causal)
+    expect_state(state)
+    terms = () if terms is None else terms
+    groups = groups_of(q, k, v)
+    if groups > 1:
+        options = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
+        options |= {"causal": causal, "terms": terms, "mask": mask, "segment_ids": segment_ids, "state": state}
+        return _by_group(linear_attention, groups, q, k, v, options, return_state)
+    rho_q, rho_k = check(q, k, v, isometry, mask, terms)
+    g = decays_of(decay, q, k)
+    check_stream(state, return_state, causal, q, k)
     if denominator not in ("plain", "encoded", "complex", None):
         raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
     if denominator == "complex" and q.shape[-1] % 2:
         raise ValueError(
             f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
         )
-    _check_factors(terms, decay, denominator)
+    check_factors(terms, decay, denominator, segment_ids)
     t, s = q.shape[-2], k.shape[-2]
     if g is not None and not causal and t != s:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    raw, before = g, None if state is None else state["decay"]
+    check_segments(segment_ids, q, k, batch)
+    if segment_ids is None:
+        check_order(g, causal, before)
     if 0 in (*batch, t, s):
-        return q.new_zeros(*batch, t, v.shape[-1])
+        out = q.new_zeros(*batch, t, v.shape[-1])
+        return (out, state or State()) if return_state else out
+    if segment_ids is not None:
+        g, before = _segmented(g, segment_ids, q, k, state)
     wide = torch.promote_types(q.dtype, torch.float32)
     unmoved = isinstance(rho_q, Identity) and isinstance(rho_k, Identity)
     parts = 2 if denominator == "plain" and not unmoved else 1
@@ -94,6 +132,19 @@ def linear_attention(
         _Features(rho_k, phi_k, parts, wide, keys_kept),
         _Values(parts, divided, wide, keys_kept),
     )
+    if state is not None or return_state:
+        given = {"decayed": raw is not None, "packed": segment_ids is not None}
+        state, kind = state or State(), kind_of("linear", q, v, rho_k, feature_map, denominator, terms, **given)
+        of_keys = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
+        state.expect(kind, of_keys)
+        with full_precision(q.device):
+            out, kept = _streamed(q, k, v, loads, g, before, state, denominator, feature_map, terms)
+        if raw is not None:
+            kept["decay"] = raw[1][..., -1].expand(of_keys).clone()  # a view would keep all tokens in memory
+        if segment_ids is not None:
+            last = segment_ids[..., -1]
+            kept["segment"] = last.expand(torch.broadcast_shapes(last.shape, of_keys[:-1])).clone()
+        return (out.to(q.dtype), state.next(kind, **kept)) if return_state else out.to(q.dtype)
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     known = feature_map is None or feature_map in FEATURE_MAPS.values() or isinstance(feature_map, Favor)
     with full_precision(q.device):
@@ -109,40 +160,150 @@ def linear_attention(
     return out.to(q.dtype)
 
 
-def _check_factors(terms: Sequence[Term], decay: DecayPair, denominator: str | None) -> None:
-    """ValueError where what comes together has no sum in linear time."""
-    for term in terms:
-        if not isinstance(term, Clipped) or term.side != "query":
-            raise ValueError(
-                f"terms: expected clipped terms of the query's side, got {type(term).__name__} of side {term.side!r}, "
-                "which adds to logits and does not factor; use softmax_attention"
-            )
-    if terms and decay is not None:
-        raise ValueError("decay: expected none beside clipped terms, whose far keys share one sum, got one")
-    if terms and denominator == "complex":
-        raise ValueError("denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'")
+def naive_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    isometry: IsometryPair = None,
+    feature_map: FeatureMap | None = None,
+    decay: DecayPair = None,
+    denominator: str | None = "plain",
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`linear_attention` by its definition: every weight is formed. Quadratic; any number of derivatives, and `torch.func`.
+
+    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
+        >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
+        True
+    """
+    rho_q, rho_k = check(q, k, v, isometry, mask, ())
+    g = decays_of(decay, q, k)
+    kept = None if mask is None else mask[..., None, :, None]
+    k, v = (k, v) if kept is None else (torch.where(kept, x, 0) for x in (k, v))
+    if feature_map is not None:
+        phi_q, phi_k = sides(feature_map)
+        q, k = phi_q(q), phi_k(k)
+    k = k if kept is None else torch.where(kept, k, 0)
+    moved = rho_q.apply(q), rho_k.apply(k)
+    total = linear.naive(*moved, v, g, causal=causal)
+    if denominator is None:
+        return total
+    ones = torch.ones_like(v[..., :1]) if kept is None else kept.to(v.dtype)
+    below = linear.naive(*(moved if denominator == "encoded" else (q, k)), ones, g, causal=causal)
+    return linear.divide(torch.cat((total, below), -1))
 
 
 def _complex_sums(q: Tensor, k: Tensor, v: Tensor, loads: Any, g: Any, causal: bool) -> Tensor:
-    """Real and imaginary sums over real and imaginary denominators ``[2 *b h t e+1]``.
-
-    <i q, k>, the real part of conj(i q) k, is the imaginary part of conj(q) k.
-    """
+    """Real and imaginary sums over real and imaginary denominators ``[2 *b h t e+1]``."""
     query, *rest = (load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True))
-    pairs = query[0].unflatten(-1, (-1, 2))
-    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
     keys, values = (x[0].expand(2, *x[0].shape) for x in rest)
-    both = torch.stack((query[0], turned))
-    return linear.linear(both, keys, values, linear.READY, g, causal=causal, divided=False, fuse=True)
+    return linear.linear(_and_turned(query[0]), keys, values, linear.READY, g, causal=causal, divided=False, fuse=True)
+
+
+def _and_turned(query: Tensor) -> Tensor:
+    """Complex queries and i times them, ``[2 *b h t d]``: <i q, k>, the real part of conj(i q) k, is Im(conj(q) k)."""
+    pairs = query.unflatten(-1, (-1, 2))
+    return torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
 
 
 def _clipped_sums(q: Tensor, v: Tensor, term: Clipped, phi: FeatureMap | None, load: "_Values", causal: bool) -> Tensor:
     """The sums of a clipped term, and of its ones."""
-    features, rows = (x.to(load.dtype) for x in (q, term.table))
-    if phi is not None:
-        features, rows = (side(x) for side, x in zip(sides(phi), (features, rows), strict=True))
-    values = torch.cat(load(v, load.tensors), -1)
-    return clipped.clipped(features @ rows.mT, values, term.x, term.y, term.reach, outside=term.outside, causal=causal)
+    score, values = _clipped_scores(q.to(load.dtype), term, phi), torch.cat(load(v, load.tensors), -1)
+    return clipped.clipped(score, values, term.x, term.y, term.reach, outside=term.outside, causal=causal)
+
+
+def _clipped_scores(q: Tensor, term: Clipped, phi: FeatureMap | None) -> Tensor:
+    """<phi(q), phi(row)> for each row of a clipped term's table: ``[*b h t n]``."""
+    rows = term.table.to(q.dtype)
+    phi_q, phi_k = (None, None) if phi is None else sides(phi)
+    return (q if phi_q is None else phi_q(q)) @ (rows if phi_k is None else phi_k(rows)).mT
+
+
+def _streamed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    loads: tuple["_Features", "_Features", "_Values"],
+    g: tuple[Tensor, Tensor] | None,
+    before: Tensor | None,
+    state: State,
+    denominator: str | None,
+    phi: FeatureMap | None,
+    terms: Sequence[Term],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the next tokens of a stream, and what is kept of all of them."""
+    operands = [load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True)]
+    totals, kept = [], {}
+    for n, (query, key, value) in enumerate(zip(*operands, strict=True)):
+        query = _and_turned(query) if denominator == "complex" else query
+        total, kept[f"sum{n}"] = linear.carry(query, key, value, g, state[f"sum{n}"], before)
+        totals.append(total)
+    total = torch.cat(totals, -1)
+    for term in terms:
+        assert isinstance(term, Clipped)
+        values = torch.cat(operands[2], -1)
+        added, near = _clipped_stream(q, values, term, phi, state)
+        total, kept = total + added, kept | near
+    if denominator == "complex":
+        out = linear.divide_complex(total)
+    else:
+        out = total if denominator is None else linear.divide(total)
+    return out, kept
+
+
+def _clipped_stream(
+    q: Tensor, values: Tensor, term: Clipped, phi: FeatureMap | None, state: State
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sums of a clipped term for the next tokens of a stream: near keys are kept, those beyond reach are summed."""
+    if term.x.shape[-1] > 1 or term.outside:
+        raise ValueError("state: expected clipped terms of a sequence without class tokens, whose far keys share one sum")
+    rows, positions, far = values, term.y, state["far"]
+    if (near := state["near"]) is not None and (places := state["places"]) is not None:
+        rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
+        positions = torch.cat((places.expand(*positions.shape[:-2], *places.shape[-2:]), positions), -2)
+    score = _clipped_scores(q.to(values.dtype), term, phi)
+    batch = torch.broadcast_shapes(score.shape[:-2], rows.shape[:-2])
+    wide = rows.expand(*batch, *rows.shape[-2:])
+    total = clipped.clipped(score.expand(*batch, *score.shape[-2:]), wide, term.x, positions, term.reach, causal=True)
+    total = total if far is None else total + score[..., :1] * far.unsqueeze(-2)
+    gone = rows[..., : max(0, rows.shape[-2] - term.reach), :].sum(-2)
+    kept = {"near": rows[..., -term.reach :, :].clone(), "places": positions[..., -term.reach :, :].clone()}
+    return total, kept | {"far": gone if far is None else far + gone}
+
+
+def _segmented(
+    g: tuple[Tensor, Tensor] | None, ids: Tensor, q: Tensor, k: Tensor, state: State | None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Log decays of queries and keys that fall by a jump from segment to segment, and that of the token before: zero.
+
+    Within a segment differences are those of g. Queries are aligned with the last keys.
+    """
+    t, s = q.shape[-2], k.shape[-2]
+    previous = state["segment"] if state is not None else None
+    previous = ids[..., :1] if previous is None else previous[..., None]
+    leading = torch.broadcast_shapes(previous.shape[:-1], ids.shape[:-1])
+    ids = ids.expand(*leading, s)
+    new = ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)
+    still = torch.zeros(max(t, s), dtype=torch.float64, device=q.device)
+    query, key = g or (still[:t], still[:s])
+    before = state["decay"] if state is not None else None
+    before = key[..., :1] if before is None else before[..., None]
+    first, steps = key[..., :1] - before, key.diff(dim=-1)
+    step = torch.cat((first, steps.expand(*first.shape[:-1], s - 1)), -1)
+    if not torch.compiler.is_compiling() and ids.device.type == "cpu":
+        distinct = (ids.sort(-1).values.diff(dim=-1) != 0).sum(-1)
+        if (new[..., 1:].sum(-1) > distinct).any():
+            raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
+        if (torch.where(new.unsqueeze(-2), 0, step) > 0).any():
+            raise ValueError("decay: expected log decays that do not increase along a segment; sort tokens by position")
+    key_jumps = torch.where(new.unsqueeze(-2), -JUMP, step).cumsum(-1)
+    query_jumps = key_jumps[..., s - t :] + (query - key[..., s - t :])
+    return (query_jumps, key_jumps), torch.zeros_like(key_jumps[..., -1])
 
 
 def softmax_attention(
@@ -154,10 +315,13 @@ def softmax_attention(
     decay: DecayPair = None,
     scale: float | None = None,
     causal: bool = False,
-    terms: Sequence[Term] = (),
+    terms: Sequence[Term] | None = None,
     locality: Tensor | None = None,
     mask: Tensor | None = None,
-) -> Tensor:
+    segment_ids: SegmentPair = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> Any:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
     Args:
@@ -172,9 +336,16 @@ def softmax_attention(
             rows of the value's side are added to values. Time and memory are quadratic, as those of softmax itself.
         locality: Factors ``[*b t s]`` of scale * <rho(x_i) q_i, rho(x_j) k_j> (APE, section 4.2).
         mask: Keys that take part, bool ``[*b s]``.
+        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
+            take part. Queries have the ids of the last keys, or of their own where this is a pair.
+        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
+        return_state: Also return the state after these tokens.
+
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
+    terms are then those of the keys' heads.
 
     Returns:
-        ``[*b h t e]`` in q's dtype; zero for a query without keys.
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
     Raises:
         ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
@@ -186,19 +357,53 @@ def softmax_attention(
         >>> softmax_attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 10, 16])
     """
-    rho_q, rho_k = _check(q, k, v, isometry, mask, terms)
-    g = _decays(decay, q, k)
-    t, s = q.shape[-2], k.shape[-2]
+    expect_state(state)
+    terms = () if terms is None else terms
+    groups = groups_of(q, k, v)
+    if groups > 1:
+        options = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
+        options |= {"locality": locality, "mask": mask, "segment_ids": segment_ids, "state": state}
+        return _by_group(softmax_attention, groups, q, k, v, options, return_state)
+    seen = 0 if state is None or (keys := state["keys"]) is None else keys.shape[-2]
+    rho_q, rho_k = check(q, k, v, isometry, mask, terms, seen)
+    g = decays_of(decay, q, k)
+    check_segments(segment_ids, q, k, torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+    ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
+    check_stream(state, return_state, causal, q, k)
+    after = None
+    if state is not None or return_state:
+        given = {"decayed": g is not None, "packed": ids is not None}
+        kind = kind_of("softmax", q, v, rho_k, None, None, terms, **given)
+        k, v, mask, g, ids, after = _cached(rho_k(k), v, mask, g, ids, state or State(), kind)
+        rho_k = Identity()
+    out = _softmax(q, k, v, (rho_q, rho_k), g, scale, causal, terms, locality, mask, ids)
+    return (out, after) if return_state else out
+
+
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    isometry: tuple[Isometry, Isometry],
+    g: tuple[Tensor, Tensor] | None,
+    scale: float | None,
+    causal: bool,
+    terms: Sequence[Term],
+    locality: Tensor | None,
+    mask: Tensor | None,
+    ids: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    (rho_q, rho_k), t, s = isometry, q.shape[-2], k.shape[-2]
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if locality is not None and not isinstance(locality, Tensor):
         raise TypeError(f"locality: expected factors [*b {t} {s}], got {type(locality).__name__}")
-    if locality is not None and not (locality.shape[-2:] == (t, s) and _broadcasts(locality.shape[:-2], batch[:-1])):
+    if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], batch[:-1])):
         raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # its factors may leave float16
-        arguments = {"decay": decay, "scale": scale, "causal": causal, "terms": terms, "locality": locality, "mask": mask}
-        return softmax_attention(q.float(), k.float(), v.float(), isometry=(rho_q, rho_k), **arguments).to(q.dtype)
-    if g is None and mask is None and len(terms) == 0 and locality is None and (not causal or t == s):
+        wide = q.float(), k.float(), v.float()
+        return _softmax(*wide, isometry, g, scale, causal, terms, locality, mask, ids).to(q.dtype)
+    if g is None and mask is None and ids is None and len(terms) == 0 and locality is None and (not causal or t == s):
         return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, is_causal=causal, scale=scale)
     if mask is not None:
         k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
@@ -207,6 +412,7 @@ def softmax_attention(
     keep = torch.ones(t, s, dtype=torch.bool, device=q.device)
     keep = keep.tril(s - t) if causal else keep
     keep = keep if mask is None else keep & mask[..., None, None, :]
+    keep = keep if ids is None else keep & (_of_queries(ids, t)[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
     alive = keep.any(-1, keepdim=True)
     # a row without keys attends everywhere, which keeps its gradient finite, and is then set to zero
     bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~keep, -torch.inf).masked_fill(~alive, 0)
@@ -222,6 +428,44 @@ def softmax_attention(
         weight = (logits + bias.to(wide)).softmax(-1)
         out = sum((term.values(weight) for term in of_values), weight @ v.to(wide))
     return torch.where(alive, out, 0).to(q.dtype)
+
+
+def _of_queries(ids: tuple[Tensor, Tensor], t: int) -> Tensor:
+    """The segments of queries: their own, or those of the last keys."""
+    return ids[0][..., ids[0].shape[-1] - t :] if ids[0] is ids[1] else ids[0]
+
+
+def _cached(
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    g: tuple[Tensor, Tensor] | None,
+    ids: tuple[Tensor, Tensor] | None,
+    state: State,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, State]:
+    """Keys with positions and all that belongs to them, of the stream so far and of its next tokens."""
+    batch, count = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2]), k.shape[-2]
+    state.expect(kind, batch)
+    if mask is not None or state["mask"] is not None:
+        mask = torch.ones(count, dtype=torch.bool, device=k.device) if mask is None else mask
+        if state["mask"] is None and (old := state["keys"]) is not None:
+            mask = torch.cat((mask.new_ones(*mask.shape[:-1], old.shape[-2]), mask), -1)
+    new = {
+        "keys": k.expand(*batch, *k.shape[-2:]),
+        "values": v.expand(*batch, *v.shape[-2:]),
+        "mask": None if mask is None else mask.expand(*batch[:-1], mask.shape[-1]),
+        "decays": None if g is None else g[1].expand(*batch, count),
+        "segments": None if ids is None else ids[1].expand(*batch[:-1], count),
+    }
+    joined = {}
+    for name, x in new.items():
+        old, axis = state[name], -2 if name in ("keys", "values") else -1
+        joined[name] = x if x is None or old is None else torch.cat((old, x), axis)
+    after = state.next(kind, **joined)
+    g = None if g is None else (g[0], joined["decays"])
+    ids = None if ids is None else (ids[0], joined["segments"])
+    return joined["keys"], joined["values"], joined["mask"], g, ids, after
 
 
 def _bias(
@@ -263,6 +507,7 @@ class _Features:
 
     def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rho, kept = self._split(part)
+        x = torch.where(kept[0], x, 0) if kept else x  # what a masked token holds must not reach gradients either
         plain = x.to(self.dtype) if self.phi is None else self.phi(x.to(self.dtype))
         out = (rho(plain), plain)[: self.parts]
         return tuple(torch.where(kept[0], y, 0) for y in out) if kept else out
@@ -290,99 +535,12 @@ class _Values:
         return (x,) if not self.divided else (x, ones) if self.parts == 2 else (torch.cat((x, ones), -1),)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None, terms: Sequence[Term]
-) -> tuple[Isometry, Isometry]:
-    """The isometries of queries and keys; ValueError where the arguments do not fit together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim < 3 or not x.is_floating_point():
-            raise ValueError(f"{name}: expected a floating tensor [*b h t d], got {x.dtype} {list(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: expected {q.shape[-1]} features as q, got {k.shape[-1]}")
-    if v.shape[-2] != k.shape[-2]:
-        raise ValueError(f"v: expected {k.shape[-2]} tokens as k, got {v.shape[-2]}")
-    try:
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    except RuntimeError:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v: expected leading dimensions [*b h] that broadcast, got {shapes}") from None
-    if mask is not None:
-        if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
-            raise ValueError(f"mask: expected bool [*b {k.shape[-2]}], got {mask.dtype} {list(mask.shape)}")
-        if not _broadcasts(mask.shape[:-1], batch[:-1]):
-            raise ValueError(
-                f"mask: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(mask.shape)}"
-            )
-    for term in terms:
-        _check_term(term, q, k, v, batch)
-    rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
-    rho_q, rho_k = rho_q or Identity(), rho_k or Identity()
-    for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
-        if not isinstance(rho, Isometry):
-            raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
-        rho.check(x, name)
-        if not _broadcasts(rho.leading, x.shape[:-2]):
-            raise ValueError(
-                f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
-                f"got {list(rho.leading)}; build the encoding for these heads"
-            )
-    return rho_q, rho_k
-
-
-def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size) -> None:
-    """ValueError where a relative term does not fit queries and keys."""
-    if not isinstance(term, Term):
-        raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
-    width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
-    if len(term.table) not in (1, *batch[-1:]) or width not in (None, term.table.shape[-1]):
-        raise ValueError(
-            f"terms: expected a table of {batch[-1]} heads{'' if width is None else f' and {width} features'}, "
-            f"got {list(term.table.shape)}"
-        )
-    pairs = (q.shape[-2], k.shape[-2])
-    if term.shape[-2:] != pairs or not _broadcasts(term.shape[:-2], batch[:-1]):
-        raise ValueError(
-            f"terms: expected positions of {list(batch[:-1])} samples, {pairs[0]} queries and {pairs[1]} keys, "
-            f"got {list(term.shape)}; evaluate the scheme at the positions of both"
-        )
-
-
-def _decays(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The log decays of queries and keys; ValueError where they do not fit."""
-    if decay is None:
-        return None
-    pair = decay if isinstance(decay, tuple) else (decay, decay)
-    for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
-        if not isinstance(g, Tensor):
-            raise TypeError(f"decay: expected a tensor of log decays, got {type(g).__name__}")
-        if g.dtype != torch.float64:
-            raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
-        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _broadcasts(g.shape[:-1], x.shape[:-2]):
-            expected = [*x.shape[:-2], x.shape[-2]]
-            raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
-    return pair
-
-
-def _check_order(pair: tuple[Tensor, Tensor] | None, causal: bool) -> None:
-    """ValueError where a weight would grow with distance; not while compiling, nor on a GPU, which would have to wait."""
-    if pair is None or torch.compiler.is_compiling() or pair[0].device.type != "cpu":
-        return
-    query, key = pair
-    if any((g.diff(dim=-1) > 0).any() for g in pair):
-        raise ValueError("decay: expected log decays that do not increase along tokens; sort tokens by position")
-    if query is key:
-        return
-    count = min(query.shape[-1], key.shape[-1])
-    query, key = query[..., query.shape[-1] - count :], key[..., key.shape[-1] - count :]
-    if (query > key).any() or (not causal and (key[..., 1:] > query[..., :-1]).any()):
-        where = "not before" if causal else "between"
-        raise ValueError(
-            f"decay: expected queries {where} the keys of their index{'' if causal else ' and the next'}, counted from the "
-            "end, or weights would grow with distance; softmax_attention takes any positions"
-        )
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(to), strict=False))
+def _by_group(
+    attention: Any, groups: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], return_state: bool
+) -> Any:
+    """Attention with the groups of query heads as one more axis of the batch."""
+    q = q.unflatten(-3, (-1, groups)).movedim(-3, 0)
+    found = attention(q, k, v, **options, return_state=return_state)
+    out, *after = found if return_state else (found,)
+    out = out.movedim(0, -3).flatten(-4, -3)
+    return (out, *after) if return_state else out

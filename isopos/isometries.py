@@ -83,13 +83,15 @@ class Isometry(ABC):
             )
         if self.length is not None and self.length != x.shape[-2]:
             raise ValueError(
-                f"{name}: expected {self.length} tokens, one a position, got {x.shape[-2]}; "
+                f"{name}: expected {self.length} tokens, one a position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
                 f"evaluate the encoding at the positions of {name}"
             )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x ``[*b h t d]``."""
         self.check(x)
+        if not x.is_floating_point():
+            raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
         wide = x if x.dtype.itemsize >= 4 else x.float()
         with full_precision(x.device):
             return self.apply(wide).to(x.dtype)

@@ -1,6 +1,6 @@
 """Small models that read top to bottom, for comparisons and as examples of use."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from isopos.attention import Attention
 from isopos.positions import sequence
 from isopos.scheme import Scheme
+from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "Decoder"]
+__all__ = ["TOKEN_STD", "Block", "Decoder", "Stream"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -32,10 +33,13 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(model_dim, hidden), nn.ReLU(), nn.Linear(hidden, model_dim))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, at: dict[str, Any], *, causal: bool) -> Tensor:
-        """x ``[b t m]`` -> ``[b t m]``."""
-        x = x + self.dropout(self.attention(self.norm1(x), at, causal=causal))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
+    def forward(self, x: Tensor, at: dict[str, Any], *, causal: bool, return_state: bool = False) -> Any:
+        """x ``[b t m]`` -> ``[b t m]``; with `return_state` a pair of it and the attention's state."""
+        found = self.attention(self.norm1(x), at, causal=causal, return_state=return_state)
+        y, *state = found if return_state else (found,)
+        x = x + self.dropout(y)
+        x = x + self.dropout(self.feed_forward(self.norm2(x)))
+        return (x, *state) if return_state else x
 
 
 class Decoder(nn.Module):
@@ -51,8 +55,13 @@ class Decoder(nn.Module):
     Example:
         >>> import isopos
         >>> model = Decoder(256, 32, 2, isopos.rope(8, 4))
-        >>> model(torch.zeros(1, 10, dtype=torch.int64)).shape
+        >>> tokens = torch.arange(10)[None]
+        >>> model(tokens).shape
         torch.Size([1, 10, 256])
+        >>> logits, stream = model.prefill(tokens[:, :9])
+        >>> logits, stream = model.step(tokens[:, 9], stream)
+        >>> torch.allclose(logits, model(tokens)[:, -1], atol=1e-5)
+        True
     """
 
     def __init__(self, vocabulary: int, model_dim: int, layers: int, scheme: Scheme, *, dropout: float = 0.0):
@@ -71,10 +80,41 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
         positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
-        x = self.tokens(tokens)
-        if self.scheme.embedding is not None:
-            x = x + self.scheme.embedding(positions, x.dtype)
-        at = self.scheme.at(positions, dtype=torch.promote_types(x.dtype, torch.float32))
+        x, at = self._enter(tokens, positions, None)
         for block in self.blocks:
             x = block(x, at, causal=True)
         return self.head(self.norm(x))
+
+    def prefill(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
+        """Logits ``[b t vocabulary]`` of a stream's next tokens ``[b t]``, by default a new one's, and the stream then."""
+        stream = stream or Stream(0, (State(),) * len(self.blocks))
+        positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
+        x, at = self._enter(tokens, positions, stream.states[0])
+        states = []
+        for block, state in zip(self.blocks, stream.states, strict=True):
+            own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])
+            x, after = block(x, at | {"state": own}, causal=True, return_state=True)
+            states.append(after)
+        return self.head(self.norm(x)), Stream(stream.length + tokens.shape[-1], tuple(states))
+
+    def step(self, token: Tensor, stream: "Stream") -> tuple[Tensor, "Stream"]:
+        """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it."""
+        logits, stream = self.prefill(token[:, None], stream)
+        return logits[:, 0], stream
+
+    def _enter(self, tokens: Tensor, positions: Tensor, state: State | None) -> tuple[Tensor, dict[str, Any]]:
+        x = self.tokens(tokens)
+        if self.scheme.embedding is not None:
+            x = x + self.scheme.embedding(positions, x.dtype)
+        return x, self.scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class Stream(NamedTuple):
+    """The tokens that a decoder has seen: how many, and each layer's state."""
+
+    length: int
+    states: tuple[State, ...]
+
+    def reorder(self, index: Tensor) -> "Stream":
+        """The streams of samples `index` ``[n]``, for beam search."""
+        return Stream(self.length, tuple(state.reorder(index) for state in self.states))

@@ -33,6 +33,7 @@ __all__ = [
     "Tree",
     "forest",
     "grid",
+    "packed",
     "product",
     "ring",
     "sequence",
@@ -55,6 +56,11 @@ class Group(ABC):
     def _parents(self) -> tuple[int, ...]:
         """The columns that refer to rows of the same tensor."""
         return ()
+
+    @property
+    def refers_to_rows(self) -> bool:
+        """Whether coordinates refer to other rows of their tensor, as those of trees do."""
+        return bool(self._parents)
 
     @abstractmethod
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
@@ -95,6 +101,8 @@ class Group(ABC):
     def _check_columns(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            if self.columns == 1 and isinstance(x, Tensor) and x.ndim == 1:
+                raise ValueError(f"positions: expected [*b t 1] for {self}, got {got}; x[:, None] makes a column of them")
             raise ValueError(
                 f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
                 "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
@@ -381,6 +389,26 @@ def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
         [[0], [1], [2]]
     """
     return torch.arange(_count("t", t), device=device)[:, None]
+
+
+def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """Positions ``[t 1]`` and segment ids ``[t]`` of sequences packed into one, each from position 0: int64.
+
+    Args:
+        lengths: Tokens of each; of cumulative lengths ``[0, 2, 5]`` it is ``torch.diff``.
+        device: Of the result.
+
+    Example:
+        >>> x, ids = packed([2, 3])
+        >>> x[:, 0].tolist(), ids.tolist()
+        ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1])
+    """
+    counts = torch.as_tensor(lengths, device=device)
+    if counts.ndim != 1 or counts.is_floating_point() or (counts < 0).any():
+        raise ValueError(f"lengths: expected a list of token counts, got {lengths}")
+    ids = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    starts = counts.cumsum(0) - counts
+    return (torch.arange(len(ids), device=counts.device) - starts[ids])[:, None], ids
 
 
 def ring(period: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -1,6 +1,8 @@
 """A scheme: the choices that make attention see positions, as one module. `isopos.schemes` has the named ones."""
 
+import hashlib
 import math
+from functools import cached_property
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -12,8 +14,9 @@ from isopos.decays import RATES, Decay
 from isopos.embeddings import Learned, Sinusoidal, TreeStack
 from isopos.encodings import Coupling, Encoding, InBasis, Rotary
 from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, sides
-from isopos.isometries import Mapped
+from isopos.isometries import Isometry, Mapped
 from isopos.positions import Group, Line
+from isopos.state import State, expect_state
 
 __all__ = ["Choices", "Scheme", "expect"]
 
@@ -145,6 +148,20 @@ class Scheme(nn.Module):
         """Whose positions it takes."""
         return self.encoding.group
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the choices and of all constants, but of nothing that is learned: equal for schemes built alike."""
+        choices = (self.choices, self.heads, self.scale, self.locality, self.inside, self.width)
+        digest = hashlib.sha256(repr(choices).encode())
+        for name, module in self.named_modules():
+            digest.update(f"{name} {type(module).__name__}".encode())
+            for key, value in sorted(vars(module).items()):
+                if isinstance(value, Tensor):
+                    digest.update(key.encode() + value.contiguous().numpy().tobytes())
+                elif isinstance(value, bool | int | float | str | Group):
+                    digest.update(f"{key}={value}".encode())
+        return digest.hexdigest()
+
     @property
     def feature_map(self) -> FeatureMap:
         """phi of linear attention."""
@@ -160,14 +177,20 @@ class Scheme(nn.Module):
         """Whether a norm of each head's output takes the place of the denominator."""
         return self.choices["denominator"] == "none"
 
-    def at(self, x: Tensor, x_key: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def at(
+        self, x: Tensor, x_key: Tensor | None = None, *, state: State | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
         """Keyword arguments of the attention function.
 
         Args:
             x: Positions of queries ``[*b t c]``, and of keys unless they differ.
             x_key: Positions of keys ``[*b s c]``.
+            state: Of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one tensor of
+                all nodes so far, and all operators are computed again.
             dtype: Of tables: float32, or float64 for float64 queries; a smaller one is taken for float32.
         """
+        if state is not None:
+            return self._continued(x, x_key, state, dtype)
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
         if isinstance(self.encoding, Encoding) and not self.inside:
             rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
@@ -179,8 +202,7 @@ class Scheme(nn.Module):
         if self.bias is not None:
             arguments["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
-            if self.scale is not None:
-                arguments["scale"] = self.scale
+            arguments["scale"] = self.encoding.features**-0.5 if self.scale is None else self.scale
             if self.locality is not None:
                 arguments["locality"] = self.locality ** self.group.distance(x, y).to(dtype)
             return arguments
@@ -192,6 +214,36 @@ class Scheme(nn.Module):
             "feature_map": None if self.inside else self.feature_map,
             "denominator": None if denominator == "none" else denominator,
         }
+
+    def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> dict[str, Any]:
+        """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
+        if x_key is not None:
+            raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
+        expect_state(state)
+        if any(getattr(part, "outside", 0) for part in (self.encoding, self.bias)):
+            raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
+        state.stamped(self.fingerprint, None)
+        old = state["positions"]
+        places = x if old is None else torch.cat((old.expand(*x.shape[:-2], *old.shape[-2:]), x), -2)
+        rows = self.group.refers_to_rows
+        quadratic = self.attention == "softmax" and (self.bias is not None or self.locality is not None)
+        if not rows and not quadratic:
+            return self.at(x, dtype=dtype) | {"state": state.stamped(self.fingerprint, None)}
+        arguments = self.at(places, dtype=dtype) if rows else self.at(x, places, dtype=dtype)
+        count, new = places.shape[-2], x.shape[-2]
+        rho = arguments["isometry"]
+        query, key = rho if isinstance(rho, tuple) else (rho, rho)
+        arguments["isometry"] = tuple(_last(side, count, new) for side in (query, key))
+        if rows and self.locality is not None:
+            arguments["locality"] = arguments["locality"][..., count - new :, :]
+        if isinstance(arguments["decay"], tuple):
+            arguments["decay"] = arguments["decay"][0]
+        return arguments | {"state": state.stamped(self.fingerprint, places)}
+
+
+def _last(rho: Isometry, count: int, new: int) -> Isometry:
+    """The part of an isometry for the last tokens, where it has one for each."""
+    return rho if rho.length is None else rho.tokens(rho.length - new, rho.length)
 
 
 def _is_complex(encoding: Coupling) -> bool:

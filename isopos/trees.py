@@ -65,11 +65,12 @@ def forest(trees: Sequence[Tensor]) -> Tensor:
         >>> forest([tree([[]]), tree([[]])]).tolist()
         [[-1, -1], [0, 0], [-1, -1], [2, 0]]
     """
-    packed = torch.empty(0, 2, dtype=torch.int64, device=trees[0].device if trees else None)
+    packed = torch.empty(0, 2, dtype=torch.int64, device=getattr(next(iter(trees), None), "device", None))
     parts, start = [packed], 0
     for nodes in trees:
-        if nodes.ndim != 2 or nodes.shape[-1] != 2 or nodes.dtype not in INTEGER_DTYPES:
-            raise ValueError(f"forest: expected trees [n 2] of integers, got {list(nodes.shape)} of {nodes.dtype}")
+        if not isinstance(nodes, Tensor) or nodes.ndim != 2 or nodes.shape[-1] != 2 or nodes.dtype not in INTEGER_DTYPES:
+            got = f"{list(nodes.shape)} of {nodes.dtype}" if isinstance(nodes, Tensor) else type(nodes).__name__
+            raise ValueError(f"forest: expected trees [n 2] of integers, as isopos.tree reads them, got {got}")
         parts.append(renumber(nodes, (0,), lambda parent, start=start: parent + start))
         start += len(nodes)
     return torch.cat(parts)
@@ -178,7 +179,7 @@ def _ranked(parents: Tensor) -> Tensor:
             "a list that holds nothing but integers is read as parents"
         )
     if not (parents == -1).any():
-        raise ValueError("tree: expected a root, a parent of -1, got none")
+        raise ValueError("tree: expected a root, a parent of -1, got none; subtract 1 where rows count from 1")
     order = parents.argsort(stable=True)
     siblings = parents[order]
     rank = torch.empty_like(parents)

@@ -3,8 +3,9 @@
 Also what the tests share: the tolerance, random inputs and positions, and the quadratic references.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,14 +17,17 @@ from isopos import bases, encodings, schemes
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.feature_maps import sides
+from isopos.functional import linear_attention, softmax_attention
 from isopos.isometries import Identity
 from isopos.positions import Group, Line, Product, Ring, Tree, grid
+from isopos.state import State
 from isopos.terms import Clipped
 
 Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
 SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta")
+ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
 LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
 
 
@@ -52,6 +56,11 @@ class SchemeCase(NamedTuple):
         """The kinds of attention that it has."""
         softmax = self.name in SOFTMAX_ONLY or self.options.get("attention") == "softmax"
         return ("softmax",) if softmax else ("linear",) if LINEAR_OPTIONS & set(self.options) else ("linear", "softmax")
+
+    @property
+    def outside(self) -> int:
+        """Class tokens, the first rows of a tensor."""
+        return self.options.get("outside", 0)
 
     @property
     def clipped(self) -> bool:
@@ -106,6 +115,41 @@ def _moves(group: Group, by: Tensor) -> bool:
     if isinstance(group, Product):
         return all(_moves(part, a) for part, a in zip(group.parts, group.split(by), strict=True))
     return bool((group.distance(group.origin(*by.shape[:-2], 1), by)[..., -1] != 0).all())
+
+
+def per_tree(group: Group, x: Tensor, change: Callable[[Tree, Tensor], Tensor]) -> Tensor:
+    """Positions whose nodes of trees are changed."""
+    if isinstance(group, Product):
+        return torch.cat([per_tree(part, own, change) for part, own in zip(group.parts, group.split(x), strict=True)], -1)
+    return change(group, x) if isinstance(group, Tree) else x
+
+
+def parents_first(group: Group, x: Tensor) -> Tensor:
+    """Random trees for those of x, in which no node comes before its parent: what a stream can be of."""
+
+    def grow(tree: Tree, nodes: Tensor) -> Tensor:
+        row, shape = torch.arange(nodes.shape[-2]), nodes.shape[:-1]
+        nodes = torch.stack(((torch.rand(shape) * row).long(), torch.randint(tree.branches, shape)), -1)
+        return torch.where(row[:, None] > 0, nodes, -1)
+
+    return per_tree(group, x, grow)
+
+
+def rows_later(group: Group, x: Tensor, rows: int | Tensor) -> Tensor:
+    """Positions that are to stand so many rows later: parents of trees are rows."""
+    return per_tree(group, x, lambda _, nodes: nodes + (nodes >= 0) * torch.tensor([1, 0]) * rows)
+
+
+def stream(scheme: schemes.Scheme, content: Sequence[Tensor], x: Tensor, cuts: Sequence[int], **more: Any):
+    """Causal attention of chunks between cuts, one after another, and the state at the end."""
+    outputs, state = [], more.pop("state", State())
+    for start, stop in itertools.pairwise(cuts):
+        q, k, v = (a[..., start:stop, :] for a in content)
+        parts = {name: a if a is None else a[..., start:stop] for name, a in more.items()}
+        at = scheme.at(x[..., start:stop, :], state=state, dtype=q.dtype)
+        out, state = ATTENTION[scheme.attention](q, k, v, **at, **parts, causal=True, return_state=True)
+        outputs.append(out)
+    return torch.cat(outputs, -2), state
 
 
 def on_last(rho: Any, content: Tensor) -> Tensor:
@@ -201,10 +245,12 @@ def scheme_case(id: str) -> SchemeCase:
     return next(case for case in SCHEMES if case.id == id)
 
 
-def with_kinds(cases: list[SchemeCase]) -> pytest.MarkDecorator:
-    """Parametrises `case` and `kind` by rows and the kinds of attention that each has."""
+def with_kinds(cases: list[SchemeCase], *, slow: bool = False) -> pytest.MarkDecorator:
+    """Parametrises `case` and `kind` by rows and the kinds of attention that each has; all but presets may be slow tests."""
+    marks = {case.id: pytest.mark.slow if slow and case not in PRESETS else () for case in cases}
+    pairs = [(case, kind) for case in cases for kind in case.kinds]
     return pytest.mark.parametrize(
-        ("case", "kind"), [pytest.param(case, kind, id=f"{case.id}-{kind}") for case in cases for kind in case.kinds]
+        ("case", "kind"), [pytest.param(case, kind, id=f"{case.id}-{kind}", marks=marks[case.id]) for case, kind in pairs]
     )
 
 
@@ -425,6 +471,12 @@ def quadratic(
     return weight @ v / torch.where(below.abs() < 1e-6, torch.full_like(below, 1e-6).copysign(below), below)
 
 
+def inputs_of(scheme: schemes.Scheme, *batch: int, t: int, **kw: Any) -> tuple[Tensor, ...]:
+    """Random q, k, v of the widths that a scheme takes; values, where it has rows for them, of theirs."""
+    d = scheme.encoding.features
+    return inputs(*batch, t=t, **({"d": d, "e": d // scheme.width} | kw))
+
+
 def softmax_by_definition(
     q, k, v, *, isometry=None, decay=None, scale=None, causal=False, terms=(), locality=None, mask=None
 ) -> Tensor:
@@ -445,6 +497,9 @@ def softmax_by_definition(
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
     of_values = sum((weight[..., None] * rows_of(term)).sum(-2) for term in terms if term.side == "value")
     return weight @ (v if mask is None else torch.where(mask[..., None, :, None], v, 0)) + of_values
+
+
+DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
 
 
 def gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:

@@ -22,11 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
+from isopos import schemes
 from isopos.bases import Householder
 from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS, elu1
-from isopos.functional import linear_attention, softmax_attention
+from isopos.functional import linear_attention, naive_linear_attention, softmax_attention
 from isopos.ops import linear
 from isopos.positions import sequence
 
@@ -252,9 +253,31 @@ def test_gradcheck(attention, encoding, causal):
 def test_second_derivatives_raise(encoding):
     leaves = inputs(1, t=4, requires_grad=True)
     out = linear_attention(*leaves, isometry=ENCODINGS[encoding]()(sequence(4), torch.float64), causal=True)
-    (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|no autograd formula"):
-        first.sum().backward()
+    with pytest.raises(RuntimeError, match="linear_attention: expected no create_graph=True"):
+        torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
+
+
+@causality
+@pytest.mark.parametrize("denominator", ["plain", "encoded", None])
+def test_the_naive_definition_is_linear_attention_with_more_derivatives(causal, denominator):
+    leaves, mask = inputs(2, t=5, requires_grad=True), torch.rand(2, 5) < 0.7
+    scheme = schemes.rope(HEAD_DIM, HEADS, decay="retnet")
+    arguments = scheme.at(sequence(5), dtype=torch.float64) | {"denominator": denominator, "causal": causal, "mask": mask}
+    out, slow = (f(*leaves, **arguments) for f in (linear_attention, naive_linear_attention))
+    same_everywhere(out, slow, list(leaves))
+    one = {name: value for name, value in arguments.items() if name != "mask"}
+    assert torch.autograd.gradgradcheck(
+        lambda q: naive_linear_attention(q, *leaves[1:], **one), leaves[0][:1].detach()[:, :, :5].requires_grad_()
+    )
+    each = torch.func.vmap(torch.func.grad(lambda q, k, v: naive_linear_attention(q, k, v, **one).square().sum()))(*leaves)
+    (whole,) = torch.autograd.grad(naive_linear_attention(*leaves, **one).square().sum(), leaves[0])
+    close(each, whole)
+
+
+def test_transforms_of_torch_func_are_refused():
+    q, k, v = inputs(1, t=5)
+    with pytest.raises(RuntimeError, match=r"torch.func, got one; .*naive_linear_attention"):
+        torch.func.grad(lambda q: linear_attention(q, k, v, causal=True).sum())(q)
 
 
 # Independence

@@ -534,7 +534,7 @@ def test_bad_sources(read, source, message):
         (lambda: tree(torch.empty(0, dtype=torch.int64)), "expected a root"),
         (lambda: tree([-1, 2, 1]), "got row [12], its own ancestor"),
         (lambda: tree([-1, 1]), "got row 1, its own ancestor"),
-        (lambda: forest([torch.zeros(3)]), r"trees \[n 2\] of integers, got \[3\]"),
+        (lambda: forest([torch.zeros(3)]), r"trees \[n 2\] of integers, as isopos.tree reads them, got \[3\]"),
         (lambda: forest([torch.zeros(3, 2)]), "of torch.float32"),
         (lambda: forest([Tree(2).random(2, 3)]), r"got \[2, 3, 2\]"),
         (lambda: product(sequence(2), tree([])), r"got \(-1, -1\), a tree's root, in part 1; pass group=Product"),

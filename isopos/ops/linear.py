@@ -12,15 +12,15 @@ from the last token to the first. `naive` is the specification; the fast sums ar
 """
 
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from isopos.exact import full_precision
+from isopos.exact import full_precision, once
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 SEGMENT = 1 << 18  # feature elements that are mapped at a time; the states before a segment are kept for the backward pass
@@ -66,8 +66,41 @@ def naive(q: Tensor, k: Tensor, v: Tensor, g: Decays = None, *, causal: bool = F
     return (q @ k.mT * weight) @ v
 
 
+class Clamped:
+    """Counts the denominators that are too small to divide by, of linear attention inside ``with``, outside a compiler.
+
+    Example:
+        >>> with Clamped() as clamped:
+        ...     total = divide(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> clamped.count, clamped.total
+        (1, 2)
+    """
+
+    def __init__(self) -> None:
+        self.small: list[Tensor] = []
+        self.total = 0
+
+    @property
+    def count(self) -> int:
+        """Denominators that were clamped, of `total`."""
+        return sum(int(small) for small in self.small)
+
+    def __enter__(self) -> "Clamped":
+        self.token = _CLAMPED.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _CLAMPED.reset(self.token)
+
+
+_CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # of each thread its own
+
+
 def clamp(denominator: Tensor) -> Tensor:
     """The denominator with a magnitude of at least 1e-6 and its own sign."""
+    if not torch.compiler.is_compiling() and (counter := _CLAMPED.get()) is not None:
+        counter.small.append((denominator.abs() < EPS).sum())
+        counter.total += denominator.numel()
     return torch.where(denominator.abs() < EPS, torch.full_like(denominator, EPS).copysign(denominator), denominator)
 
 
@@ -83,6 +116,30 @@ def divide_complex(total: Tensor) -> Tensor:
     """
     (real, below), (imaginary, turned) = (part.split((total.shape[-1] - 1, 1), -1) for part in total)
     return (real * below + imaginary * turned) / (below.square() + turned.square()).clamp_min(EPS**2)
+
+
+def carry(q: Tensor, k: Tensor, v: Tensor, g: Decays, state: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Causal sums ``[*b h t e]`` of the next tokens of a stream, and the sum of k v^T over all of its tokens ``[*b h d e]``.
+
+    The state is that sum at the log decay ``before`` ``[*b h]`` of the last token of the stream so far. Together with it,
+    the sums are those of the whole sequence; k and v may lack leading axes of q, which share their state.
+    """
+    one = torch.ones((), dtype=k.dtype, device=k.device)
+    to_end = across = from_end = from_start = one  # of keys, of the state, of queries after one token, of queries
+    if g is not None:
+        query, key = g
+        last = key[..., -1:]
+        start = last if before is None else before[..., None]
+        exponents = last - key, last - start, query - last, query - start
+        to_end, across, from_end, from_start = (x.exp().to(k.dtype)[..., None] for x in exponents)
+    after = (k * to_end).mT @ v
+    after = after if state is None else after + state * across
+    if q.shape[-2] == 1:
+        return (q * from_end) @ after, after
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    queries, keys, values = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
+    total = linear(queries, keys, values, READY, g, causal=True, divided=False, fuse=True)
+    return total if state is None else total + (q * from_start) @ state, after
 
 
 class _Terms(NamedTuple):
@@ -352,11 +409,11 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, g_q, g_k, loads, causal: bool, divided: bool, *tensors: Tensor) -> Tensor:
         walks = _walks(_operands((q, k, v), loads, tensors), g_q, g_k, causal)
-        full, states = not causal and g_q is None, []
+        full, states, kept = not causal and g_q is None, [], any(ctx.needs_input_grad)
         totals = denominator = None
         for walk in walks:
             for at, total, before in walk.full() if full else walk.causal():
-                states += before
+                states += before if kept else []
                 if totals is None:
                     totals = total.new_zeros(total.shape[0], q.shape[-2], total.shape[-1] - divided)
                     denominator = total.new_zeros(total.shape[0], q.shape[-2], 1) if divided else None
@@ -372,8 +429,8 @@ class _Fused(torch.autograd.Function):
         return totals.view(*q.shape[:-1], totals.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        once("linear_attention", "isopos.functional.naive_linear_attention")
         q, k, v, g_q, g_k, totals, denominator, *rest = ctx.saved_tensors
         count = sum(len(load.tensors) for load in ctx.loads)
         operands, states = _operands((q, k, v), ctx.loads, rest[:count]), rest[count:]
@@ -498,7 +555,13 @@ def linear(
     t, s = q.shape[-2], k.shape[-2]
     if fuse and (t == s or not causal) and not torch.compiler.is_compiling():
         tensors = [tensor for load in loads for tensor in load.tensors]
-        return _Fused.apply(q, k, v, *(g or (None, None)), loads, causal, divided, *tensors)  # pyright: ignore[reportReturnType]
+        try:
+            return _Fused.apply(q, k, v, *(g or (None, None)), loads, causal, divided, *tensors)  # pyright: ignore[reportReturnType]
+        except RuntimeError as error:
+            if "functorch" not in str(error):
+                raise
+            remedy = "use isopos.functional.naive_linear_attention there"
+            raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {remedy}") from None
     operands = [load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True)]
     if causal and t != s:  # rows of zeros come first where tokens are missing
         missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+BLOCK = 1 << 14  # tokens whose angles are formed at a time
+
 
 def angles(position: Tensor, frequency: Tensor) -> Tensor:
     """Angles in radians, float64 ``[*b h t f]``, of positions ``[*b t c]`` and frequencies ``[h c f]`` (radians per step).
@@ -16,6 +18,24 @@ def angles(position: Tensor, frequency: Tensor) -> Tensor:
 def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:
     """Cosine and sine of angles ``[*b h t f]``, rounded once: ``[*b h t f 2]``."""
     return torch.stack((angle.cos(), angle.sin()), -1).to(dtype)
+
+
+def rotations(position: Tensor, frequency: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rotation table ``[*b h t f 2]`` of positions ``[*b t c]`` and frequencies ``[h c f]``.
+
+    Where nothing learns it is filled a block of tokens at a time, since float64 angles are twice the table.
+    """
+    t = position.shape[-2]
+    learns = torch.is_grad_enabled() and (frequency.requires_grad or position.requires_grad)
+    if learns or torch.compiler.is_compiling() or t <= BLOCK:
+        return rotation_table(angles(position, frequency), dtype)
+    out = None
+    for start in range(0, t, BLOCK):
+        part = rotation_table(angles(position[..., start : start + BLOCK, :], frequency), dtype)
+        out = part.new_empty(*part.shape[:-3], t, *part.shape[-2:]) if out is None else out
+        out[..., start : start + BLOCK, :, :] = part
+    assert out is not None
+    return out
 
 
 def rotate_naive(x: Tensor, table: Tensor) -> Tensor:

@@ -1,0 +1,430 @@
+"""One answer in every setting: each scheme whole, streamed, packed, padded, shared by heads or cast is its definition."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    ATTENTION,
+    DEFINITIONS,
+    HEAD_DIM,
+    HEADS,
+    PRESETS,
+    SCHEMES,
+    TOLERANCE,
+    close,
+    gradients,
+    inputs,
+    inputs_of,
+    is_grid,
+    parents_first,
+    perturb,
+    rows_later,
+    same_everywhere,
+    scheme_case,
+    stream,
+    with_kinds,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import isopos
+from isopos import packed, sequence
+from isopos.decays import RATES, Decay
+from isopos.functional import linear_attention, softmax_attention
+from isopos.positions import Line
+
+T, PAD, GROUPS = 11, 3, 3
+SEGMENTS = torch.tensor([[7] * T + [-1] * T])
+SLACK = 1000 * TOLERANCE  # some denominators almost vanish
+causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+both = pytest.mark.parametrize("kind", ATTENTION)
+
+
+class Setting:
+    """A scheme off its initial values, random content with a mask, and what its definition makes of them."""
+
+    def __init__(self, case, kind, causal, *, t=T, **more):
+        self.case, self.kind, self.causal = case, kind, causal
+        self.scheme = perturb(case.build(attention=kind, **more))
+        self.content = inputs_of(self.scheme, 2, t=t, requires_grad=True)
+        self.x = parents_first(self.scheme.group, case.positions(2, t=t))
+        self.mask = torch.rand(2, t) < 0.7
+        self.leaves = [*self.content, *self.scheme.parameters()]
+
+    def attend(self, q, k, v, x, mask, *, definition=False, x_key=None, **more):
+        function = (DEFINITIONS if definition else ATTENTION)[self.kind]
+        at = self.scheme.at(x, x_key, dtype=torch.float64)
+        return function(q, k, v, **at, causal=self.causal, mask=mask, **more)
+
+    def expected(self):
+        return self.attend(*self.content, self.x, self.mask, definition=True)
+
+    # The settings: the output of the same tokens, or of the last of them
+
+    def chunks(self):
+        return stream(self.scheme, self.content, self.x, (0, 4, 4, 5, T), mask=self.mask)[0]
+
+    def steps(self):
+        return stream(self.scheme, self.content, self.x, range(T + 1), mask=self.mask)[0]
+
+    def padded_right(self):
+        x = torch.cat((self.x, self.x[..., -1:, :] + is_grid(self.scheme.group) * torch.arange(1, PAD + 1)[:, None]), -2)
+        content = (torch.cat((a, pad), -2) for a, pad in zip(self.content, self._pads(), strict=True))
+        return self.attend(*content, x, F.pad(self.mask, (0, PAD)))[..., :T, :]
+
+    def padded_left(self):
+        group = self.scheme.group
+        before = self.x[..., :1, :] - is_grid(group) * torch.arange(PAD, 0, -1)[:, None]
+        x = torch.cat((before, rows_later(group, self.x, PAD)), -2)
+        content = (torch.cat((pad, a), -2) for a, pad in zip(self.content, self._pads(), strict=True))
+        return self.attend(*content, x, F.pad(self.mask, (PAD, 0)))[..., PAD:, :]
+
+    def _pads(self):
+        """Some queries, and keys and values that nothing may see."""
+        q, k, v = (a.detach()[..., :PAD, :] for a in self.content)
+        return q, k * torch.nan, v * torch.inf
+
+    def packed(self):
+        return self._unpacked(self.attend(*self._packed(), segment_ids=SEGMENTS))
+
+    def packed_stream(self):
+        *content, x, mask = self._packed()
+        cuts = (0, 4, T + 2, T + 3, 2 * T)
+        return self._unpacked(stream(self.scheme, content, x, cuts, mask=mask, segment_ids=SEGMENTS)[0])
+
+    def _packed(self):
+        x = torch.cat([rows_later(self.scheme.group, x, n * T) for n, x in enumerate(self.x)])
+        return *(a.transpose(0, 1).flatten(1, 2)[None] for a in self.content), x[None], self.mask.reshape(1, -1)
+
+    def _unpacked(self, out):
+        return out[0].unflatten(1, (2, T)).transpose(0, 1)
+
+    def shared(self):
+        return self._of_one(self.attend(*self._shared(), self.x, self.mask))
+
+    def shared_stream(self):
+        return self._of_one(stream(self.scheme, self._shared(), self.x, (0, 4, 5, T), mask=self.mask)[0])
+
+    def _shared(self):
+        """Several query heads for one key head; the middle one is tested."""
+        q, k, v = self.content
+        return torch.stack((q.flip(-1), q, torch.randn_like(q)), 2).flatten(1, 2), k, v
+
+    def _of_one(self, out):
+        return out.unflatten(1, (HEADS, GROUPS))[:, :, 1]
+
+    def views(self):
+        moved = [a.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for a in self.content]
+        return self.attend(*moved, self.x.mT.contiguous().mT, self.mask)
+
+    def last_queries(self):
+        q, k, v = self.content
+        return self.attend(q[..., -4:, :], k, v, self.x[..., -4:, :], self.mask, x_key=self.x)
+
+
+BOTH_WAYS = {"padded_right", "padded_left", "packed", "shared", "views"}
+CAUSAL = {"chunks", "steps", "packed_stream", "shared_stream", "last_queries"}
+STREAMS, PACKED = {"chunks", "steps", "packed_stream", "shared_stream"}, {"packed", "packed_stream"}
+TABLE = sorted([(name, True) for name in CAUSAL | BOTH_WAYS] + [(name, False) for name in BOTH_WAYS])
+
+
+def refusal(case, kind, name):
+    """What a setting is refused with; "" where it has no meaning."""
+    if name in STREAMS and (case.outside or (case.clipped and kind == "linear" and case.group.columns > 1)):
+        return "segment_ids|state: expected .* class tokens"
+    if case.clipped and kind == "linear" and name in PACKED:
+        return "segment_ids: expected none beside clipped terms"
+    if case.outside and name in ("padded_left", "packed", "last_queries"):  # the first rows of a tensor are class tokens
+        return ""
+    return "" if case.group.refers_to_rows and name == "last_queries" else None  # queries are rows of the keys' tensor
+
+
+@pytest.mark.parametrize(("name", "causal"), TABLE, ids=[name + "-both-ways" * (not causal) for name, causal in TABLE])
+@with_kinds(SCHEMES, slow=True)
+def test_one_answer(case, kind, name, causal):
+    setting = Setting(case, kind, causal)
+    refused = refusal(case, kind, name)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            getattr(setting, name)()
+    elif refused is None:
+        out, expected = getattr(setting, name)(), setting.expected()
+        same_everywhere(out, expected[..., -out.shape[-2] :, :], setting.leaves, SLACK)
+
+
+@causality
+@with_kinds(SCHEMES, slow=True)
+def test_what_is_masked_reaches_no_gradient(case, kind, causal):
+    """NaN and infinities in masked keys and values; the first sample has no key at all."""
+    setting = Setting(case, kind, causal)
+    setting.mask[0] = False
+    q, k, v = setting.content
+    poison = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(T)[:T, None]
+    filled = [torch.where(setting.mask[:, None, :, None], a, poison).detach().requires_grad_() for a in (k, v)]
+    out, clean = (setting.attend(q, *keys, setting.x, setting.mask) for keys in (filled, (k, v)))
+    assert torch.equal(out, clean)
+    assert (out[0] == 0).all()
+    learned = list(setting.scheme.parameters())
+    found, expected = gradients(out, [q, *filled, *learned]), gradients(clean, [q, k, v, *learned])
+    assert all(map(torch.equal, found, expected))
+
+
+@causality
+@with_kinds(PRESETS)
+def test_a_broken_query_breaks_its_row_only(case, kind, causal):
+    setting = Setting(case, kind, causal)
+    setting.mask[1, :6] = True
+    q, k, v = setting.content
+    broken = q.detach().clone()
+    broken[1, 0, 5, 2] = torch.nan
+    out, clean = (setting.attend(a, k, v, setting.x, setting.mask) for a in (broken, q))
+    rows = out.isnan().any(-1)
+    assert rows.nonzero().tolist() == [[1, 0, 5]]
+    assert torch.equal(out[~rows], clean[~rows])
+
+
+@with_kinds(PRESETS)
+def test_samples_are_independent(case, kind):
+    setting = Setting(case, kind, True)
+    before = setting.attend(*setting.content, setting.x, setting.mask)
+    q, k, v = (torch.stack((a[0], 1e3 * torch.randn_like(a[0]))) for a in setting.content)
+    setting.mask[1] = ~setting.mask[1]
+    assert torch.equal(setting.attend(q, k, v, setting.x, setting.mask)[0], before[0])
+
+
+# Packed sequences
+
+
+@both
+@causality
+@given(st.data())
+def test_any_layout_of_segments(kind, causal, data):
+    """Each sample packs sequences of its own, whose positions start where they like, over chunks that cut them anywhere."""
+    draw = data.draw
+    name = draw(st.sampled_from(["rope-learned-decay", "permuteformer", "lrpe-orthogonal-learned", "rope-encoded", "xpos"]))
+    kind = kind if kind in scheme_case(name).kinds else "linear"
+    t = draw(st.integers(1, 80))
+    setting = Setting(scheme_case(name), kind, causal, t=t)
+    cuts = [[0, *sorted(draw(st.sets(st.integers(1, t), max_size=4)) - {t}), t] for _ in range(2)]
+    segments = torch.stack([packed(torch.tensor(cut).diff())[1].flip(0) for cut in cuts]).flip(1)
+    out = setting.attend(*setting.content, setting.x, setting.mask, segment_ids=segments)
+    with torch.no_grad():
+        for n, cut in enumerate(cuts):
+            lengths = segments[n].unique_consecutive(return_counts=True)[1].tolist()
+            places = [slice(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths))]
+            assert len(places) == len(cut) - 1
+            for own in places:
+                parts = [a[n : n + 1, ..., own, :] for a in (*setting.content, setting.x)]
+                alone = setting.attend(*parts, setting.mask[n : n + 1, own], definition=True)
+                close(out[n : n + 1, ..., own, :], alone, roundings=SLACK)
+    if causal:
+        chunks = (0, *sorted(draw(st.lists(st.integers(0, t), max_size=4))), t)
+        streamed, _ = stream(setting.scheme, setting.content, setting.x, chunks, mask=setting.mask, segment_ids=segments)
+        close(streamed, out, roundings=SLACK)
+
+
+@both
+def test_segments_of_all_samples_alike(kind):
+    scheme, content = isopos.rope(HEAD_DIM, HEADS, attention=kind, decay="retnet"), inputs(2, t=7)
+    x, segments = packed([3, 4])
+    out, _ = stream(scheme, content, x, (0, 2, 5, 7), segment_ids=segments)
+    for own in (slice(3), slice(3, 7)):
+        parts = (a[..., own, :] for a in content)
+        close(out[..., own, :], DEFINITIONS[kind](*parts, **scheme.at(x[own], dtype=torch.float64), causal=True))
+
+
+def test_packed_queries_of_other_lengths_have_segments_of_their_own():
+    q, k, v = inputs(2, t=5, s=7)
+    queries, keys = packed([2, 3])[1], packed([4, 3])[1]
+    out = softmax_attention(q, k, v, segment_ids=(queries, keys))
+    for own, of_keys in ((slice(2), slice(4)), (slice(2, 5), slice(4, 7))):
+        close(out[..., own, :], softmax_attention(q[..., own, :], k[..., of_keys, :], v[..., of_keys, :]))
+
+
+@both
+def test_fewer_queries_have_the_segments_of_the_last_keys(kind):
+    scheme, (q, k, v) = isopos.rope(HEAD_DIM, HEADS, attention=kind, decay="retnet"), inputs(2, t=7)
+    x, segments = packed([2, 3, 2])
+    whole = ATTENTION[kind](q, k, v, **scheme.at(x, dtype=q.dtype), segment_ids=segments, causal=True)
+    at = scheme.at(x[-4:], x, dtype=q.dtype)
+    close(ATTENTION[kind](q[..., -4:, :], k, v, **at, segment_ids=segments, causal=True), whole[..., -4:, :])
+
+
+# Shapes
+
+
+@both
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "retnet"])
+@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (3, 1), (4, 4)], ids=["groups", "one", "each"])
+@pytest.mark.parametrize(("t", "e"), [(1, 5), (7, 3), (67, 8)])
+def test_query_heads_share_key_heads(kind, causal, decay, heads, shared, t, e):
+    """Groups of neighbouring query heads, as if keys, values and all that belongs to them were repeated."""
+    scheme = isopos.rope(HEAD_DIM, shared, attention=kind, decay=decay)
+    many = isopos.rope(HEAD_DIM, heads, attention=kind, decay=own_rates(decay, shared, heads))
+    _, k, v = inputs(2, t=t, e=e, heads=shared, requires_grad=True)
+    q, *_ = inputs(2, t=t, heads=heads, requires_grad=True)
+    repeated = [a.repeat_interleave(heads // shared, 1) for a in (k, v)]
+    x, options = sequence(t), {"causal": causal, "mask": torch.rand(2, t) < 0.8}
+    out = ATTENTION[kind](q, k, v, **scheme.at(x, dtype=q.dtype), **options)
+    same_everywhere(out, DEFINITIONS[kind](q, *repeated, **many.at(x, dtype=q.dtype), **options), [q, k, v])
+
+
+def own_rates(decay, shared, heads):
+    return decay if decay == "none" else Decay(RATES[decay](shared).repeat_interleave(heads // shared))
+
+
+@both
+@pytest.mark.parametrize("name", ["rope-decay", "ape-sequence", "permuteformer"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_expanded_inputs(kind, name, causal):
+    case = scheme_case(name)
+    setting = Setting(case, kind if kind in case.kinds else "linear", causal)
+    q, k, v = (a.detach()[:1].expand(2, HEADS, T, HEAD_DIM).requires_grad_() for a in setting.content)
+    x, mask = setting.x[:1].expand(2, T, 1), setting.mask[:1].expand(2, T)
+    close(setting.attend(q, k, v, x, mask), setting.attend(q, k, v, x, mask, definition=True), roundings=SLACK)
+
+
+@pytest.mark.parametrize(("batch", "t", "s"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0)])
+@both
+def test_nothing(kind, batch, t, s):
+    q, k, v = inputs(batch, t=t, s=s, heads=4, requires_grad=True)
+    for segments in (None, torch.zeros(batch, s, dtype=torch.int64)):
+        if segments is None or t <= s:
+            out = ATTENTION[kind](q, k[:, :2], v[:, :2], mask=torch.ones(batch, s).bool(), segment_ids=segments, causal=True)
+            assert out.shape == (batch, 4, t, HEAD_DIM)
+            assert (out == 0).all()
+
+
+# Length and training
+
+
+@pytest.mark.slow
+@causality
+@pytest.mark.parametrize("rate", [8.0, *(float(RATES[name](8).max()) for name in RATES)])
+def test_strong_decays_over_131072_tokens(rate, causal):
+    t, near = 131072, int(25 / rate) + 1
+    q, k, v = inputs(1, t=t, d=4, e=2, heads=1, dtype=torch.float32, requires_grad=True)
+    scheme = isopos.rope(4, 1, decay=Decay(torch.tensor([rate])))
+    x = sequence(t)
+    out = linear_attention(q, k, v, **scheme.at(x), causal=causal)
+    assert all(a.isfinite().all() for a in (out, *gradients(out, [q, k, v])))
+    for row in (0, 1000, t // 2, t - 1):
+        own = slice(max(0, row - near), row + near)
+        parts = [a[..., own, :].double() for a in (q, k, v)]
+        exact = DEFINITIONS["linear"](*parts, **scheme.at(x[own], dtype=torch.float64), causal=causal)
+        at = row - own.start
+        close(out[..., row, :], exact[..., at, :], dtype=torch.float32, roundings=64)
+
+
+TRAINED = {decay: {"name": "rope", "decay": decay} for decay in RATES} | {"encoded": {"name": "permuteformer"}}
+
+
+@pytest.mark.parametrize("options", TRAINED.values(), ids=TRAINED)
+def test_bidirectional_decay_trains(options):
+    options = {"feature_map": "elu+1"} | options
+    scheme = isopos.schemes.REGISTRY[options.pop("name")](HEAD_DIM, HEADS, **options)
+    attention = isopos.Attention(16, scheme)
+    x, y, at = torch.randn(2, 40, 16), torch.randn(2, 40, 16), scheme.at(sequence(40))
+    optimiser, losses = torch.optim.Adam(attention.parameters(), 1e-2), []
+    for _ in range(20):
+        loss = F.mse_loss(attention(x, at), y)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert all(p.isfinite().all() for p in attention.parameters())
+    assert losses[-1] < losses[0]
+
+
+# The same again
+
+
+def everything(case, kind):
+    """Output and gradients of a scheme and its parameters, from a generator of its own."""
+    generator = torch.Generator().manual_seed(0)
+    scheme = case.build(attention=kind)
+    shape = (2, HEADS, 70, scheme.encoding.features)
+    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
+    x = sequence(70) if isinstance(scheme.group, Line) else scheme.group.random(70, generator=generator)
+    out = ATTENTION[kind](q, k, v, **scheme.at(x), causal=True)
+    return [out, *torch.autograd.grad(out.square().sum(), [q, k, v, *scheme.parameters()], allow_unused=True)]
+
+
+def test_threads_change_nothing():
+    """Two at once, through other schemes, and once more: bit for bit."""
+    pairs = [(case, kind) for case in PRESETS for kind in case.kinds]
+    alone = [everything(*pair) for pair in pairs]
+    found = {}
+
+    def work(order):
+        for n in order:
+            found[n, order] = everything(*pairs[n])
+
+    orders = (tuple(range(len(pairs))), tuple(reversed(range(len(pairs)))))
+    threads = [threading.Thread(target=work, args=(order,)) for order in orders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 * len(pairs)
+    for (n, _), tensors in found.items():
+        for a, b in zip(tensors, alone[n], strict=True):
+            assert (a is b is None) or torch.equal(a, b)
+
+
+# Bad input
+
+
+def call(kind, t=4, s=4, **changes):
+    return ATTENTION[kind](*inputs(2, t=t, s=s), **changes)
+
+
+whole_numbers = torch.zeros(2, 4, dtype=torch.int64)
+BAD = {
+    "float": (whole_numbers.float(), r"expected integers \[\*b 4\], one a token, got torch.float32 \[2, 4\]"),
+    "bool": (whole_numbers.bool(), r"expected integers \[\*b 4\], one a token, got torch.bool"),
+    "short": (whole_numbers[:, :3], r"expected integers \[\*b 4\], one a token, got torch.int64 \[2, 3\]"),
+    "scalar": (whole_numbers[0, 0], r"expected integers \[\*b 4\]"),
+    "batch": (torch.zeros(3, 4, dtype=torch.int64), r"leading dimensions that broadcast to \[2\], got \[3, 4\]"),
+    "heads": (torch.zeros(2, 2, 4, dtype=torch.int64), r"leading dimensions that broadcast to \[2\], got \[2, 2, 4\]"),
+}
+
+
+@both
+@pytest.mark.parametrize(("segments", "message"), BAD.values(), ids=BAD)
+def test_bad_segments(kind, segments, message):
+    with pytest.raises(ValueError, match=f"^segment_ids: .*{message}"):
+        call(kind, segment_ids=segments)
+    if kind == "softmax":
+        with pytest.raises(ValueError, match=f"^segment_ids: .*{message}"):
+            call(kind, segment_ids=(whole_numbers, segments))
+
+
+@both
+def test_segments_that_do_not_fit(kind):
+    with pytest.raises(TypeError, match="segment_ids: expected a tensor of integers, got list"):
+        call(kind, segment_ids=[0, 0, 1, 1])
+    with pytest.raises(ValueError, match="segment_ids: expected no more queries than keys, got 5 and 4"):
+        call(kind, t=5, segment_ids=whole_numbers)
+    for mask in (torch.ones(2, 3).bool(), torch.ones(3, 4).bool(), torch.ones(2, 4), torch.ones(2, 2, 4).bool()):
+        with pytest.raises(ValueError, match=r"^mask: expected"):
+            call(kind, mask=mask, segment_ids=whole_numbers)
+
+
+def test_segments_of_linear_attention():
+    returning = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
+    with pytest.raises(ValueError, match="segment_ids: expected tokens of one id next to each other"):
+        call("linear", segment_ids=returning, causal=True)
+    with pytest.raises(ValueError, match="segment_ids: expected one tensor, of the keys, in linear attention, got a pair"):
+        call("linear", segment_ids=(whole_numbers, whole_numbers))
+    rising = torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64)
+    with pytest.raises(ValueError, match="decay: expected log decays that do not increase along a segment"):
+        call("linear", segment_ids=torch.tensor([0, 0, 1, 1]), decay=rising)
+    call("linear", segment_ids=torch.tensor([0, 0, 1, 2]), decay=rising)
+    assert call("softmax", segment_ids=returning).isfinite().all()
+    scheme = scheme_case("horn-clipped").build()
+    with pytest.raises(ValueError, match="segment_ids: expected none beside clipped terms"):
+        call("linear", segment_ids=whole_numbers, **scheme.at(sequence(4), dtype=torch.float64), causal=True)

@@ -1,0 +1,308 @@
+"""Streams: however a sequence is cut, saved, copied or reordered, its tokens get what the whole sequence gives them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import (
+    ATTENTION,
+    DEFINITIONS,
+    HEAD_DIM,
+    HEADS,
+    PRESETS,
+    SCHEMES,
+    TOLERANCE,
+    ascending,
+    close,
+    inputs,
+    inputs_of,
+    is_grid,
+    parents_first,
+    perturb,
+    stream,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import isopos
+from isopos import State, sequence
+from isopos.feature_maps import FEATURE_MAPS
+from isopos.functional import linear_attention
+
+SLACK = 1000 * TOLERANCE  # some denominators almost vanish
+both = pytest.mark.parametrize("kind", ATTENTION)
+
+
+def streams(case, kind):
+    """Whether a scheme streams: class tokens are the first rows of a tensor, and sums of clipped keys are of sequences."""
+    return not (case.outside or (case.clipped and kind == "linear" and case.group.columns > 1))
+
+
+PAIRS = [(case, kind) for case in SCHEMES for kind in case.kinds if streams(case, kind)]
+FEW = [(case, kind) for case, kind in PAIRS if case in PRESETS]
+every = pytest.mark.parametrize(("case", "kind"), FEW, ids=[f"{case.id}-{kind}" for case, kind in FEW])
+
+
+def made(case, kind, *batch, t, **more):
+    """A scheme off its initial values, content and positions of a stream."""
+    scheme = perturb(case.build(attention=kind, **more))
+    return scheme, inputs_of(scheme, *batch, t=t), parents_first(scheme.group, case.positions(*batch, t=t))
+
+
+def whole(scheme, content, x, **more):
+    return DEFINITIONS[scheme.attention](*content, **scheme.at(x, dtype=torch.float64), causal=True, **more)
+
+
+def after(content, x, start):
+    return [a[..., start:, :] for a in content], x[..., start:, :]
+
+
+# Any cuts
+
+
+@every
+def test_prefill_at_every_split(case, kind):
+    t = 7
+    scheme, content, x = made(case, kind, 2, t=t)
+    expected = whole(scheme, content, x)
+    for split in range(t + 1):
+        close(stream(scheme, content, x, (0, split, t))[0], expected, roundings=SLACK)
+
+
+@given(st.data())
+def test_any_cuts_masks_and_shapes(data):
+    draw = data.draw
+    case, kind = draw(st.sampled_from(PAIRS))
+    t, batch = draw(st.integers(1, 90)), draw(st.integers(1, 3))
+    cuts = sorted(draw(st.lists(st.integers(0, t), max_size=5)))
+    scheme, content, x = made(case, kind, batch, t=t)
+    mask = torch.rand(batch, t) < draw(st.floats(0, 1)) if draw(st.booleans()) else None
+    out, _ = stream(scheme, content, x, (0, *cuts, t), mask=mask)
+    close(out, whole(scheme, content, x, mask=mask), roundings=SLACK)
+
+
+@both
+def test_masks_may_come_and_go(kind):
+    scheme, (q, k, v) = isopos.rope(HEAD_DIM, HEADS, attention=kind), inputs(2, t=6)
+    mask, outputs, state = torch.rand(2, 6) < 0.5, [], State()
+    mask[:, :2] = mask[:, 4:] = True
+    for start in (0, 2, 4):
+        part = slice(start, start + 2)
+        own = mask[:, part] if start == 2 else None
+        at = scheme.at(sequence(6)[part], state=state, dtype=q.dtype)
+        tokens = (a[..., part, :] for a in (q, k, v))
+        out, state = ATTENTION[kind](*tokens, **at, mask=own, causal=True, return_state=True)
+        outputs.append(out)
+    close(torch.cat(outputs, -2), whole(scheme, (q, k, v), sequence(6), mask=mask))
+
+
+# The value
+
+
+@every
+def test_saved_and_copied(case, kind, tmp_path):
+    scheme, content, x = made(case, kind, 2, t=9)
+    _, state = stream(scheme, content, x, (0, 5))
+    save_file(state.state_dict(), tmp_path / "state.safetensors")
+    restored = State.from_state_dict(load_file(tmp_path / "state.safetensors"))
+    rest = after(content, x, 5)
+    expected = stream(scheme, *rest, (0, 1, 4), state=state)[0]
+    for other in (restored, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert torch.equal(stream(scheme, *rest, (0, 1, 4), state=other)[0], expected)
+        assert (other.fingerprint, other.kind) == (state.fingerprint, state.kind)
+
+
+@every
+def test_continuations_do_not_disturb_each_other(case, kind):
+    scheme, content, x = made(case, kind, 2, t=9)
+    _, state = stream(scheme, content, x, (0, 5))
+    kept = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    rest, places = after(content, x, 5)
+    first, second = ([a + n for a in rest] for n in range(2))
+    found = [stream(scheme, a, places, (0, 1, 4), state=state)[0] for a in (first, second, first)]
+    assert torch.equal(found[0], found[2])
+    for out, last in zip(found, (first, second), strict=False):
+        joined = [torch.cat((a[..., :5, :], b), -2) for a, b in zip(content, last, strict=True)]
+        close(out, whole(scheme, joined, x)[..., 5:, :], roundings=SLACK)
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@every
+def test_reordered(case, kind, groups):
+    """Beams: the second sample twice, then the first."""
+    scheme, (q, k, v), x = made(case, kind, 2, t=9)
+    content, index = (q.repeat_interleave(groups, 1), k, v), torch.tensor([1, 1, 0])
+    _, state = stream(scheme, content, x, (0, 5))
+    beams = [a[index] for a in (*content, x)]
+    out, _ = stream(scheme, *after(beams[:3], beams[3], 5), (0, 1, 4), state=state.reorder(index))
+    close(out[:, ::groups], whole(scheme, (q[index], k[index], v[index]), x[index])[..., 5:, :], roundings=SLACK)
+
+
+def test_shared_positions_stay_when_samples_are_reordered():
+    scheme, content = isopos.t5(HEAD_DIM, HEADS), inputs(2, t=4)
+    _, state = stream(scheme, content, sequence(4), (0, 3))
+    moved = [a.flip(0) for a in content]
+    out, _ = stream(scheme, *after(moved, sequence(4), 3), (0, 1), state=state.reorder(torch.tensor([1, 0])))
+    close(out, whole(scheme, moved, sequence(4))[..., 3:, :])
+
+
+@every
+def test_linear_attention_keeps_as_much_whatever_the_length(case, kind):
+    scheme, content, x = made(case, kind, 2, t=80)
+    sizes, held = [], []
+    for cuts in ((0, 20), (0, 80), (0, 79, 80)):
+        state = stream(scheme, content, x, cuts)[1]
+        sizes.append(state.nbytes)
+        held.append(sum(tensor.untyped_storage().nbytes() for tensor in state.tensors.values()))
+    keeps = kind == "softmax" or scheme.group.refers_to_rows
+    assert (sizes[0] < sizes[1]) == keeps
+    assert keeps or len({*sizes, *held}) == 1, "nor are longer tensors kept alive by their parts"
+    assert sizes[1] == sizes[2]
+    assert State().nbytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every
+def test_sums_are_wide_and_outputs_as_narrow_as_inputs(case, kind, dtype):
+    t = 40
+    more = {"denominator": "plain"} if kind == "linear" and not case.inside else {}
+    scheme = case.build(attention=kind, **more)
+    content = [a.to(dtype) for a in inputs_of(scheme, 1, t=t)]
+    x = parents_first(scheme.group, case.positions(1, t=t))
+    out, state = stream(scheme, content, x, (0, 20, *range(30, t + 1)))
+    assert out.dtype == dtype
+    floats = {name: a.dtype for name, a in state.tensors.items() if a.is_floating_point()}
+    if kind == "linear":
+        assert set(floats.values()) <= {torch.float32, torch.float64}
+    if not case.inside:  # whose random features of either sign may all but cancel
+        roundings = 64 if dtype == torch.float32 else 8
+        exact = whole(scheme, [a.double() for a in content], x)
+        close(out, exact, dtype=dtype, roundings=roundings)
+    if kind == "linear" and dtype != torch.float16:  # under which PyTorch cannot even concatenate
+        with torch.autocast("cpu", torch.bfloat16):
+            again, _ = stream(scheme, content, x, (0, 20, *range(30, t + 1)))
+        assert torch.equal(again, out)
+
+
+@every
+def test_decoding_near_two_to_the_31(case, kind):
+    scheme = case.build(attention=kind, **({"denominator": "none"} if kind == "linear" else {}))
+    if case.name == "xpos" or not is_grid(scheme.group):
+        return  # limited, and elements without sizes
+    content, x = inputs_of(scheme, 1, t=9, dtype=torch.float32), case.positions(1, t=9)
+    far = x + 2**31 - 5
+    exact = whole(scheme, [a.double() for a in content], x if case.relative else far)  # a shift changes nothing
+    close(stream(scheme, content, far, (0, 4, *range(5, 10)))[0], exact, roundings=32)
+
+
+# What is no continuation
+
+
+def state_of(kind="linear", t=3, *, dtype=torch.float32, batch=2, heads=HEADS, segment_ids=None, **options):
+    scheme = isopos.rope(HEAD_DIM, heads, attention=kind, **options)
+    content = inputs(batch, t=t, heads=heads, dtype=dtype)
+    return scheme, content, stream(scheme, content, sequence(t), (0, t), segment_ids=segment_ids)[1]
+
+
+OTHERS = {
+    "base": {"base": 7.0},
+    "decay": {"decay": "retnet"},
+    "heads": {"heads": 1},
+    "batch": {"batch": 1},
+    "dtype": {"dtype": torch.float64},
+    "packed": {"segment_ids": torch.zeros(3, dtype=torch.int64)},
+    "layout": {"layout": "half"},
+    "learned": {"learned": True},
+}
+OF_LINEAR = {"denominator": {"denominator": "encoded"}, "none": {"denominator": "none"}, "phi": {"feature_map": "relu"}}
+PAIRS_OF_OTHERS = [(kind, options) for kind in ATTENTION for options in OTHERS.values()]
+PAIRS_OF_OTHERS += [("linear", options) for options in OF_LINEAR.values()]
+
+
+@pytest.mark.parametrize(("kind", "options"), PAIRS_OF_OTHERS, ids=str)
+def test_states_of_others_are_refused(kind, options):
+    scheme, content, own = state_of(kind)
+    *_, other = state_of(kind, **options)
+    stream(scheme, content, sequence(3), (0, 3), state=own)
+    with pytest.raises(ValueError, match=r"^state: expected one of .* got (one of|another's)"):
+        stream(scheme, content, sequence(3), (0, 3), state=other)
+
+
+@both
+def test_states_of_other_attention_are_refused(kind):
+    (other,) = set(ATTENTION) - {kind}
+    scheme, content, state = state_of(kind)
+    arguments = scheme.at(sequence(3), state=state)
+    with pytest.raises(ValueError, match=f"state: expected one of {other}.* got one of {kind}"):
+        ATTENTION[other](*content, isometry=arguments["isometry"], state=state, causal=True)
+    with pytest.raises(ValueError, match="state: expected one of this scheme with these options, got another's"):
+        isopos.rope(HEAD_DIM, HEADS, attention=other).at(sequence(3), state=state)
+    _, unnamed = ATTENTION[kind](*content, causal=True, return_state=True)
+    with pytest.raises(ValueError, match="state: expected one of this scheme"):
+        scheme.at(sequence(3), state=unnamed)
+
+
+def test_schemes_built_alike_share_streams():
+    scheme, content, state = state_of(learned=True)
+    again = perturb(isopos.rope(HEAD_DIM, HEADS, learned=True)).float()
+    assert again.fingerprint == scheme.fingerprint == copy.deepcopy(scheme).bfloat16().fingerprint
+    stream(again, content, sequence(3), (0, 3), state=state)
+
+
+@both
+def test_no_stream(kind):
+    scheme, (q, k, v), state = state_of(kind)
+    at, function = scheme.at(sequence(3), state=state), ATTENTION[kind]
+    for options in (at, {"return_state": True}):
+        with pytest.raises(ValueError, match=r"state: expected causal attention .* got causal=False"):
+            function(q, k, v, **options)
+    with pytest.raises(ValueError, match=r"state: expected .* as many queries as keys, .* got 2 queries and 3 keys"):
+        function(q[..., :2, :], k, v, state=State(), causal=True)
+    with pytest.raises(ValueError, match="x_key: expected none in a stream"):
+        scheme.at(sequence(3), sequence(3), state=state)
+    for call in (lambda: scheme.at(sequence(3), state={}), lambda: function(q, k, v, state={}, causal=True)):
+        with pytest.raises(TypeError, match="state: expected a State, got dict"):
+            call()
+
+
+def test_log_decays_may_not_rise_between_chunks_either():
+    scheme, content, state = state_of(decay="retnet")
+    with pytest.raises(ValueError, match="decay: expected log decays that do not increase"):
+        stream(scheme, content, sequence(3), (0, 3), state=state)
+    stream(scheme, content, sequence(3) + 2, (0, 3), state=state)
+
+
+@both
+def test_decays_come_always_or_never(kind):
+    content, g = inputs(1, t=3), -ascending(3)[..., 0].double()
+    for before, now in ((g, None), (None, g)):
+        _, state = ATTENTION[kind](*content, decay=before, causal=True, return_state=True)
+        with pytest.raises(ValueError, match="state: expected one of"):
+            ATTENTION[kind](*content, decay=now, causal=True, state=state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"denominator": "encoded"}, {"denominator": None}, {"feature_map": FEATURE_MAPS["relu"]}],
+    ids=lambda x: "-".join(x),
+)
+def test_states_without_a_scheme_know_what_wrote_them(changes):
+    content = inputs(1, t=3)
+    _, state = linear_attention(*content, causal=True, return_state=True)
+    linear_attention(*content, causal=True, state=state)
+    with pytest.raises(ValueError, match="state: expected one of linear"):
+        linear_attention(*content, causal=True, state=state, **changes)
+
+
+@both
+@pytest.mark.parametrize(("batch", "t"), [(0, 3), (2, 0), (0, 0)])
+def test_nothing_streams(kind, batch, t):
+    scheme, state = isopos.rope(HEAD_DIM, HEADS, attention=kind, decay="retnet"), State()
+    options = {"segment_ids": torch.zeros(batch, t, dtype=torch.int64), "mask": torch.ones(batch, t, dtype=torch.bool)}
+    for n in range(2):
+        x = sequence(t) + n * t
+        out, state = stream(scheme, inputs(batch, t=t, e=5), x, (0, t), state=state, **options)
+        assert out.shape == (batch, HEADS, t, 5)
