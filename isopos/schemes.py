@@ -30,16 +30,19 @@ Initial = Literal["rope", "identity"]
 
 
 def _scheme(
-    encoding: Coupling, heads: int, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
+    encoding: Coupling, heads: int | None, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
 ) -> Scheme:
     """A scheme of these parts with a preset's defaults, where they have a meaning and the user has not chosen."""
     defaults = defaults or {}
+    if heads is None and choices.get("decay", "none") != "none":
+        raise ValueError("heads: expected their number beside a decay, whose rate is each head's own, got none")
+    heads = 1 if heads is None else heads
     if {**defaults, **choices}.get("attention") == "softmax":
         defaults = {name: value for name, value in defaults.items() if name in ("attention", "decay")}
     return Scheme(encoding, heads, **parts, **{**defaults, **choices})
 
 
-def none(head_dim: int, heads: int = 1, **choices: Unpack[Choices]) -> Scheme:
+def none(head_dim: int, heads: int | None = None, **choices: Unpack[Choices]) -> Scheme:
     """No position at all: with `causal`, order is seen only through what a query may not see."""
     return _scheme(encodings.Identity(_size(head_dim, heads)), heads, choices)
 
@@ -85,7 +88,7 @@ def learned(
 
 def rope(
     head_dim: int,
-    heads: int = 1,
+    heads: int | None = None,
     *,
     base: float = 10000.0,
     learned: bool = False,
@@ -97,12 +100,13 @@ def rope(
 
     Args:
         head_dim: d, even.
-        heads: h; 1 serves any number of heads alike, with one decay and one set of learned frequencies.
+        heads: h; without it any number of heads is served alike, learned frequencies shared.
         base: Of the geometric frequencies.
         learned: Learn the frequencies, each head its own.
         rotary_dim: Features that turn, even; the others pass unchanged (partial rotary). All by default.
         layout: Which features are a pair: "interleaved" (2i, 2i+1) as in the paper, or "half" (i, i + rotary_dim / 2) as in
-            Llama's checkpoints; `isopos.attention.convert_layout` converts weights.
+            Llama's checkpoints: scores are Llama's, the turned features come out interleaved.
+            `isopos.attention.convert_layout` converts weights.
         choices: See `Choices`.
     """
     expect("layout", layout, ("interleaved", "half"))
@@ -136,7 +140,7 @@ def retnet(
 
 
 def xpos(
-    head_dim: int, heads: int = 1, *, base: float = 10000.0, length: float = 512.0, **choices: Unpack[Choices]
+    head_dim: int, heads: int | None = None, *, base: float = 10000.0, length: float = 512.0, **choices: Unpack[Choices]
 ) -> Scheme:
     """xPos: rotations whose pairs shrink with distance, fast ones more (Sun et al. 2022, Algorithm 1). Causal.
 
@@ -422,7 +426,7 @@ def alibi(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
     return _scheme(encodings.Identity(_size(head_dim, heads)), heads, choices, {"decay": "alibi"})
 
 
-def cosformer(head_dim: int, heads: int = 1, *, length: int = 2048, **choices: Unpack[Choices]) -> Scheme:
+def cosformer(head_dim: int, heads: int | None = None, *, length: int = 2048, **choices: Unpack[Choices]) -> Scheme:
     """cosFormer: ReLU features, weights times cos(pi / 2 * offset / length) (Qin et al. 2022; LRPE, Eq. 35).
 
     One angle for all features, as LRPE's unitary type: direction-blind. Weights are positive for offsets below `length`;
@@ -730,8 +734,8 @@ def shiv_quirk(
     return _scheme(encodings.Identity(head_dim, embedding.group), heads, choices, embedding=embedding)
 
 
-def _size(head_dim: int, heads: int) -> int:
-    _positive("heads", heads)
+def _size(head_dim: int, heads: int | None) -> int:
+    _positive("heads", 1 if heads is None else heads)
     return _positive("head_dim", head_dim)
 
 
@@ -773,9 +777,9 @@ def _with_bias(name: str, bias: biases.RelativeBias, head_dim: int, heads: int, 
     return _scheme(encoding, heads, _softmax_only(name, choices), {"attention": "softmax"}, bias=bias, **parts)
 
 
-def _rotary(width: int, heads: int, base: float, learned: bool) -> Encoding:
+def _rotary(width: int, heads: int | None, base: float, learned: bool) -> Encoding:
     frequency = rope_frequencies(_even(width) // 2, base)
-    return encodings.Rotary(frequency.expand(heads if learned else 1, 1, -1), learned=learned)
+    return encodings.Rotary(frequency.expand((heads or 1) if learned else 1, 1, -1), learned=learned)
 
 
 def _thetas(theta: str, count: int, length: int, first: Tensor) -> Tensor:

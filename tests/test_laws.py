@@ -282,3 +282,23 @@ def test_the_report_prints_a_line_a_finding():
     assert len(str(report).splitlines()) == 1 + len(report.findings)
     assert "every law holds" in str(report)
     assert {finding.name for finding in report.findings} == OF_ENCODINGS | {"exact", "attention"} | PROPERTIES
+
+
+class _Coarse(_Broken):
+    """Angles in float32: relative near zero within its own rounding, and wrong far out."""
+
+    def forward(self, x, dtype=torch.float32):
+        angle = x.float()[..., None, :, :] * torch.tensor([1.0, 0.1])
+        return isometries.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+
+
+class _Clamped(_Broken):
+    """Positions beyond 1500 are one."""
+
+    def forward(self, x, dtype=torch.float32):
+        return self.inner(x.clamp(-1500, 1500), dtype)
+
+
+@pytest.mark.parametrize("broken", [_Coarse, _Clamped])
+def test_exactness_is_that_of_offsets_far_out(broken):
+    assert "exact" in laws.check(broken).broken

@@ -790,7 +790,7 @@ def test_at_names_keys_apart():
     assert [rho.length for rho in both["isometry"]] == [3, 5]
     assert [g.shape for g in both["decay"]] == [(2, 3), (2, 5)]
     assert set(both) == {"isometry", "decay", "feature_map", "denominator"}
-    assert set(schemes.rope(8, 2, attention="softmax").at(x)) == {"isometry", "decay"}
+    assert set(schemes.rope(8, 2, attention="softmax").at(x)) == {"isometry", "decay", "scale"}
     assert scheme.at(x, dtype=torch.float64)["isometry"].table.dtype == torch.float64
 
 
@@ -900,3 +900,19 @@ def test_an_encoding_may_act_ahead_of_the_feature_map():
     rho = rotary(x, torch.float64)
     weight = phi(rho(q)) @ phi(rho(k)).mT
     close(linear_attention(q, k, v, **at(scheme, x)), weight @ v / weight.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("name", ["none", "rope", "xpos", "cosformer"])
+def test_a_decay_needs_heads(name):
+    assert schemes.REGISTRY[name](8).heads == 1
+    with pytest.raises(ValueError, match="heads: expected their number beside a decay"):
+        schemes.REGISTRY[name](8, decay="retnet")
+    assert schemes.REGISTRY[name](8, 1, decay="retnet").decay is not None
+
+
+def test_arguments_of_one_attention_do_not_pass_for_the_other():
+    q, k, v = inputs(1, t=5, dtype=torch.float32)
+    with pytest.raises(TypeError, match="scale"):
+        linear_attention(q, k, v, **schemes.alibi(HEAD_DIM, HEADS, attention="softmax").at(sequence(5)))
+    with pytest.raises(TypeError, match="feature_map"):
+        softmax_attention(q, k, v, **schemes.rope(HEAD_DIM, HEADS).at(sequence(5)))
