@@ -1,7 +1,7 @@
 """The command line: thin, and without torch until there is work to do."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -49,13 +49,32 @@ class Show:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Measure on this machine: rotations, growth and memory of linear attention, construction, accuracy beside others."""
+class Generate:
+    """Continue a prompt with the model of a run, and print the text as it comes."""
 
-    section: Annotated[Literal["all", "rotation", "growth", "memory", "construction", "accuracy"], tyro.conf.Positional] = (
-        "all"
-    )
-    """What to measure."""
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of one run: runs/NAME/rope-seed0."""
+    prompt: str = "The "
+    """Text to continue."""
+    tokens: int = 400
+    """Bytes to generate."""
+    seed: int = 0
+    """Of the draws."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure on this machine: rotations, growth and memory of linear attention, construction, accuracy beside others.
+
+    Exactness is the error of every scheme in every setting and dtype, which takes a minute.
+    """
+
+    section: Annotated[
+        Literal["all", "rotation", "growth", "memory", "construction", "accuracy", "exactness"], tyro.conf.Positional
+    ] = "all"
+    """What to measure; "all" leaves out exactness."""
+    compiled: bool = False
+    """Of exactness: compiled, too, which takes minutes."""
 
 
 DESCRIPTION = "Positional encodings as isometries."
@@ -64,6 +83,7 @@ Command = (
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
@@ -82,8 +102,10 @@ def main() -> None:
                 sys.exit(_list())
             case Show():
                 sys.exit(_show(command))
+            case Generate():
+                sys.exit(_generate(command))
             case Bench():
-                sys.exit(_bench(command.section))
+                sys.exit(_bench(command))
     except (ValueError, OSError) as error:
         print(f"isopos: {error}", file=sys.stderr)
         sys.exit(2)
@@ -105,6 +127,17 @@ def _list() -> int:
     return 0
 
 
+def _generate(command: Generate) -> int:
+    from isopos.lab.generate import generate
+
+    pieces = generate(command.run, command.prompt, command.tokens, command.seed)
+    print(command.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
 def _compare(comparison: Comparison) -> int:
     from isopos.lab.compare import compare
 
@@ -118,6 +151,7 @@ def _check(check: Check) -> int:
 
     from isopos import laws
     from isopos.catalog import CATALOG
+    from isopos.encodings import Encoding
     from isopos.lab.recipes import split_spec
     from isopos.schemes import build, closest
 
@@ -129,14 +163,19 @@ def _check(check: Check) -> int:
         sys.path.insert(0, "")
         try:
             module = importlib.import_module(name)
-        except ImportError as error:
-            raise ValueError(f"subject: cannot import {name}: {error}") from None
-        own = {name: None for name in vars(module) if not name.startswith("_")}
+        except Exception as error:  # whatever the user's module does
+            raise ValueError(f"subject: cannot import {name}: {type(error).__name__}: {error}") from None
+        own = {name: None for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)}
         if not hasattr(module, attribute):
-            raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own)}")
+            raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own or {'nothing': None})}")
         subject = _made(check.subject, getattr(module, attribute))
-    report = laws.check(subject, dtype=getattr(torch, check.dtype))
-    print(report)
+    try:
+        report = laws.check(subject, dtype=getattr(torch, check.dtype))
+    except (TypeError, AttributeError, RuntimeError, NotImplementedError, LookupError) as error:  # of the user's encoding
+        raise ValueError(
+            f"subject: expected forward(x, dtype) to return an isometry, got {type(error).__name__}: {error}"
+        ) from None
+    print(replace(report, subject=check.subject))
     return 0 if report.holds else 1
 
 
@@ -162,10 +201,12 @@ def _show(show: Show) -> int:
     return 0
 
 
-def _bench(section: str) -> int:
+def _bench(command: Bench) -> int:
     from isopos.lab.bench import bench
 
-    return bench(_console(), section)
+    if command.compiled and command.section != "exactness":
+        raise ValueError(f"compiled: expected the section exactness, got {command.section}")
+    return bench(_console(), command.section, compiled=command.compiled)
 
 
 def _console():

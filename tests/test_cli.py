@@ -122,7 +122,7 @@ def test_check_measures_schemes_and_your_own_encodings(monkeypatch, tmp_path):
         ("rop", "did you mean rope"),
         ("rope:bse=1", "did you mean base"),
         ("nowhere:X", "cannot import"),
-        ("math:Sin", "sin"),
+        ("math:Sin", "math has no 'Sin'"),
         ("math:sin", "no arguments"),
         ("math:pi", "float"),
     ],

@@ -116,6 +116,22 @@ def test_ctrl_c_leaves_a_report_of_what_is_finished(isopos, tmp_path, monkeypatc
     assert not json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["complete"]
 
 
+def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monkeypatch):
+    arguments = ["compare", "--schemes", "none", "--name", "one", *TINY]
+    assert isopos(*arguments)[0] == 0
+    before = (tmp_path / "runs" / "one" / "report.html").read_text()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "train", interrupted)
+    code, out, _ = isopos(*arguments, "--overwrite")
+    assert code == 130
+    assert "is what it was" in out
+    assert (tmp_path / "runs" / "one" / "report.html").read_text() == before
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+
+
 def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monkeypatch):
     import torch
 
@@ -145,7 +161,7 @@ def test_softmax_only_schemes_and_wide_ones_beside_linear_ones(isopos, tmp_path)
     page = _check_page(tmp_path / "runs" / "one" / "report.html")[0]
     assert sum(i.startswith("kernel-") for i in page.ids) == 10
     assert "attention" in out
-    assert "here in attention, decay, denominator, features, do not compare" in out
+    assert "here in attention, decay, denominator, features, parameters, do not compare" in out
     speed = json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["speed"]
     assert speed["none"] == 1
     assert len(speed) == 10

@@ -53,7 +53,7 @@ def test_differences_are_paired_by_seed(tmp_path):
 def test_the_table_renders_without_rows(tmp_path):
     rows = _folder(tmp_path, {})
     assert rows == []
-    assert render(rows)[0].row_count == 0
+    assert render(rows, 80)[0].row_count == 0
 
 
 def test_an_interrupted_comparison_ranks_by_shared_seeds(tmp_path):

@@ -50,7 +50,7 @@ def compare(comparison: Comparison, console: Console) -> int:
         "planned": [run_folder(folder, recipe).name for recipe in recipes],
     }
     complete = False
-    _make(folder, comparison.overwrite)
+    before = _make(folder, comparison.overwrite)
     try:
         _write(folder, about | {"complete": False})
         _train_all(recipes, source, folder, console)
@@ -63,7 +63,14 @@ def compare(comparison: Comparison, console: Console) -> int:
         _write(folder, about | {"complete": complete})
         page = report.write(folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    console.print(*render(rows_of(folder)))
+    if before is not None and not rows_of(folder):
+        shutil.rmtree(folder)
+        before.rename(folder)
+        console.print(f"no run was finished: {folder} is what it was", markup=False)
+        return 130
+    if before is not None:
+        shutil.rmtree(before)
+    console.print(*render(rows_of(folder), console.width))
     console.print(f"report: {page}", markup=False)
     return 0 if complete else 130
 
@@ -118,11 +125,15 @@ def _repeats(recipe: Recipe, scheme: Scheme) -> list[str]:
     ]
 
 
-def _make(folder: Path, overwrite: bool) -> None:
+def _make(folder: Path, overwrite: bool) -> Path | None:
+    """Make the folder; one that it replaces is set aside until a run is finished, and its place returned."""
+    before = folder.with_name(f".{folder.name}.replaced") if overwrite and folder.exists() else None
     try:
-        if overwrite and folder.exists():
-            shutil.rmtree(folder)
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
+            folder.rename(before)
         folder.mkdir(parents=True)
+        return before
     except OSError as error:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
 

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def header(rows: list[Row]) -> tuple[str, ...]:
     return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *NUMBERS, "laws hold")
 
 
-def cells(row: Row, titles: tuple[str, ...]) -> tuple[str, ...]:
+def cells(row: Row, titles: Sequence[str]) -> tuple[str, ...]:
     """The row as text, under `header`."""
     name, options = split_spec(row.scheme)
     found = {
@@ -143,24 +143,32 @@ def notes(rows: list[Row]) -> Iterator[str]:
     """What a reader must know to read the table."""
     yield (
         "bits/byte of held-out text, lower is better; at 2x and 4x the training length. speed: training, none with the same "
-        "attention = 1."
+        "attention = 1, measured side by side; tokens/s is also what else the machine did during that run."
     )
     if any(len(row.difference) > 1 for row in rows):
         yield "to best: mean and standard deviation of paired differences between seeds; (in brackets): inside that spread."
     else:
         yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
     differ = [what for what in WORDS if len({row.choices[what] for row in rows}) > 1]
-    if differ:
-        words = ", ".join(WORDS[what] for what in differ)
+    words = [WORDS[what] for what in differ] + ["parameters"] * (len({row.parameters for row in rows}) > 1)
+    if words:
+        words = ", ".join(words)
         yield f"Rows that differ in more than the encoding, here in {words}, do not compare encodings alone."
 
 
-def render(rows: list[Row]) -> tuple[Table, Text]:
-    """The table for a terminal."""
-    table, titles = Table(header_style="bold"), header(rows)
+def render(rows: list[Row], width: int) -> tuple[Table, Text]:
+    """The table for a terminal of so many columns; where it does not fit, what matters least is left to the report."""
+    titles, left = list(header(rows)), []
+    for title in ("denominator", "features", "parameters", "tokens/s", "attention", "decay", "at 2x", "laws hold"):
+        columns = zip(titles, *(cells(row, titles) for row in rows), strict=True)
+        if sum(max(map(len, column)) for column in columns) + 3 * len(titles) + 1 <= width:
+            break
+        left += [title] if title in titles else []
+        titles = [other for other in titles if other != title]
+    table = Table(header_style="bold")
     for title in titles:
-        justify, least = "right" if title in NUMBERS else "left", 16 if title == "scheme" else None
-        table.add_column(title, justify=justify, overflow="fold", min_width=least)
+        table.add_column(title, justify="right" if title in NUMBERS else "left", no_wrap=title != "scheme", overflow="fold")
     for row in rows:
         table.add_row(*cells(row, titles))
-    return table, Text("\n".join(notes(rows)))
+    narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
+    return table, Text("\n".join([*notes(rows), *narrow]))
