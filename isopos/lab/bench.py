@@ -20,6 +20,7 @@ from torch import Tensor
 
 from isopos.feature_maps import elu1
 from isopos.functional import linear_attention
+from isopos.lab import exactness
 from isopos.lab.accuracy import accuracy
 from isopos.ops.rotate import rotate
 from isopos.positions import sequence
@@ -32,11 +33,15 @@ BATCH, HEADS, HEAD_DIM, LENGTH = 2, 8, 64, 8192
 GROWTH = (1024, 2048, 4096, 8192)
 NODES = 65536
 REUSE = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+LONG = 1 << 17  # tokens of a long sequence
 MEMORY = ("none", "rope", "permuteformer", "retnet")
 
 
-def bench(console: Console, section: str = "all") -> int:
-    """Print the rows of a section, or of all; return the exit status."""
+def bench(console: Console, section: str = "all", *, compiled: bool = False) -> int:
+    """Print the rows of a section, or of all but exactness; return the exit status."""
+    if section == "exactness":
+        exactness.console(console, compiled=compiled)
+        return 0
     console.print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32; medians of {ROUNDS} interleaved rounds"
     )
@@ -142,6 +147,21 @@ def _memory():
         figure = _in_process(f"peak({name!r})")
         work = f"attention with {name} forward + backward, {shape}"
         yield work, f"{figure:.2f}", "peak memory above the inputs / bytes of q"
+    for name in MEMORY:
+        figure = _in_process(f"long({name!r}, {LONG})")
+        work = f"attention with {name} forward, causal, no gradient, B=1 H={HEADS} L={LONG} d={HEAD_DIM}"
+        yield work, f"{figure:.0f} MiB", "peak memory above inputs and output"
+
+
+def long(name: str, length: int) -> None:
+    """Print the peak resident memory of one pass without gradients above its inputs and output, in MiB."""
+    scheme = REGISTRY[name](HEAD_DIM, HEADS)
+    q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM) for _ in range(3))
+    with torch.no_grad():
+        linear_attention(*(x[..., :512, :] for x in (q, k, v)), causal=True, **scheme.at(sequence(512)))
+        before = _high_water()
+        linear_attention(q, k, v, causal=True, **scheme.at(sequence(length)))
+    print((_high_water() - before - q.nbytes) / 2**20)
 
 
 def peak(name: str) -> None:

@@ -19,6 +19,7 @@ from isopos.lab.kernels import fill_zeros, panels
 from isopos.lab.pictures import places
 from isopos.positions import Group, Line, Product, Ring, Tree, grid, sequence, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
+from isopos.state import State
 
 __all__ = ["page"]
 
@@ -46,10 +47,9 @@ The score is that before feature map and decay; of additive embeddings, what is 
 """
 USES = """\
 **linear**, **softmax**: it builds with this kind of attention. **causal**, **both ways**, **cross** (other tokens, at
-other positions, as keys): attention runs, with each kind it builds with. **streaming** is by algebra: causal linear
-attention is a recurrence over a state of constant size, softmax attention needs a cache of encoded keys that grows with
-length; an API for either is not here yet. **positive**: the least denominator of random queries and keys is positive,
-with the default features.
+other positions, as keys): attention runs, with each kind it builds with. **streaming**: what `isopos.State` keeps of the
+tokens before, found by running a stream: sums of constant size, or keys that are encoded once, in a growing cache.
+**positive**: the least denominator of random queries and keys is positive, with the default features.
 """
 LAWS = """\
 Laws are {every}: `isopos.laws` defines them, and `isopos check` prints the figures. Some are owed by isometries or
@@ -170,9 +170,9 @@ def _use(measured: _Measured, notes: _Notes) -> tuple[str, ...]:
     x, y = _ordered(group, 12), _ordered(group, 8)
     for causal, key in ((True, x), (False, x), (False, y)):
         cells.append(_tried(built, lambda scheme, c=causal, k=key: _attend(scheme, x, k, c), notes))
-    streams = ["constant state"] * ("linear" in built) + ["growing cache"] * ("softmax" in built)
-    deep = any(isinstance(part, Tree) for part in (group.parts if isinstance(group, Product) else (group,)))
-    cells.append(" / ".join(streams) + (notes("a new node also needs the operator of its parent") if deep else ""))
+    streams = (_stream(scheme) for scheme in built.values())
+    deep = notes("and the nodes so far, whose operators are computed again") if group.refers_to_rows else ""
+    cells.append(" / ".join(streams) + deep)
     if isinstance(measured.scheme.encoding, XPos):
         cells[3] += notes("it runs, but weights grow with the distance of later keys: made for causal attention")
     positive = [finding for finding in measured.report.findings if finding.name == "positive"]
@@ -201,6 +201,20 @@ def _attend(scheme: Scheme, x: Tensor, y: Tensor, causal: bool) -> Tensor:
     attend = linear_attention if scheme.attention == "linear" else softmax_attention
     v = k[..., : features // scheme.width]
     return attend(q, k, v, causal=causal, **scheme.at(x, None if y is x else y))
+
+
+def _stream(scheme: Scheme) -> str:
+    """What a stream keeps besides positions, by its growth from the 20th to the 40th token."""
+    group, state, sizes = scheme.group, State(), []
+    x = group.origin(40) if group.refers_to_rows else _ordered(group, 40)
+    features = scheme.encoding.features
+    attend = linear_attention if scheme.attention == "linear" else softmax_attention
+    for token in x.split(20):
+        q = torch.ones(1, scheme.heads, len(token), features)
+        at = scheme.at(token, state=state)
+        _, state = attend(q, q, q[..., : features // scheme.width], causal=True, return_state=True, **at)
+        sizes.append(sum(tensor.nbytes for name, tensor in state.tensors.items() if name != "positions"))
+    return "constant state" if sizes[0] == sizes[1] else "growing cache"
 
 
 def _ordered(group: Group, tokens: int) -> Tensor:

@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import pytest
+import torch
+from cases import quadratic, scheme_case, softmax_by_definition
+from rich.console import Console
+
+import isopos
+from isopos.catalog import CATALOG
+from isopos.lab import accuracy, bench, exactness
+
+COMMITTED = Path(isopos.__file__).parent.parent / "docs" / "exactness.md"
+BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # four to ten times what was measured
+SMALL = ("sinusoidal", "rope", "xpos", "permuteformer", "t5", "shaw", "ape-tree", "horn-clipped", "spe-sine")
+EAGER = [setting for setting in exactness.SETTINGS if setting != "graph"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exactness, "LENGTH", 67)  # a chunk and three tokens
+        return exactness.measure(SMALL, EAGER)
+
+
+def bound(key):
+    return 1e-6 if key[0] == "float64" and key[3] == "2^31" else BOUNDS[key[0]]  # an angle there is rounded by 2e-7
+
+
+def test_errors_are_roundings(found):
+    figures = {key: error for key, error in found.items() if isinstance(error, float)}
+    assert {key: error for key, error in figures.items() if not error < bound(key)} == {}
+    assert {(dtype, setting) for dtype, _, _, setting in figures} == {(d, s) for d in exactness.DTYPES for s in EAGER}
+
+
+def test_no_more_is_refused_than_known(found):
+    refused = {key[1:] for key, error in found.items() if isinstance(error, str)}
+    softmax_only = {(name, "linear", setting) for name in ("t5", "shaw") for setting in EAGER}
+    far = {(name, attention, "2^31") for name in ("xpos", "ape-tree") for attention in exactness.ATTENTIONS}
+    assert refused == softmax_only | far | {("horn-clipped", "linear", "packed")}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's tracer
+def test_compiled_too():
+    for error in exactness.measure(["retnet"], ["graph"], ["float32"]).values():
+        assert error < BOUNDS["float32"]
+
+
+@pytest.mark.parametrize(
+    "name", ["rope", "retnet", "xpos", "spe-conv", "horn-constrained", "horn-clipped", "t5", "shaw", "deberta"]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_definition_is_that_of_the_tests(name, causal):
+    case = scheme_case(name)
+    for kind in case.kinds:
+        scheme = case.build(attention=kind)
+        trial = exactness.Trial(scheme, torch.float64)
+        at = {"terms": ()} | scheme.at(trial.x, trial.x, dtype=torch.float64)
+        expected = (quadratic if kind == "linear" else softmax_by_definition)(*trial.qkv, causal=causal, **at)
+        torch.testing.assert_close(trial.alone(slice(None), causal=causal), expected, rtol=0, atol=1e-12)
+
+
+def test_a_wrong_answer_shows(monkeypatch):
+    attend = exactness.ATTENTIONS["linear"]
+    monkeypatch.setitem(exactness.ATTENTIONS, "linear", lambda *a, segment_ids=None, mask=None, **at: attend(*a, **at))
+    found = exactness.measure(["rope"], ["whole", "packed", "right"], ["float64"])
+    errors = {setting: error for (_, _, attention, setting), error in found.items() if attention == "linear"}
+    assert errors["whole"] < 1e-12
+    assert min(errors["packed"], errors["right"]) > 1e-2
+
+
+def test_tables_have_every_scheme_setting_and_dtype(found):
+    notes = []
+    by_setting, by_scheme, *by_dtype = exactness.tables(found, notes)
+    assert [row[0].split(":")[0] for row in by_setting.rows] == EAGER
+    assert [row[0] for row in by_scheme.rows] == list(SMALL)
+    assert len(by_setting.head) == len(by_scheme.head) == 1 + 2 * len(exactness.DTYPES)
+    assert [table.title.split(":")[0] for table in by_dtype] == list(exactness.DTYPES)
+    for table in by_dtype:
+        assert table.head == ("scheme", *EAGER)
+        assert [row[0].split()[0] for row in table.rows] == [*SMALL, "worst"]
+        cells = {row[0].split()[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+        assert (
+            cells["t5"]["scheme"] == cells["shaw"]["scheme"].replace("shaw", "t5") == f"t5 [{_mark(notes, 'linear: att')}]"
+        )
+        assert cells["xpos"]["2^31"] == f"- [{_mark(notes, 'positions: expected magnitudes')}]"
+        assert cells["horn-clipped"]["packed"].endswith(f" [{_mark(notes, 'linear: seg')}]")
+        assert not any("[" in cell for cell in cells["rope"].values())
+
+
+def _mark(notes, start):
+    return 1 + next(n for n, note in enumerate(notes) if note.startswith(start))
+
+
+def test_a_cell_is_the_worst_of_its_figures():
+    found = {("float32", "rope", attention, "whole"): error for attention, error in (("linear", 2e-7), ("softmax", 0.0))}
+    by_setting, by_scheme, both = exactness.tables(found, [])
+    assert by_setting.rows[0][1:] == by_scheme.rows[0][1:] == ("2e-07", "0")
+    assert both.rows == [("rope", "2e-07"), ("worst", "2e-07")]
+    found["float32", "rope", "softmax", "whole"] = float("nan")
+    assert next(exactness.tables(found, [])).rows[0][1:] == ("2e-07", "nan")
+
+
+def test_the_console_fits_120_columns(found, monkeypatch):
+    monkeypatch.setattr(exactness, "measure", lambda settings: {k: found[k] for k in found if k[3] in settings})
+    monkeypatch.setattr(exactness, "beside", lambda: iter(()))
+    console = Console(record=True, width=120)
+    assert bench.bench(console, "exactness") == 0
+    text = console.export_text()
+    assert "…" not in text
+    assert all(title in text for title in (*exactness.DTYPES, *SMALL, *(exactness.SETTINGS[s].what for s in EAGER)))
+    assert "[1] " in text
+
+
+def test_isopos_is_exact_where_it_is_measured_beside_others():
+    for setting, error in accuracy.errors(accuracy.OURS, accuracy.FAR).items():
+        assert error < (1e-6 if setting.dtype == torch.float32 else 2.1e-3)
+    assert max(accuracy.errors(accuracy.OURS, accuracy.FAR[:3], accuracy.scores).values()) < 1e-6
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")
+def test_the_committed_page_has_everything():
+    text = COMMITTED.read_text(encoding="utf-8")
+    parts = {part.splitlines()[0]: part for part in text.split("### ")[1:]}
+    rows = {
+        title: [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
+        for title, part in parts.items()
+    }
+    by_setting, by_scheme, *rest = rows.values()
+    by_dtype, beside = rest[: len(exactness.DTYPES)], rest[len(exactness.DTYPES) :]
+    assert [row[0].split(":")[0] for row in by_setting[2:]] == list(exactness.SETTINGS)
+    assert [row[0] for row in by_scheme[2:]] == list(CATALOG)
+    assert [title.split(":")[0] for title in list(rows)[2 : 2 + len(by_dtype)]] == list(exactness.DTYPES)
+    for table in by_dtype:
+        assert table[0] == ["scheme", *exactness.SETTINGS]
+        assert [row[0].split()[0] for row in table[2:]] == [*CATALOG, "worst"]
+    assert len(beside) == 2
+    for table in beside:
+        assert table[0] == ["library", *map(str, accuracy.FAR)]
+        assert [row[0] for row in table[2:]] == ["isopos", *accuracy.PEERS]
