@@ -38,7 +38,9 @@ def groups_of(q: Tensor, k: Tensor, v: Tensor) -> int:
     return 1 if shared in (0, 1, heads) or heads % shared else heads // shared
 
 
-def check_factors(terms: Sequence[Term], decay: DecayPair, denominator: str | None, segment_ids: SegmentPair) -> None:
+def check_factors(
+    terms: Sequence[Term], decay: DecayPair, denominator: str | None, segment_ids: SegmentPair, streamed: bool
+) -> None:
     """ValueError where what comes together has no sum in linear time."""
     for term in terms:
         if not isinstance(term, Clipped) or term.side != "query":
@@ -50,10 +52,13 @@ def check_factors(terms: Sequence[Term], decay: DecayPair, denominator: str | No
         raise ValueError(
             "segment_ids: expected one tensor, of the keys, in linear attention, got a pair; use softmax_attention"
         )
-    for name, given in (("decay", decay), ("segment_ids", segment_ids)):
-        if terms and given is not None:
-            raise ValueError(f"{name}: expected none beside clipped terms, whose far keys share one sum, got one")
-    if terms and denominator == "complex":
+    if len(terms) > 0 and decay is not None:
+        raise ValueError("decay: expected none beside clipped terms, whose far keys share one sum, got one")
+    if segment_ids is not None and any(getattr(term, "outside", 0) for term in terms):
+        raise ValueError("segment_ids: expected none beside class tokens, the first rows of a whole tensor, got some")
+    if len(terms) > 0 and segment_ids is not None and streamed:
+        raise ValueError("segment_ids: expected none beside clipped terms in a stream, which keeps one sum of far keys")
+    if len(terms) > 0 and denominator == "complex":
         raise ValueError("denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'")
 
 

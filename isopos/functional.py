@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def linear_attention(
         raise ValueError(
             f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
         )
-    check_factors(terms, decay, denominator, segment_ids)
+    check_factors(terms, decay, denominator, segment_ids, state is not None or return_state)
     t, s = q.shape[-2], k.shape[-2]
     if g is not None and not causal and t != s:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
@@ -154,7 +155,7 @@ def linear_attention(
         out = linear.linear(q, k, v, loads, g, causal=causal, divided=divides, fuse=known)  # another may hold parameters
         for term in terms:
             assert isinstance(term, Clipped)
-            out = out + _clipped_sums(q, v, term, feature_map, loads[2], causal)
+            out = out + _clipped_sums(q, v, term, feature_map, loads[2], causal, segment_ids)
         if terms and divided:
             out = linear.divide(out)
     return out.to(q.dtype)
@@ -211,10 +212,31 @@ def _and_turned(query: Tensor) -> Tensor:
     return torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
 
 
-def _clipped_sums(q: Tensor, v: Tensor, term: Clipped, phi: FeatureMap | None, load: "_Values", causal: bool) -> Tensor:
+def _clipped_sums(
+    q: Tensor, v: Tensor, term: Clipped, phi: FeatureMap | None, load: "_Values", causal: bool, ids: Tensor | None
+) -> Tensor:
     """The sums of a clipped term, and of its ones."""
     score, values = _clipped_scores(q.to(load.dtype), term, phi), torch.cat(load(v, load.tensors), -1)
+    if ids is not None:
+        return _clipped_packed(score, values, term, ids, causal)
     return clipped.clipped(score, values, term.x, term.y, term.reach, outside=term.outside, causal=causal)
+
+
+def _clipped_packed(score: Tensor, values: Tensor, term: Clipped, ids: Tensor, causal: bool) -> Tensor:
+    """`clipped` of each segment alone: far keys of other segments must not take part. Samples go one by one."""
+    if torch.compiler.is_compiling():
+        raise ValueError("segment_ids: expected none beside clipped terms under a compiler, which cannot read their borders")
+    *samples, heads, t, s = *score.shape[:-1], values.shape[-2]
+    rows = [a.reshape(-1, heads, *a.shape[-2:]) for a in (score, values)]
+    places = [a.expand(*samples, *a.shape[-2:]).reshape(-1, *a.shape[-2:]) for a in (term.x, term.y)]
+    out = []
+    for *sample, own in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
+        borders = [0, *((own.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
+        for keys in pairwise(borders):
+            queries = slice(*(max(0, border - (s - t)) for border in keys))
+            scores, gathered, x, y = (a[..., part, :] for a, part in zip(sample, (queries, slice(*keys)) * 2, strict=True))
+            out.append(clipped.clipped(scores, gathered, x, y, term.reach, causal=causal))
+    return torch.cat(out, -2).unflatten(-2, (-1, t)).movedim(-3, 0).reshape(*samples, heads, t, -1)
 
 
 def _clipped_scores(q: Tensor, term: Clipped, phi: FeatureMap | None) -> Tensor:

@@ -36,7 +36,7 @@ def test_no_more_is_refused_than_known(found):
     refused = {key[1:] for key, error in found.items() if isinstance(error, str)}
     softmax_only = {(name, "linear", setting) for name in ("t5", "shaw") for setting in EAGER}
     far = {(name, attention, "2^31") for name in ("xpos", "ape-tree") for attention in exactness.ATTENTIONS}
-    assert refused == softmax_only | far | {("horn-clipped", "linear", "packed")}
+    assert refused == softmax_only | far
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's tracer
@@ -83,7 +83,6 @@ def test_tables_have_every_scheme_setting_and_dtype(found):
             cells["t5"]["scheme"] == cells["shaw"]["scheme"].replace("shaw", "t5") == f"t5 [{_mark(notes, 'linear: att')}]"
         )
         assert cells["xpos"]["2^31"] == f"- [{_mark(notes, 'positions: expected magnitudes')}]"
-        assert cells["horn-clipped"]["packed"].endswith(f" [{_mark(notes, 'linear: seg')}]")
         assert not any("[" in cell for cell in cells["rope"].values())
 
 

@@ -126,7 +126,7 @@ class Setting:
 
 BOTH_WAYS = {"padded_right", "padded_left", "packed", "shared", "views"}
 CAUSAL = {"chunks", "steps", "packed_stream", "shared_stream", "last_queries"}
-STREAMS, PACKED = {"chunks", "steps", "packed_stream", "shared_stream"}, {"packed", "packed_stream"}
+STREAMS = {"chunks", "steps", "packed_stream", "shared_stream"}
 TABLE = sorted([(name, True) for name in CAUSAL | BOTH_WAYS] + [(name, False) for name in BOTH_WAYS])
 
 
@@ -134,8 +134,8 @@ def refusal(case, kind, name):
     """What a setting is refused with; "" where it has no meaning."""
     if name in STREAMS and (case.outside or (case.clipped and kind == "linear" and case.group.columns > 1)):
         return "segment_ids|state: expected .* class tokens"
-    if case.clipped and kind == "linear" and name in PACKED:
-        return "segment_ids: expected none beside clipped terms"
+    if case.clipped and kind == "linear" and name == "packed_stream":
+        return "segment_ids: expected none beside clipped terms in a stream"
     if case.outside and name in ("padded_left", "packed", "last_queries"):  # the first rows of a tensor are class tokens
         return ""
     return "" if case.group.refers_to_rows and name == "last_queries" else None  # queries are rows of the keys' tensor
@@ -426,5 +426,9 @@ def test_segments_of_linear_attention():
     call("linear", segment_ids=torch.tensor([0, 0, 1, 2]), decay=rising)
     assert call("softmax", segment_ids=returning).isfinite().all()
     scheme = scheme_case("horn-clipped").build()
-    with pytest.raises(ValueError, match="segment_ids: expected none beside clipped terms"):
+    arguments = scheme.at(sequence(4), dtype=torch.float64) | {"causal": True, "return_state": True}
+    with pytest.raises(ValueError, match="segment_ids: expected none beside clipped terms in a stream"):
+        call("linear", segment_ids=whole_numbers, **arguments)
+    scheme = scheme_case("horn-clipped-reach").build()
+    with pytest.raises(ValueError, match="segment_ids: expected none beside class tokens"):
         call("linear", segment_ids=whole_numbers, **scheme.at(sequence(4), dtype=torch.float64), causal=True)
