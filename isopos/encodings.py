@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isopos import isometries
 from isopos.bases import Basis
 from isopos.exact import ExactModule, constant, once
-from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Rotation
+from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Powers, Rotation
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
@@ -35,6 +35,9 @@ __all__ = [
     "long_orders",
     "rope_frequencies",
 ]
+
+
+LONG = 1 << 15  # tokens whose permutations are held as an index, eight bytes a feature
 
 
 class Coupling(ExactModule, ABC):
@@ -207,16 +210,10 @@ class Permutation(Encoding):
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The index of each token's permutation."""
+        """The index of each token's permutation; of more than 32,768 tokens, what makes it a segment at a time."""
         self.group.check(x)
-        feature, first, rank, length = self.table.to(x.device)
-        index = None
-        for axis, steps in enumerate(x.to(torch.int64)[..., None, :, :].unbind(-1)):
-            place = first[axis, :, None] + (rank[axis, :, None] + steps[..., None]) % length[axis, :, None]
-            power = feature[axis, :, None].expand(*place.shape[:-1], -1).gather(-1, place)
-            index = power if index is None else index.gather(-1, power)
-        assert index is not None
-        return Gather(index)
+        powers = Powers(self.table.to(x.device), x.to(torch.int64))
+        return powers if x.shape[-2] > LONG else Gather(powers.index())
 
 
 def _cycles(permutation: list[int]) -> list[list[int]]:

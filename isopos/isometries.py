@@ -191,6 +191,52 @@ class Gather(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
+class Powers(Isometry):
+    """Powers of permutations by steps ``[*b t c]`` and the cycles ``[4 c h d]`` of each: `Gather` without its index.
+
+    The cycles are, by place in a row of all cycles, the feature there; and by feature the first place of its cycle, its rank
+    in it and the cycle's length.
+    """
+
+    cycles: Tensor
+    steps: Tensor
+
+    def index(self) -> Tensor:
+        """The feature that comes to each place: int64 ``[*b h t d]``."""
+        feature, first, rank, length = self.cycles
+        index = None
+        for axis, steps in enumerate(self.steps[..., None, :, :].unbind(-1)):
+            place = first[axis, :, None] + (rank[axis, :, None] + steps[..., None]) % length[axis, :, None]
+            power = feature[axis, :, None].expand(*place.shape[:-1], -1).gather(-1, place)
+            index = power if index is None else index.gather(-1, power)
+        assert index is not None
+        return index
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Gather."""
+        return permute(x, self.index())
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Their steps."""
+        return Powers(self.cycles, _span(self.steps, start, stop, -2))
+
+    @property
+    def length(self) -> int:
+        """Number of steps."""
+        return self.steps.shape[-2]
+
+    @property
+    def leading(self) -> torch.Size:
+        """Samples and heads."""
+        return torch.Size((*self.steps.shape[:-2], self.cycles.shape[2]))
+
+    @property
+    def features(self) -> int:
+        """Places of the cycles."""
+        return self.cycles.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
 class Reflection(Isometry):
     """A Householder reflection with unit normal ``[h 1 d]``, the same for every token."""
 

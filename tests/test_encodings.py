@@ -24,7 +24,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isopos import bases, encodings
+from isopos import bases, encodings, isometries
 from isopos.encodings import (
     Coupling,
     DirectSum,
@@ -38,6 +38,7 @@ from isopos.encodings import (
     long_orders,
     rope_frequencies,
 )
+from isopos.functional import linear_attention
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = pytest.mark.parametrize("case", ENCODINGS, ids=ids)
@@ -468,3 +469,18 @@ ROTARY = Rotary(FREQUENCY)
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_long_sequences_hold_no_index(columns, monkeypatch):
+    encoding = Permutation(permutations(columns))
+    x, q = encoding.group.random(2, 70), torch.randn(2, HEADS, 70, HEAD_DIM)
+    held = encoding(x)
+    monkeypatch.setattr(encodings, "LONG", 69)
+    powers = encoding(x)
+    assert (type(held), type(powers)) == (isometries.Gather, isometries.Powers)
+    assert torch.equal(powers(q), held(q))
+    assert torch.equal(powers.tokens(3, 9)(q[..., 3:9, :]), held(q)[..., 3:9, :])
+    assert (powers.length, powers.leading, powers.features) == (held.length, held.leading, held.features)
+    one, other = (linear_attention(q, q, q, isometry=rho, causal=True) for rho in (held, powers))
+    assert torch.equal(one, other)

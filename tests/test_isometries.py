@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import close
 
+from isopos.encodings import Permutation
 from isopos.isometries import (
     Affine,
     Append,
@@ -16,10 +17,12 @@ from isopos.isometries import (
     Matrices,
     Matrix,
     OnPairs,
+    Powers,
     Reflection,
     Rotation,
     Scaling,
 )
+from isopos.positions import sequence
 
 H, T, D = 2, 7, 6
 
@@ -51,6 +54,7 @@ MAKE = {
     "one-row": lambda: rotation(tokens=1),
     "lifted": lambda: rotation(lifted=True),
     "gather": gather,
+    "powers": lambda: Powers(Permutation(torch.stack([torch.randperm(D) for _ in range(H)])).table, sequence(T) - 3),
     "constant-gather": lambda: Gather(torch.randperm(D)[None, None], constant=True),
     "reflection": reflection,
     "matrix": matrix,
