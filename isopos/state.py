@@ -78,7 +78,7 @@ class State:
 
     def reorder(self, index: Tensor) -> "State":
         """The streams of samples `index`, int64 ``[n]``, along the first axis: beams that are kept, or repeated."""
-        shared = {"positions"} if (x := self["positions"]) is not None and x.ndim == 2 else set()
+        shared = {name for name in ("positions", "places") if (x := self[name]) is not None and x.ndim == 2}
         own = {name: x if name in shared else x.index_select(0, index) for name, x in self.tensors.items()}
         return replace(self, tensors=MappingProxyType(own))
 

@@ -117,3 +117,20 @@ def test_learned_positions_end():
     model = Decoder(VOCABULARY, WIDTH, 1, schemes.learned(HEAD_DIM, HEADS, length=4))
     with pytest.raises(ValueError, match="expected 0 to 3"):
         model(tokens(1, 5))
+
+
+@torch.no_grad()
+@with_kinds([case for case in PRESETS if isinstance(case.group, Line)])
+def test_a_decoder_streams(case, kind):
+    model, x = made(case, attention=kind).eval(), tokens(3, 12)
+    whole = model(x)
+    logits, stream = model.prefill(x[:, :7])
+    close(logits, whole[:, :7])
+    kept = stream
+    for n in range(7, 12):
+        last, stream = model.step(x[:, n], stream)
+        close(last, whole[:, n])
+    assert (kept.length, stream.length) == (7, 12)
+    swapped, _ = model.step(x[[2, 0], 7], kept.reorder(torch.tensor([2, 0])))
+    close(swapped, whole[[2, 0], 7])
+    close(model.prefill(x[:, 7:], kept)[0], whole[:, 7:])
