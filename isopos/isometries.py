@@ -8,7 +8,7 @@ which treat queries and keys apart.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,13 +101,8 @@ def _span(tensor: Tensor, start: int, stop: int, dim: int) -> Tensor:
     return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, stop - start)
 
 
-@dataclass(frozen=True, eq=False)
-class Identity(Isometry):
-    """The trivial representation: no position."""
-
-    def apply(self, x: Tensor) -> Tensor:
-        """x itself."""
-        return x
+class Constant(Isometry, ABC):
+    """A map that is the same for every token."""
 
     def tokens(self, start: int, stop: int) -> Isometry:
         """Itself."""
@@ -116,6 +111,36 @@ class Identity(Isometry):
     @property
     def length(self) -> None:
         """Any."""
+
+
+class PerToken(Isometry, ABC):
+    """A map whose one tensor has a row for each token."""
+
+    rows: ClassVar[str]  # the tensor
+    axis: ClassVar[int]  # of tokens in it, from the end
+
+    def tokens(self, start: int, stop: int) -> Isometry:
+        """Their rows."""
+        return self.replace([_span(getattr(self, self.rows), start, stop, self.axis)])
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return getattr(self, self.rows).shape[self.axis]
+
+    @property
+    def leading(self) -> torch.Size:
+        """Of the tensor."""
+        return getattr(self, self.rows).shape[: self.axis]
+
+
+@dataclass(frozen=True, eq=False)
+class Identity(Constant):
+    """The trivial representation: no position."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
 
     @property
     def leading(self) -> torch.Size:
@@ -128,30 +153,18 @@ class Identity(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation(Isometry):
+class Rotation(PerToken):
     """Rotation of feature pairs by a table ``[*b h t f 2]`` of cosines and sines; with ``lifted``, x -> (x cos, x sin)."""
 
     table: Tensor
     lifted: bool = False
 
+    rows, axis = "table", -3
+
     def apply(self, x: Tensor) -> Tensor:
         """Rotate, or lift."""
         table = self.table if self.table.dtype == x.dtype else self.table.to(torch.promote_types(x.dtype, self.table.dtype))
         return (lift if self.lifted else rotate)(x.to(table.dtype), table)
-
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Rows of the table."""
-        return Rotation(_span(self.table, start, stop, -3), self.lifted)
-
-    @property
-    def length(self) -> int:
-        """Rows of the table."""
-        return self.table.shape[-3]
-
-    @property
-    def leading(self) -> torch.Size:
-        """Of its tensors."""
-        return self.table.shape[:-3]
 
     @property
     def features(self) -> int:
@@ -237,7 +250,7 @@ class Powers(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Reflection(Isometry):
+class Reflection(Constant):
     """A Householder reflection with unit normal ``[h 1 d]``, the same for every token."""
 
     normal: Tensor
@@ -245,14 +258,6 @@ class Reflection(Isometry):
     def apply(self, x: Tensor) -> Tensor:
         """Reflect."""
         return reflect(x, self.normal.to(x.dtype))
-
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Itself."""
-        return self
-
-    @property
-    def length(self) -> None:
-        """Any."""
 
     @property
     def leading(self) -> torch.Size:
@@ -266,7 +271,7 @@ class Reflection(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix(Isometry):
+class Matrix(Constant):
     """A constant orthogonal matrix ``[h d d]``."""
 
     matrix: Tensor
@@ -274,14 +279,6 @@ class Matrix(Isometry):
     def apply(self, x: Tensor) -> Tensor:
         """Multiply."""
         return transform(x, self.matrix)
-
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Itself."""
-        return self
-
-    @property
-    def length(self) -> None:
-        """Any."""
 
     @property
     def leading(self) -> torch.Size:
@@ -295,7 +292,7 @@ class Matrix(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class OnPairs(Isometry):
+class OnPairs(Constant):
     """A map, the same for every token, of n complex features as pairs (real, imaginary): it acts on either part alike."""
 
     part: Isometry
@@ -303,14 +300,6 @@ class OnPairs(Isometry):
     def apply(self, x: Tensor) -> Tensor:
         """Map both parts."""
         return torch.stack([self.part.apply(a) for a in x.unflatten(-1, (-1, 2)).unbind(-1)], -1).flatten(-2)
-
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Itself."""
-        return self
-
-    @property
-    def length(self) -> None:
-        """Any."""
 
     @property
     def leading(self) -> torch.Size:
@@ -393,28 +382,16 @@ class BlockSum(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Matrices(Isometry):
+class Matrices(PerToken):
     """A matrix a token, ``[*b h t d' d]``: orthogonal for a tree, random for stochastic encodings."""
 
     matrix: Tensor
 
+    rows, axis = "matrix", -3
+
     def apply(self, x: Tensor) -> Tensor:
         """Multiply."""
         return transform_tokens(x, self.matrix)
-
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Their matrices."""
-        return Matrices(_span(self.matrix, start, stop, -3))
-
-    @property
-    def length(self) -> int:
-        """Number of matrices."""
-        return self.matrix.shape[-3]
-
-    @property
-    def leading(self) -> torch.Size:
-        """Of its tensors."""
-        return self.matrix.shape[:-3]
 
     @property
     def features(self) -> int:
@@ -423,33 +400,21 @@ class Matrices(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Scaling(Isometry):
+class Scaling(PerToken):
     """Features times factors ``[*b h t d]``: no isometry."""
 
     factor: Tensor
+
+    rows, axis = "factor", -2
 
     def apply(self, x: Tensor) -> Tensor:
         """Multiply."""
         return x * self.factor
 
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Their factors."""
-        return Scaling(_span(self.factor, start, stop, -2))
-
     @property
     def isometric(self) -> bool:
         """No."""
         return False
-
-    @property
-    def length(self) -> int:
-        """Rows of the factors."""
-        return self.factor.shape[-2]
-
-    @property
-    def leading(self) -> torch.Size:
-        """Of its tensors."""
-        return self.factor.shape[:-2]
 
     @property
     def features(self) -> int:
@@ -458,7 +423,7 @@ class Scaling(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Affine(Isometry):
+class Affine(Constant):
     """x -> M (x + shift) with a constant shift ``[h 1 d]`` and matrix M ``[h d' d]``, or without M: no isometry."""
 
     shift: Tensor
@@ -469,18 +434,10 @@ class Affine(Isometry):
         x = x + self.shift.to(x.dtype)
         return x if self.matrix is None else transform(x, self.matrix)
 
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Itself."""
-        return self
-
     @property
     def isometric(self) -> bool:
         """No."""
         return False
-
-    @property
-    def length(self) -> None:
-        """Any."""
 
     @property
     def leading(self) -> torch.Size:
