@@ -21,24 +21,10 @@ def test_list_names_every_scheme_with_its_citation():
     assert all(entry.citation in line for line, entry in zip(lines, CATALOG.values(), strict=True))
 
 
-@pytest.fixture
-def here(monkeypatch, tmp_path, capsys):
-    """Runs a command line in this process and an empty folder: exit status, output and error output."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["isopos", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
-
-    return run
-
-
-def test_list_puts_the_citation_below_in_a_narrow_terminal(here, monkeypatch):
+def test_list_puts_the_citation_below_in_a_narrow_terminal(isopos, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    lines = here("list")[1].splitlines()
+    lines = isopos("list")[1].splitlines()
     assert len(lines) == 2 * len(CATALOG)
     assert max(map(len, lines)) <= 90
 
@@ -134,14 +120,14 @@ def test_check_names_what_it_does_not_find(subject, message):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_show_prints_the_path_and_keeps_what_is_there(here, tmp_path):
+def test_show_prints_the_path_and_keeps_what_is_there(isopos, tmp_path):
     arguments = ("show", "ape-grid:axes=3", "--head-dim", "8", "--heads", "2")
-    assert here(*arguments) == (0, "ape-grid+axes=3.png\n", "")
+    assert isopos(*arguments) == (0, "ape-grid+axes=3.png\n", "")
     assert [path.name for path in tmp_path.iterdir()] == ["ape-grid+axes=3.png"]
-    code, out, err = here(*arguments)
+    code, out, err = isopos(*arguments)
     assert (code, out) == (2, "")
     assert "--overwrite" in err
-    assert here(*arguments, "--overwrite")[0] == 0
+    assert isopos(*arguments, "--overwrite")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -158,8 +144,8 @@ def test_show_prints_the_path_and_keeps_what_is_there(here, tmp_path):
         ("sinusoidal:model_dim=64", "model_dim"),
     ],
 )
-def test_show_names_what_does_not_fit(here, tmp_path, arguments, message):
-    code, out, err = here("show", *arguments.split())
+def test_show_names_what_does_not_fit(isopos, tmp_path, arguments, message):
+    code, out, err = isopos("show", *arguments.split())
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1

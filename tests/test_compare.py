@@ -2,30 +2,13 @@
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
-from isopos import cli
 from isopos.lab import compare
 
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
-
-
-@pytest.fixture
-def isopos(monkeypatch, tmp_path, capsys):
-    """Runs a command line in an empty folder: exit status, output and error output."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["isopos", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return run
 
 
 class _Page(HTMLParser):
