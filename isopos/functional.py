@@ -24,7 +24,7 @@ from isopos.arguments import (
     kind_of,
 )
 from isopos.exact import full_precision
-from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, sides
+from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, identity, sides
 from isopos.isometries import Identity, Isometry
 from isopos.ops import clipped, linear
 from isopos.state import State, expect_state
@@ -94,6 +94,7 @@ def linear_attention(
     """
     expect_state(state)
     terms = () if terms is None else terms
+    feature_map = identity if feature_map is None else feature_map
     groups = groups_of(q, k, v)
     if groups > 1:
         options = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
@@ -127,7 +128,7 @@ def linear_attention(
     parts = 2 if denominator == "plain" and not unmoved else 1
     keys_kept = None if mask is None else mask[..., None, :, None]
     divided = denominator is not None
-    phi_q, phi_k = (None, None) if feature_map is None else sides(feature_map)
+    phi_q, phi_k = sides(feature_map)
     loads = (
         _Features(rho_q, phi_q, parts, wide),
         _Features(rho_k, phi_k, parts, wide, keys_kept),
@@ -147,7 +148,7 @@ def linear_attention(
             kept["segment"] = last.expand(torch.broadcast_shapes(last.shape, of_keys[:-1])).clone()
         return (out.to(q.dtype), state.next(kind, **kept)) if return_state else out.to(q.dtype)
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
-    known = feature_map is None or feature_map in FEATURE_MAPS.values() or isinstance(feature_map, Favor)
+    known = feature_map in FEATURE_MAPS.values() or isinstance(feature_map, Favor)
     with full_precision(q.device):
         if denominator == "complex":
             return linear.divide_complex(_complex_sums(q, k, v, loads, g, causal)).to(q.dtype)
@@ -184,11 +185,12 @@ def naive_linear_attention(
     """
     rho_q, rho_k = check(q, k, v, isometry, mask, ())
     g = decays_of(decay, q, k)
+    if denominator not in ("plain", "encoded", None):
+        raise ValueError(f"denominator: expected 'plain', 'encoded' or None, got {denominator!r}")
     kept = None if mask is None else mask[..., None, :, None]
     k, v = (k, v) if kept is None else (torch.where(kept, x, 0) for x in (k, v))
-    if feature_map is not None:
-        phi_q, phi_k = sides(feature_map)
-        q, k = phi_q(q), phi_k(k)
+    phi_q, phi_k = sides(identity if feature_map is None else feature_map)
+    q, k = phi_q(q), phi_k(k)
     k = k if kept is None else torch.where(kept, k, 0)
     moved = rho_q.apply(q), rho_k.apply(k)
     total = linear.naive(*moved, v, g, causal=causal)
@@ -213,7 +215,7 @@ def _and_turned(query: Tensor) -> Tensor:
 
 
 def _clipped_sums(
-    q: Tensor, v: Tensor, term: Clipped, phi: FeatureMap | None, load: "_Values", causal: bool, ids: Tensor | None
+    q: Tensor, v: Tensor, term: Clipped, phi: FeatureMap, load: "_Values", causal: bool, ids: Tensor | None
 ) -> Tensor:
     """The sums of a clipped term, and of its ones."""
     score, values = _clipped_scores(q.to(load.dtype), term, phi), torch.cat(load(v, load.tensors), -1)
@@ -239,11 +241,10 @@ def _clipped_packed(score: Tensor, values: Tensor, term: Clipped, ids: Tensor, c
     return torch.cat(out, -2).unflatten(-2, (-1, t)).movedim(-3, 0).reshape(*samples, heads, t, -1)
 
 
-def _clipped_scores(q: Tensor, term: Clipped, phi: FeatureMap | None) -> Tensor:
+def _clipped_scores(q: Tensor, term: Clipped, phi: FeatureMap) -> Tensor:
     """<phi(q), phi(row)> for each row of a clipped term's table: ``[*b h t n]``."""
-    rows = term.table.to(q.dtype)
-    phi_q, phi_k = (None, None) if phi is None else sides(phi)
-    return (q if phi_q is None else phi_q(q)) @ (rows if phi_k is None else phi_k(rows)).mT
+    phi_q, phi_k = sides(phi)
+    return phi_q(q) @ phi_k(term.table.to(q.dtype)).mT
 
 
 def _streamed(
@@ -255,7 +256,7 @@ def _streamed(
     before: Tensor | None,
     state: State,
     denominator: str | None,
-    phi: FeatureMap | None,
+    phi: FeatureMap,
     terms: Sequence[Term],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the next tokens of a stream, and what is kept of all of them."""
@@ -279,7 +280,7 @@ def _streamed(
 
 
 def _clipped_stream(
-    q: Tensor, values: Tensor, term: Clipped, phi: FeatureMap | None, state: State
+    q: Tensor, values: Tensor, term: Clipped, phi: FeatureMap, state: State
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sums of a clipped term for the next tokens of a stream: near keys are kept, those beyond reach are summed."""
     if term.x.shape[-1] > 1 or term.outside:
@@ -510,7 +511,7 @@ class _Features:
     """phi, then rho: features of the numerator, and phi's alone where the denominator takes them as they are."""
 
     rho: Isometry
-    phi: FeatureMap | None
+    phi: FeatureMap
     parts: int
     dtype: torch.dtype
     kept: Tensor | None = None  # of keys, [*b 1 s 1]
@@ -530,7 +531,7 @@ class _Features:
     def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rho, kept = self._split(part)
         x = torch.where(kept[0], x, 0) if kept else x  # what a masked token holds must not reach gradients either
-        plain = x.to(self.dtype) if self.phi is None else self.phi(x.to(self.dtype))
+        plain = self.phi(x.to(self.dtype))
         out = (rho(plain), plain)[: self.parts]
         return tuple(torch.where(kept[0], y, 0) for y in out) if kept else out
 

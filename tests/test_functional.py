@@ -274,6 +274,12 @@ def test_the_naive_definition_is_linear_attention_with_more_derivatives(causal, 
     close(each, whole)
 
 
+@pytest.mark.parametrize("denominator", ["complex", "none", "plane"])
+def test_the_naive_definition_refuses_other_denominators(denominator):
+    with pytest.raises(ValueError, match="denominator: expected 'plain', 'encoded' or None, got"):
+        naive_linear_attention(*inputs(1, t=5), denominator=denominator)
+
+
 def test_transforms_of_torch_func_are_refused():
     q, k, v = inputs(1, t=5)
     with pytest.raises(RuntimeError, match=r"torch.func, got one; .*naive_linear_attention"):
