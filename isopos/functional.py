@@ -24,9 +24,10 @@ from isopos.arguments import (
     kind_of,
 )
 from isopos.exact import full_precision
-from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, identity, sides
+from isopos.feature_maps import FEATURE_MAPS, IN_PLACE, Favor, FeatureMap, identity, sides
 from isopos.isometries import Identity, Isometry
 from isopos.ops import clipped, linear
+from isopos.ops.tiles import Place, Room
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
@@ -132,7 +133,7 @@ def linear_attention(
     loads = (
         _Features(rho_q, phi_q, parts, wide),
         _Features(rho_k, phi_k, parts, wide, keys_kept),
-        _Values(parts, divided, wide, keys_kept),
+        _Features(Identity(), identity, 1, wide, keys_kept),
     )
     if state is not None or return_state:
         given = {"decayed": raw is not None, "packed": segment_ids is not None}
@@ -152,11 +153,11 @@ def linear_attention(
     with full_precision(q.device):
         if denominator == "complex":
             return linear.divide_complex(_complex_sums(q, k, v, loads, g, causal)).to(q.dtype)
-        divides = divided and len(terms) == 0
-        out = linear.linear(q, k, v, loads, g, causal=causal, divided=divides, fuse=known)  # another may hold parameters
+        below = None if not divided else "column" if terms else "divide"
+        out = linear.linear(q, k, v, loads, g, causal=causal, below=below, fuse=known)  # another may hold parameters
         for term in terms:
             assert isinstance(term, Clipped)
-            out = out + _clipped_sums(q, v, term, feature_map, loads[2], causal, segment_ids)
+            out = out + _clipped_sums(q, _and_ones(v.to(wide), keys_kept, divided), term, feature_map, causal, segment_ids)
         if terms and divided:
             out = linear.divide(out)
     return out.to(q.dtype)
@@ -203,9 +204,10 @@ def naive_linear_attention(
 
 def _complex_sums(q: Tensor, k: Tensor, v: Tensor, loads: Any, g: Any, causal: bool) -> Tensor:
     """Real and imaginary sums over real and imaginary denominators ``[2 *b h t e+1]``."""
-    query, *rest = (load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True))
-    keys, values = (x[0].expand(2, *x[0].shape) for x in rest)
-    return linear.linear(_and_turned(query[0]), keys, values, linear.READY, g, causal=causal, divided=False, fuse=True)
+    query, key, value = (load(x, load.tensors)[0] for load, x in zip(loads, (q, k, v), strict=True))
+    value = _and_ones(value, loads[2].kept, True)
+    keys, values = (x.expand(2, *x.shape) for x in (key, value))
+    return linear.linear(_and_turned(query), keys, values, linear.READY, g, causal=causal, below=None, fuse=True)
 
 
 def _and_turned(query: Tensor) -> Tensor:
@@ -214,11 +216,15 @@ def _and_turned(query: Tensor) -> Tensor:
     return torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
 
 
-def _clipped_sums(
-    q: Tensor, v: Tensor, term: Clipped, phi: FeatureMap, load: "_Values", causal: bool, ids: Tensor | None
-) -> Tensor:
+def _and_ones(v: Tensor, kept: Tensor | None, divided: bool) -> Tensor:
+    """Values and, where a denominator is wanted, a column of ones; zero for keys that take no part."""
+    v = torch.cat((v, torch.ones_like(v[..., :1])), -1) if divided else v
+    return v if kept is None else torch.where(kept, v, 0)
+
+
+def _clipped_sums(q: Tensor, values: Tensor, term: Clipped, phi: FeatureMap, causal: bool, ids: Tensor | None) -> Tensor:
     """The sums of a clipped term, and of its ones."""
-    score, values = _clipped_scores(q.to(load.dtype), term, phi), torch.cat(load(v, load.tensors), -1)
+    score = _clipped_scores(q.to(values.dtype), term, phi)
     if ids is not None:
         return _clipped_packed(score, values, term, ids, causal)
     return clipped.clipped(score, values, term.x, term.y, term.reach, outside=term.outside, causal=causal)
@@ -251,7 +257,7 @@ def _streamed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    loads: tuple["_Features", "_Features", "_Values"],
+    loads: tuple["_Features", "_Features", "_Features"],
     g: tuple[Tensor, Tensor] | None,
     before: Tensor | None,
     state: State,
@@ -260,16 +266,17 @@ def _streamed(
     terms: Sequence[Term],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the next tokens of a stream, and what is kept of all of them."""
-    operands = [load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True)]
+    queries, keys, (value,) = (load(x, load.tensors) for load, x in zip(loads, (q, k, v), strict=True))
+    values = _and_ones(value, loads[2].kept, denominator is not None)
+    sums = [values] if len(queries) == 1 else values.split((value.shape[-1], 1), -1)
     totals, kept = [], {}
-    for n, (query, key, value) in enumerate(zip(*operands, strict=True)):
+    for n, (query, key, value) in enumerate(zip(queries, keys, sums, strict=True)):
         query = _and_turned(query) if denominator == "complex" else query
         total, kept[f"sum{n}"] = linear.carry(query, key, value, g, state[f"sum{n}"], before)
         totals.append(total)
     total = torch.cat(totals, -1)
     for term in terms:
         assert isinstance(term, Clipped)
-        values = torch.cat(operands[2], -1)
         added, near = _clipped_stream(q, values, term, phi, state)
         total, kept = total + added, kept | near
     if denominator == "complex":
@@ -508,21 +515,28 @@ def _bias(
 
 @dataclass(frozen=True)
 class _Features:
-    """phi, then rho: features of the numerator, and phi's alone where the denominator takes them as they are."""
+    """phi, then rho: features of the numerator, and phi's alone where the denominator takes them as they are.
+
+    Values are features, too, of the trivial maps.
+    """
 
     rho: Isometry
     phi: FeatureMap
     parts: int
     dtype: torch.dtype
-    kept: Tensor | None = None  # of keys, [*b 1 s 1]
+    kept: Tensor | None = None  # of keys and values, [*b 1 s 1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return *self.rho.tensors(), *(() if self.kept is None else (self.kept,))
 
-    def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+    @property
+    def direct(self) -> bool:
+        return self.phi in IN_PLACE and self.rho.linear
+
+    def part(self, tensors: Sequence[Tensor], place: Place) -> tuple[Tensor, ...]:
         rho, kept = self._split(tensors)
-        return *rho.tokens(start, stop).tensors(), *(mask[..., start:stop, :] for mask in kept)
+        return *rho.part(place).tensors(), *(place.of(mask, -3, -2) for mask in kept)
 
     def _split(self, tensors: Sequence[Tensor]) -> tuple[Isometry, Sequence[Tensor]]:
         count = len(tensors) - (self.kept is not None)
@@ -535,27 +549,26 @@ class _Features:
         out = (rho(plain), plain)[: self.parts]
         return tuple(torch.where(kept[0], y, 0) for y in out) if kept else out
 
+    def at(self, place: Place) -> "_Features":
+        if self.kept is None and isinstance(self.rho, Identity):
+            return self
+        kept = None if self.kept is None else place.of(self.kept, -3, -2)
+        return _Features(self.rho.part(place), self.phi, self.parts, self.dtype, kept)
 
-@dataclass(frozen=True)
-class _Values:
-    """Values, and the ones whose sum is the denominator: a column of its own sum, or one more of the values'."""
+    def write(self, x: Tensor, room: Room) -> tuple[Tensor, ...]:
+        plain = room("plain", *x.shape)
+        IN_PLACE[self.phi].write(x.to(self.dtype), plain, room("scratch", *x.shape))
+        if self.kept is not None:
+            plain.masked_fill_(~self.kept, 0)
+        return (self.rho.apply(plain).to(self.dtype), plain)[: self.parts]
 
-    parts: int
-    divided: bool
-    dtype: torch.dtype
-    kept: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return () if self.kept is None else (self.kept,)
-
-    def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
-        return tuple(mask[..., start:stop, :] for mask in tensors)
-
-    def __call__(self, x: Tensor, part: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        x, ones = x.to(self.dtype), torch.ones_like(x[..., :1], dtype=self.dtype)
-        x, ones = (torch.where(part[0], a, 0) for a in (x, ones)) if part else (x, ones)
-        return (x,) if not self.divided else (x, ones) if self.parts == 2 else (torch.cat((x, ones), -1),)
+    def pull(self, grads: Sequence[Tensor], room: Room) -> Tensor:
+        grad = self.rho.adjoint(grads[0]).to(self.dtype)
+        for other in grads[1:]:
+            grad = grad.add_(other)
+        if self.phi is not identity:
+            grad = grad.mul_(IN_PLACE[self.phi].slope(room("plain", *grad.shape)))
+        return grad if self.kept is None else grad.masked_fill_(~self.kept, 0)
 
 
 def _by_group(

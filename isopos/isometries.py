@@ -15,7 +15,18 @@ from torch import Tensor
 
 from isopos.exact import full_precision
 from isopos.feature_maps import FeatureMap
-from isopos.ops.rotate import lift, permute, reflect, rotate, transform, transform_tokens
+from isopos.ops.rotate import (
+    lift,
+    permute,
+    reflect,
+    rotate,
+    transform,
+    transform_tokens,
+    unlift,
+    unpermute,
+    unrotate,
+)
+from isopos.ops.tiles import Place
 
 
 class Isometry(ABC):
@@ -26,8 +37,21 @@ class Isometry(ABC):
         """Map x ``[*b h t d]`` of at least float32."""
 
     @abstractmethod
+    def part(self, place: Place) -> "Isometry":
+        """The part for some tokens of some heads and samples."""
+
     def tokens(self, start: int, stop: int) -> "Isometry":
         """The part for tokens start to stop - 1."""
+        return self.part(Place((), slice(None), slice(start, stop)))
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is a linear map with an `adjoint`."""
+        return False
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """The linear map with <rho a, x> = <a, rho* x>, which undoes an isometry: x ``[*b h t d'] -> [*b h t d]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no adjoint")
 
     @property
     def isometric(self) -> bool:
@@ -97,16 +121,25 @@ class Isometry(ABC):
             return self.apply(wide).to(x.dtype)
 
 
-def _span(tensor: Tensor, start: int, stop: int, dim: int) -> Tensor:
-    return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, stop - start)
+class Linear(Isometry, ABC):
+    """A linear map, which has an adjoint."""
+
+    @property
+    def linear(self) -> bool:
+        """Yes."""
+        return True
+
+    @abstractmethod
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Map x ``[*b h t d']`` back."""
 
 
 class Constant(Isometry, ABC):
-    """A map that is the same for every token."""
+    """A map that is the same for every token; its tensors are ``[h . .]``."""
 
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Itself."""
-        return self
+    def part(self, place: Place) -> Isometry:
+        """Those of the heads."""
+        return self.replace([place.of(tensor, -3, None) for tensor in self.tensors()])
 
     @property
     def length(self) -> None:
@@ -117,11 +150,11 @@ class PerToken(Isometry, ABC):
     """A map whose one tensor has a row for each token."""
 
     rows: ClassVar[str]  # the tensor
-    axis: ClassVar[int]  # of tokens in it, from the end
+    axis: ClassVar[int]  # of tokens in it, from the end; that of heads comes before it
 
-    def tokens(self, start: int, stop: int) -> Isometry:
+    def part(self, place: Place) -> Isometry:
         """Their rows."""
-        return self.replace([_span(getattr(self, self.rows), start, stop, self.axis)])
+        return self.replace([place.of(getattr(self, self.rows), self.axis - 1, self.axis)])
 
     @property
     def length(self) -> int:
@@ -135,12 +168,20 @@ class PerToken(Isometry, ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Identity(Constant):
+class Identity(Constant, Linear):
     """The trivial representation: no position."""
 
     def apply(self, x: Tensor) -> Tensor:
         """x itself."""
         return x
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def part(self, place: Place) -> Isometry:
+        """Itself."""
+        return self
 
     @property
     def leading(self) -> torch.Size:
@@ -153,7 +194,7 @@ class Identity(Constant):
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation(PerToken):
+class Rotation(PerToken, Linear):
     """Rotation of feature pairs by a table ``[*b h t f 2]`` of cosines and sines; with ``lifted``, x -> (x cos, x sin)."""
 
     table: Tensor
@@ -163,8 +204,15 @@ class Rotation(PerToken):
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate, or lift."""
-        table = self.table if self.table.dtype == x.dtype else self.table.to(torch.promote_types(x.dtype, self.table.dtype))
-        return (lift if self.lifted else rotate)(x.to(table.dtype), table)
+        return (lift if self.lifted else rotate)(*self._wide(x))
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Rotate back, or undo the lift."""
+        return (unlift if self.lifted else unrotate)(*self._wide(x))
+
+    def _wide(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(x.dtype, self.table.dtype)
+        return x.to(dtype), self.table.to(dtype)
 
     @property
     def features(self) -> int:
@@ -173,7 +221,7 @@ class Rotation(PerToken):
 
 
 @dataclass(frozen=True, eq=False)
-class Gather(Isometry):
+class Gather(Linear):
     """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for every token alike."""
 
     index: Tensor
@@ -183,9 +231,13 @@ class Gather(Isometry):
         """Gather."""
         return permute(x, self.index)
 
-    def tokens(self, start: int, stop: int) -> Isometry:
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Scatter."""
+        return unpermute(x, self.index)
+
+    def part(self, place: Place) -> Isometry:
         """Rows of the index."""
-        return self if self.constant else Gather(_span(self.index, start, stop, -2))
+        return Gather(place.of(self.index, -3, None if self.constant else -2), self.constant)
 
     @property
     def length(self) -> int | None:
@@ -204,7 +256,7 @@ class Gather(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Powers(Isometry):
+class Powers(Linear):
     """Powers of permutations by steps ``[*b t c]`` and the cycles ``[4 c h d]`` of each: `Gather` without its index.
 
     The cycles are, by place in a row of all cycles, the feature there; and by feature the first place of its cycle, its rank
@@ -229,9 +281,14 @@ class Powers(Isometry):
         """Gather."""
         return permute(x, self.index())
 
-    def tokens(self, start: int, stop: int) -> Isometry:
-        """Their steps."""
-        return Powers(self.cycles, _span(self.steps, start, stop, -2))
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Scatter."""
+        return unpermute(x, self.index())
+
+    def part(self, place: Place) -> Isometry:
+        """The cycles of the heads, the steps of the tokens."""
+        heads = Place((), place.heads, place.tokens)
+        return Powers(heads.of(self.cycles, -2, None), place.of(self.steps, None, -2))
 
     @property
     def length(self) -> int:
@@ -250,7 +307,7 @@ class Powers(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Reflection(Constant):
+class Reflection(Constant, Linear):
     """A Householder reflection with unit normal ``[h 1 d]``, the same for every token."""
 
     normal: Tensor
@@ -258,6 +315,10 @@ class Reflection(Constant):
     def apply(self, x: Tensor) -> Tensor:
         """Reflect."""
         return reflect(x, self.normal.to(x.dtype))
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Reflect."""
+        return self.apply(x)
 
     @property
     def leading(self) -> torch.Size:
@@ -271,7 +332,7 @@ class Reflection(Constant):
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix(Constant):
+class Matrix(Constant, Linear):
     """A constant orthogonal matrix ``[h d d]``."""
 
     matrix: Tensor
@@ -279,6 +340,10 @@ class Matrix(Constant):
     def apply(self, x: Tensor) -> Tensor:
         """Multiply."""
         return transform(x, self.matrix)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Multiply by the transpose."""
+        return transform(x, self.matrix.mT)
 
     @property
     def leading(self) -> torch.Size:
@@ -295,21 +360,30 @@ class Matrix(Constant):
 class OnPairs(Constant):
     """A map, the same for every token, of n complex features as pairs (real, imaginary): it acts on either part alike."""
 
-    part: Isometry
+    on: Isometry
 
     def apply(self, x: Tensor) -> Tensor:
         """Map both parts."""
-        return torch.stack([self.part.apply(a) for a in x.unflatten(-1, (-1, 2)).unbind(-1)], -1).flatten(-2)
+        return torch.stack([self.on.apply(a) for a in x.unflatten(-1, (-1, 2)).unbind(-1)], -1).flatten(-2)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Map both parts back."""
+        return torch.stack([self.on.adjoint(a) for a in x.unflatten(-1, (-1, 2)).unbind(-1)], -1).flatten(-2)
+
+    @property
+    def linear(self) -> bool:
+        """Where the map is."""
+        return self.on.linear
 
     @property
     def leading(self) -> torch.Size:
         """Of its tensors."""
-        return self.part.leading
+        return self.on.leading
 
     @property
     def features(self) -> int | None:
         """Twice the part's."""
-        return None if self.part.features is None else 2 * self.part.features
+        return None if self.on.features is None else 2 * self.on.features
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,9 +397,18 @@ class Chain(Isometry):
         """First, then second."""
         return self.second.apply(self.first.apply(x))
 
-    def tokens(self, start: int, stop: int) -> Isometry:
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Second's, then first's."""
+        return self.first.adjoint(self.second.adjoint(x))
+
+    @property
+    def linear(self) -> bool:
+        """Where both parts are."""
+        return self.first.linear and self.second.linear
+
+    def part(self, place: Place) -> Isometry:
         """Both parts'."""
-        return Chain(self.first.tokens(start, stop), self.second.tokens(start, stop))
+        return Chain(self.first.part(place), self.second.part(place))
 
     @property
     def isometric(self) -> bool:
@@ -361,9 +444,9 @@ class BlockSum(Isometry):
         leading = torch.broadcast_shapes(*(a.shape[:-1] for a in slices))  # one part's tables may have heads or batches
         return torch.cat([a.expand(*leading, -1) for a in slices], -1)
 
-    def tokens(self, start: int, stop: int) -> Isometry:
+    def part(self, place: Place) -> Isometry:
         """Each part's."""
-        return BlockSum(tuple(part.tokens(start, stop) for part in self.parts), self.widths)
+        return BlockSum(tuple(part.part(place) for part in self.parts), self.widths)
 
     @property
     def length(self) -> int | None:
@@ -382,7 +465,7 @@ class BlockSum(Isometry):
 
 
 @dataclass(frozen=True, eq=False)
-class Matrices(PerToken):
+class Matrices(PerToken, Linear):
     """A matrix a token, ``[*b h t d' d]``: orthogonal for a tree, random for stochastic encodings."""
 
     matrix: Tensor
@@ -393,6 +476,10 @@ class Matrices(PerToken):
         """Multiply."""
         return transform_tokens(x, self.matrix)
 
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Multiply by the transposes."""
+        return transform_tokens(x, self.matrix.mT)
+
     @property
     def features(self) -> int:
         """Columns of a matrix."""
@@ -400,7 +487,7 @@ class Matrices(PerToken):
 
 
 @dataclass(frozen=True, eq=False)
-class Scaling(PerToken):
+class Scaling(PerToken, Linear):
     """Features times factors ``[*b h t d]``: no isometry."""
 
     factor: Tensor
@@ -408,6 +495,10 @@ class Scaling(PerToken):
     rows, axis = "factor", -2
 
     def apply(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.factor
+
+    def adjoint(self, x: Tensor) -> Tensor:
         """Multiply."""
         return x * self.factor
 
@@ -467,11 +558,11 @@ class Append(Isometry):
         leading = torch.broadcast_shapes(*(a.shape[:-1] for a in parts))
         return torch.cat([a.expand(*leading, -1) for a in parts], -1)
 
-    def tokens(self, start: int, stop: int) -> Isometry:
+    def part(self, place: Place) -> Isometry:
         """Their channels."""
         channels = self.channels
-        part = channels.tokens(start, stop) if isinstance(channels, Isometry) else _span(channels, start, stop, -2)
-        return Append(part, self.first and self.first.tokens(start, stop))
+        part = channels.part(place) if isinstance(channels, Isometry) else place.of(channels, -3, -2)
+        return Append(part, self.first and self.first.part(place))
 
     @property
     def isometric(self) -> bool:
@@ -507,9 +598,9 @@ class Mapped(Isometry):
         """First, then phi."""
         return self.phi(self.first.apply(x))
 
-    def tokens(self, start: int, stop: int) -> Isometry:
+    def part(self, place: Place) -> Isometry:
         """The first map's."""
-        return Mapped(self.first.tokens(start, stop), self.phi)
+        return Mapped(self.first.part(place), self.phi)
 
     @property
     def isometric(self) -> bool:

@@ -28,7 +28,7 @@ from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS, elu1
 from isopos.functional import linear_attention, naive_linear_attention, softmax_attention
-from isopos.ops import linear
+from isopos.ops import tiles
 from isopos.positions import sequence
 
 RATES = torch.tensor([0.05, 0.4], dtype=torch.float64)
@@ -95,7 +95,8 @@ def test_linear_attention_by_hand():
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
-    monkeypatch.setattr(linear, "SEGMENT", 1)
+    monkeypatch.setattr(tiles, "TILE", 1)
+    monkeypatch.setattr(tiles, "SPAN", 1)
     t, encoding = 130, ENCODINGS[encoding]() if ENCODINGS[encoding] else None
     q, k, v = leaves = inputs(2, t=t, e=5, requires_grad=True)
     x = ascending(2, t)

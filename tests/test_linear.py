@@ -8,6 +8,7 @@ from cases import close, gradients
 from torch.autograd import gradcheck, gradgradcheck
 
 from isopos.ops import linear as ops
+from isopos.ops import tiles
 
 N = (2, 3)  # batch, heads
 
@@ -32,41 +33,60 @@ class Load:
     def __init__(self, function, *tensors):
         self.function, self.tensors = function, tensors
 
-    def part(self, tensors, start, stop):
-        return tuple(tensor[start:stop] for tensor in tensors)
+    direct = False
+
+    def part(self, tensors, place):
+        return tuple(place.of(tensor, None, -2) for tensor in tensors)
 
     def __call__(self, x, part):
-        return self.function(x, *part)
+        return self.function(x, *(tensor[: x.shape[-2]] for tensor in part))  # PLACES has rows for any length
 
 
 PLACES = torch.arange(1, 1000, dtype=torch.float64)[:, None].cos()
 one, by_place = Load(lambda x: (x,)), Load(lambda x, place: (x * place,), PLACES)
-positive, with_ones = Load(lambda x: (x.exp(),)), Load(lambda x: (torch.cat((x, torch.ones_like(x[..., :1])), -1),))
-twice, values_twice = Load(lambda x: (x.cos(), x.exp())), Load(lambda x: (x, torch.ones_like(x[..., :1])))
-LOADS = {
-    "sum": ((one, one, one), False),
-    "places": ((by_place, by_place, by_place), False),
-    "encoded": ((positive, positive, with_ones), True),
-    "plain": ((twice, twice, values_twice), True),
+positive, twice = Load(lambda x: (x.exp(),)), Load(lambda x: (x.cos(), x.exp()))
+LOADS = {  # and what becomes of the denominator
+    "sum": ((one, one, one), None),
+    "ready": (ops.READY, None),
+    "places": ((by_place, by_place, by_place), None),
+    "encoded": ((positive, positive, one), "divide"),
+    "plain": ((twice, twice, one), "divide"),
+    "column": ((twice, twice, one), "column"),
+    "ready-column": ((ops.READY), "column"),
 }
 
 
-def definition(q, k, v, g, loads, causal, divided):
-    loaded = (load(x, load.part(load.tensors, 0, x.shape[-2])) for load, x in zip(loads, (q, k, v), strict=True))
-    total = torch.cat([ops.naive(*row, g, causal=causal) for row in zip(*loaded, strict=True)], -1)
-    return ops.divide(total) if divided else total
+@pytest.fixture
+def small(monkeypatch):
+    """Several tiles, of one head each."""
+    monkeypatch.setattr(tiles, "TILE", 1)
+    monkeypatch.setattr(tiles, "SPAN", 2)
+
+
+def definition(q, k, v, g, loads, causal, below):
+    parts = (load(x, load.part(load.tensors, place(x))) for load, x in zip(loads, (q, k, v), strict=True))
+    queries, keys, (values,) = parts
+    total = ops.naive(queries[0], keys[0], values, g, causal=causal)
+    if below is None:
+        return total
+    column = ops.naive(queries[-1], keys[-1], torch.ones_like(values[..., :1]), g, causal=causal)
+    total = torch.cat((total, column), -1)
+    return ops.divide(total) if below == "divide" else total
+
+
+def place(x):
+    return tiles.Place((), slice(None), slice(0, x.shape[-2]))
 
 
 @pytest.mark.parametrize("decay", [None, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_reach_what_the_loads_hold(monkeypatch, causal, decay):
-    monkeypatch.setattr(ops, "SEGMENT", 1)
+def test_gradients_reach_what_the_loads_hold(small, causal, decay):
     (q, k, v, *g), rows = tensors(130, decay=decay), [torch.randn(130, 1, dtype=torch.float64) for _ in range(3)]
     learned, shared, fixed = rows[0].requires_grad_(), torch.ones(1, 4, dtype=torch.float64, requires_grad=True), rows[2]
 
     class Shared(Load):
-        def part(self, tensors, start, stop):
-            return tensors
+        def part(self, tensors, place):
+            return tuple(tensors)
 
     loads = (
         Load(lambda x, row, place: (x * row * place,), learned, fixed),
@@ -74,8 +94,8 @@ def test_gradients_reach_what_the_loads_hold(monkeypatch, causal, decay):
         Load(lambda x, row: (x * row,), learned),
     )
     leaves = [q, k, v, *g, learned, shared]
-    fast = ops.linear(q, k, v, loads, decays(g, 130, 130), causal=causal, divided=False, fuse=True)
-    slow = definition(q, k, v, decays(g, 130, 130), loads, causal, False)
+    fast = ops.linear(q, k, v, loads, decays(g, 130, 130), causal=causal, below=None, fuse=True)
+    slow = definition(q, k, v, decays(g, 130, 130), loads, causal, None)
     for a, b in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
         close(a, b)
 
@@ -119,12 +139,11 @@ def test_division_keeps_signs_and_clamps():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("kind", LOADS)
-def test_fast_is_naive(monkeypatch, kind, fuse, causal, decay, t):
-    monkeypatch.setattr(ops, "SEGMENT", 2 * ops.CHUNK * 4 * math.prod(N))  # two chunks a segment
+def test_fast_is_naive(small, kind, fuse, causal, decay, t):
     leaves = tensors(t, decay=decay)
-    (q, k, v, *g), (loads, divided) = leaves, LOADS[kind]
-    fast = ops.linear(q, k, v, loads, decays(g, t, t), causal=causal, divided=divided, fuse=fuse)
-    slow = definition(q, k, v, decays(g, t, t), loads, causal, divided)
+    (q, k, v, *g), (loads, below) = leaves, LOADS[kind]
+    fast = ops.linear(q, k, v, loads, decays(g, t, t), causal=causal, below=below, fuse=fuse)
+    slow = definition(q, k, v, decays(g, t, t), loads, causal, below)
     close(fast, slow)
     for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
         close(actual, expected)
@@ -135,9 +154,9 @@ def test_fast_is_naive(monkeypatch, kind, fuse, causal, decay, t):
 @pytest.mark.parametrize("kind", LOADS)
 def test_causal_cross_sums_align_the_last_tokens(kind, decay, t, s):
     leaves = tensors(t, s, decay=decay)
-    (q, k, v, *g), (loads, divided) = leaves, LOADS[kind]
-    fast = ops.linear(q, k, v, loads, decays(g, t, s), causal=True, divided=divided, fuse=True)
-    slow = definition(q, k, v, decays(g, t, s), loads, True, divided)
+    (q, k, v, *g), (loads, below) = leaves, LOADS[kind]
+    fast = ops.linear(q, k, v, loads, decays(g, t, s), causal=True, below=below, fuse=True)
+    slow = definition(q, k, v, decays(g, t, s), loads, True, below)
     close(fast, slow)
     for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
         close(actual, expected)
@@ -146,47 +165,47 @@ def test_causal_cross_sums_align_the_last_tokens(kind, decay, t, s):
 @pytest.mark.parametrize(("t", "s"), [(3, 200), (200, 3)])
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("kind", LOADS)
-def test_bidirectional_cross_sums(monkeypatch, kind, fuse, t, s):
-    monkeypatch.setattr(ops, "SEGMENT", 1)
-    leaves, (loads, divided) = tensors(t, s), LOADS[kind]
-    fast = ops.linear(*leaves, loads, None, causal=False, divided=divided, fuse=fuse)
-    slow = definition(*leaves, None, loads, False, divided)
+def test_bidirectional_cross_sums(small, kind, fuse, t, s):
+    leaves, (loads, below) = tensors(t, s), LOADS[kind]
+    fast = ops.linear(*leaves, loads, None, causal=False, below=below, fuse=fuse)
+    slow = definition(*leaves, None, loads, False, below)
     close(fast, slow)
     for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
         close(actual, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_segments_change_nothing(monkeypatch, causal):
+def test_tiles_change_nothing(monkeypatch, causal):
     leaves = tensors(300, decay=0.1)
     (q, k, v, *g), (loads, _) = leaves, LOADS["plain"]
     outs = []
-    for size in (1 << 30, 1):
-        monkeypatch.setattr(ops, "SEGMENT", size)
-        outs.append(ops.linear(q, k, v, loads, decays(g, 300, 300), causal=causal, divided=True, fuse=True))
+    for size, span in ((1 << 30, 100), (1, 1)):
+        monkeypatch.setattr(tiles, "TILE", size)
+        monkeypatch.setattr(tiles, "SPAN", span)
+        outs.append(ops.linear(q, k, v, loads, decays(g, 300, 300), causal=causal, below="divide", fuse=True))
         outs[-1] = [outs[-1], *gradients(outs[-1], leaves)]
-    for one_segment, several in zip(*outs, strict=True):
-        close(several, one_segment)
+    for one_tile, several in zip(*outs, strict=True):
+        close(several, one_tile)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_small_chunks_gradcheck(monkeypatch, causal, fuse):
-    monkeypatch.setattr(ops, "CHUNK", 2)
-    monkeypatch.setattr(ops, "SEGMENT", 1)
-    loads, divided = LOADS["plain"]
+    monkeypatch.setattr(tiles, "CHUNK", 2)
+    monkeypatch.setattr(tiles, "SPAN", 1)
+    loads, below = LOADS["plain"]
 
     def f(q, k, v, g):
-        return ops.linear(q, k, v, loads, (g, g), causal=causal, divided=divided, fuse=fuse)
+        return ops.linear(q, k, v, loads, (g, g), causal=causal, below=below, fuse=fuse)
 
     assert gradcheck(f, tensors(5, d=2, e=2, decay=0.5, n=(1, 2)))
 
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_second_derivatives_raise(fuse):
-    leaves, (loads, divided) = tensors(5, decay=0.5), LOADS["plain"]
+    leaves, (loads, below) = tensors(5, decay=0.5), LOADS["plain"]
     q, k, v, *g = leaves
-    out = ops.linear(q, k, v, loads, decays(g, 5, 5), causal=True, divided=divided, fuse=fuse)
+    out = ops.linear(q, k, v, loads, decays(g, 5, 5), causal=True, below=below, fuse=fuse)
     with pytest.raises(RuntimeError, match=r"naive_linear_attention|no autograd formula"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum().backward()
 
@@ -196,8 +215,8 @@ def test_clamped_denominators_pass_no_gradient():
     with torch.no_grad():
         q[..., :, 0], q[..., :, 1:] = 1.0, 0.0
         k[..., :, 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
-    out = ops.linear(q, k, v, (one, one, with_ones), None, causal=True, divided=True, fuse=True)
-    slow = ops.divide(ops.naive(q, k, with_ones(v, ())[0], causal=True))
+    out = ops.linear(q, k, v, (one, one, one), None, causal=True, below="divide", fuse=True)
+    slow = definition(q, k, v, None, (one,) * 3, True, "divide")
     close(out, slow)
     for actual, expected in zip(gradients(out, [q, k, v]), gradients(slow, [q, k, v]), strict=True):
         close(actual, expected)
@@ -207,7 +226,7 @@ def test_decays_of_heads_broadcast():
     q, k, v = tensors(70)
     g = -torch.rand(3, 70, dtype=torch.float64).cumsum(-1)
     g.requires_grad_()
-    fast = ops.linear(q, k, v, (one,) * 3, (g, g), causal=True, divided=False, fuse=True)
+    fast = ops.linear(q, k, v, (one,) * 3, (g, g), causal=True, below=None, fuse=True)
     slow = ops.naive(q, k, v, (g, g), causal=True)
     close(fast, slow)
     for actual, expected in zip(gradients(fast, [q, k, v, g]), gradients(slow, [q, k, v, g]), strict=True):

@@ -55,16 +55,34 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2)
 
 
+def unrotate(x: Tensor, table: Tensor) -> Tensor:
+    """The inverse of `rotate`, which is its adjoint."""
+    return rotate(x, table * table.new_tensor([1, -1]))
+
+
 def lift(x: Tensor, table: Tensor) -> Tensor:
     """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
     cos, sin = table.unbind(-1)
     return torch.cat((x * cos, x * sin), -1)
 
 
+def unlift(x: Tensor, table: Tensor) -> Tensor:
+    """The adjoint of `lift`: (a, b) ``[*b h t 2d]`` -> a cos + b sin ``[*b h t d]``, which undoes it."""
+    cos, sin = table.unbind(-1)
+    first, second = x.chunk(2, -1)
+    return first * cos + second * sin
+
+
 def permute(x: Tensor, index: Tensor) -> Tensor:
     """Feature ``index[..., i]`` of x at place i: x ``[*b h t d]``, index int64 ``[*b h t d]`` or broadcastable to it."""
     shape = torch.broadcast_shapes(x.shape, index.shape)
     return x.expand(shape).gather(-1, index.expand(shape))
+
+
+def unpermute(x: Tensor, index: Tensor) -> Tensor:
+    """The inverse of `permute`, which is its adjoint."""
+    shape = torch.broadcast_shapes(x.shape, index.shape)
+    return torch.empty(shape, dtype=x.dtype, device=x.device).scatter_(-1, index.expand(shape), x.expand(shape))
 
 
 def transform(x: Tensor, matrix: Tensor) -> Tensor:
