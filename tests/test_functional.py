@@ -96,7 +96,8 @@ def test_linear_attention_by_hand():
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
     monkeypatch.setattr(tiles, "TILE", 1)
-    monkeypatch.setattr(tiles, "SPAN", 1)
+    monkeypatch.setattr(tiles, "LEAST", 1)
+    monkeypatch.setattr(tiles, "MOST", 1)
     t, encoding = 130, ENCODINGS[encoding]() if ENCODINGS[encoding] else None
     q, k, v = leaves = inputs(2, t=t, e=5, requires_grad=True)
     x = ascending(2, t)

@@ -60,7 +60,8 @@ LOADS = {  # and what becomes of the denominator
 def small(monkeypatch):
     """Several tiles, of one head each."""
     monkeypatch.setattr(tiles, "TILE", 1)
-    monkeypatch.setattr(tiles, "SPAN", 2)
+    monkeypatch.setattr(tiles, "LEAST", 2)
+    monkeypatch.setattr(tiles, "MOST", 2)
 
 
 def definition(q, k, v, g, loads, causal, below):
@@ -181,7 +182,8 @@ def test_tiles_change_nothing(monkeypatch, causal):
     outs = []
     for size, span in ((1 << 30, 100), (1, 1)):
         monkeypatch.setattr(tiles, "TILE", size)
-        monkeypatch.setattr(tiles, "SPAN", span)
+        monkeypatch.setattr(tiles, "LEAST", span)
+        monkeypatch.setattr(tiles, "MOST", span)
         outs.append(ops.linear(q, k, v, loads, decays(g, 300, 300), causal=causal, below="divide", fuse=True))
         outs[-1] = [outs[-1], *gradients(outs[-1], leaves)]
     for one_tile, several in zip(*outs, strict=True):
@@ -192,7 +194,8 @@ def test_tiles_change_nothing(monkeypatch, causal):
 @pytest.mark.parametrize("fuse", [True, False])
 def test_small_chunks_gradcheck(monkeypatch, causal, fuse):
     monkeypatch.setattr(tiles, "CHUNK", 2)
-    monkeypatch.setattr(tiles, "SPAN", 1)
+    monkeypatch.setattr(tiles, "LEAST", 1)
+    monkeypatch.setattr(tiles, "MOST", 1)
     loads, below = LOADS["plain"]
 
     def f(q, k, v, g):

@@ -103,7 +103,8 @@ SHAPES = {"causal": (70, 70, True), "both-ways": (70, 70, False), "causal-cross"
 @every_linear
 def test_linear_attention_is_quadratic(monkeypatch, case, shape):
     monkeypatch.setattr(tiles, "TILE", 1)
-    monkeypatch.setattr(tiles, "SPAN", 1)
+    monkeypatch.setattr(tiles, "LEAST", 1)
+    monkeypatch.setattr(tiles, "MOST", 1)
     t, s, causal = shape
     scheme = made(case)
     if shape == SHAPES["cross"] and scheme.decay is not None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.exact import full_precision, once
-from isopos.ops.tiles import EPS, Decays, Load, Operand, Place, Ready, Room, Upstream, Walk, Whole, groups
+from isopos.ops.tiles import EPS, Decays, Load, Operand, Place, Plan, Ready, Room, Upstream, Walk, Whole
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, g: Decays = None, *, causal: bool = False) -> Tensor:
@@ -130,9 +130,10 @@ class _Fused(torch.autograd.Function):
         operands, room = _operands((q, k, v), loads, tensors, ctx.needs_input_grad[8:])
         out = torch.empty(*q.shape[:-1], v.shape[-1] + (below == "column"), dtype=room.dtype, device=q.device)
         denominator = out.new_empty(*q.shape[:-1], 1) if below == "divide" else out[..., v.shape[-1] :]
-        states = []
-        for place in groups(q):
-            walks = _walks([operand.at(place) for operand in operands], _narrow(g_q, g_k, place), room, causal, below)
+        plan, states = Plan(q), []
+        for place in plan.groups:
+            parts = [operand.at(place) for operand in operands]
+            walks = _walks(parts, plan, _narrow(g_q, g_k, place), room, causal, below)
             parts = [place.of(x, -3, -2) for x in (out[..., : v.shape[-1]], denominator)]
             states += _forward(walks, *parts, divide=below == "divide")
         kept = states if any(ctx.needs_input_grad) else []
@@ -151,9 +152,9 @@ class _Fused(torch.autograd.Function):
         upstream = Upstream(grad_outputs[0], *(() if denominator is None else (out, denominator)))
         grad_g, states = _empty_decays(q, g_q, g_k) if any(ctx.needs_input_grad[3:5]) else [], iter(rest[count:])
         with full_precision(q.device):
-            for place in groups(q):
+            for place in (plan := Plan(q)).groups:
                 parts = [operand.at(place) for operand in operands]
-                walks = _walks(parts, _narrow(g_q, g_k, place), room, ctx.causal, ctx.below)
+                walks = _walks(parts, plan, _narrow(g_q, g_k, place), room, ctx.causal, ctx.below)
                 _backward(walks, upstream.at(place), states, [place.of(x, -2, -1) for x in grad_g])
         grad_tensors = [grad for operand in operands for grad in operand.grads]
         return *(operand.grad for operand in operands), *(grad_g or (None, None)), None, None, None, *grad_tensors
@@ -162,8 +163,7 @@ class _Fused(torch.autograd.Function):
 def _forward(walks: Sequence[Walk | Whole], out: Tensor, denominator: Tensor, *, divide: bool) -> list[Tensor]:
     """Write sums and denominators of all walks of a group, divide at the last, return the states."""
     states: list[Tensor] = []
-    sizes = [span.stop - span.start for span in walks[0].spans]
-    outs, belows = out.split(sizes, -2), denominator.split(sizes, -2)
+    outs, belows = (x.split(walks[0].plan.sizes, -2) for x in (out, denominator))
     for walk in walks:
         for n, total, below, before in walk.forward():
             states += before
@@ -203,10 +203,12 @@ def _narrow(g_q: Tensor | None, g_k: Tensor | None, place: Place) -> Decays:
     return None if g_q is None or g_k is None else (place.of(g_q, -2, -1), place.of(g_k, -2, -1))
 
 
-def _walks(operands: Sequence[Operand], g: Decays, room: Room, causal: bool, below: str | None) -> list[Walk | Whole]:
+def _walks(
+    operands: Sequence[Operand], plan: Plan, g: Decays, room: Room, causal: bool, below: str | None
+) -> list[Walk | Whole]:
     if not causal and g is None:
-        return [Whole(operands, room, denominator=below is not None)]
-    return [Walk(operands, g, room, denominator=below is not None, reverse=n == 1) for n in range(1 if causal else 2)]
+        return [Whole(operands, plan, room, denominator=below is not None)]
+    return [Walk(operands, plan, g, room, denominator=below is not None, reverse=n == 1) for n in range(1 if causal else 2)]
 
 
 def _empty_decays(q: Tensor, g_q: Tensor | None, g_k: Tensor | None) -> list[Tensor]:
@@ -218,12 +220,15 @@ READY: tuple[Load, Load, Load] = (Ready(), Ready(), Ready())
 
 def _ready_walks(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool, back: bool):
     """Operands that are ready, and the walks over them with their places."""
-    operands, room = _operands((q, k, v), READY, (), ())
+    (operands, room), plan = _operands((q, k, v), READY, (), ()), Plan(q)
     for operand in operands if back else ():
         operand.open()
     walks = [
-        (place, Walk([x.at(place) for x in operands], _narrow(g_q, g_k, place), room, denominator=False, reverse=reverse))
-        for place in groups(q)
+        (
+            place,
+            Walk([x.at(place) for x in operands], plan, _narrow(g_q, g_k, place), room, denominator=False, reverse=reverse),
+        )
+        for place in plan.groups
     ]
     return operands, walks
 
@@ -330,5 +335,5 @@ def linear(
             query, key = torch.broadcast_tensors(g[0][..., :1], g[1][..., :1])  # one shape but for the tokens
             query, key = g[0].expand(*query.shape[:-1], t), g[1].expand(*key.shape[:-1], s)
             g = torch.cat((key[..., : missing[0]], query), -1), torch.cat((query[..., : missing[1]], key), -1)
-    total = torch.cat([_total(*xs, g, causal) for xs in operands], -1)[..., -t:, :]
+    total = torch.cat([_total(xs[0], xs[1], xs[2], g, causal) for xs in operands], -1)[..., -t:, :]
     return divide(total) if below == "divide" else total

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # tokens whose weights are formed explicitly
-SPAN = 8  # chunks of a tile, at most
-TILE, WIDE = 1 << 17, 1 << 24  # features of a tile, on a CPU and elsewhere
+LEAST, MOST = 4, 16  # chunks of a tile: states before a tile are kept for the backward pass
+TILE, WIDE = 1 << 18, 1 << 24  # features of a tile, on a CPU and elsewhere
 EPS = 1e-6  # the least magnitude of a denominator
 
 Decays = tuple[Tensor, Tensor] | None
@@ -33,12 +33,13 @@ class Place(NamedTuple):
 
     def of(self, x: Tensor, heads: int | None, tokens: int | None) -> Tensor:
         """The view of x with those axes, from the end; batch axes come before both. An axis of length 1 serves all."""
-        first = min(axis for axis in (heads, tokens) if axis is not None)
-        axes = {first - 1 - n: part for n, part in enumerate(reversed(self.batch))}
-        axes |= {} if heads is None else {heads: self.heads}
-        axes |= {} if tokens is None else {tokens: self.tokens}
-        for axis, part in axes.items():
-            if -axis <= x.ndim and part.start is not None and 1 < x.shape[axis] != part.stop - part.start:
+        axes = [(heads, self.heads), (tokens, self.tokens)]
+        if self.batch:
+            first = min(axis for axis in (heads, tokens) if axis is not None)
+            axes += [(first - 1 - n, part) for n, part in enumerate(reversed(self.batch))]
+        for axis, part in axes:
+            absent = axis is None or part.start is None or -axis > x.ndim
+            if not absent and 1 < x.shape[axis] != part.stop - part.start:
                 x = x.narrow(axis, part.start, part.stop - part.start)
         return x
 
@@ -139,21 +140,27 @@ class Span(NamedTuple):
         return Place((), slice(None), slice(self.start, self.stop))
 
 
-def spans(length: int) -> list[Span]:
-    """Tiles of whole chunks, then the chunks that are left, then the tokens that are left."""
-    whole, size = length - length % CHUNK, CHUNK * min(max(1, length // CHUNK), SPAN)
-    cut = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, size)]
-    return [*cut, Span(whole, length, length - whole)] if whole < length else cut
+class Plan:
+    """How ``[*b h t d]`` is cut into tiles of about TILE features: of all heads that fit, then of more tokens.
 
+    Attributes:
+        groups: Heads and samples that walk together.
+        spans: Tiles of a group: of whole chunks, then the tokens that are left.
+    """
 
-def groups(x: Tensor) -> list[Place]:
-    """Heads and samples of x ``[*b h t d]`` that walk together, so that a tile has about TILE features."""
-    *batch, heads, length, width = x.shape
-    some = max(1, (TILE if x.device.type == "cpu" else WIDE) // (min(length, SPAN * CHUNK) * width))
-    per_head = -(-heads // -(-heads // min(heads, some)))
-    steps = [*(1 for _ in batch[:-1]), min(batch[-1], max(1, some // per_head)), per_head]
-    parts = itertools.product(*(_slices(n, step) for n, step in zip((*batch, heads), steps, strict=True)))
-    return [Place(part[:-1], part[-1], slice(None)) for part in parts]
+    def __init__(self, x: Tensor):
+        *batch, heads, length, width = x.shape
+        whole, chunk = length - length % CHUNK, CHUNK * width
+        size = max(1, (TILE if x.device.type == "cpu" else WIDE) // chunk)  # in chunks
+        some = max(1, size // min(LEAST, -(-length // CHUNK)))  # heads of all samples
+        per_head = -(-heads // -(-heads // min(heads, some)))
+        steps = [*(1 for _ in batch[:-1]), min(batch[-1], max(1, some // per_head)), per_head]
+        parts = itertools.product(*(_slices(n, step) for n, step in zip((*batch, heads), steps, strict=True)))
+        self.groups = [Place(part[:-1], part[-1], slice(None)) for part in parts]
+        count = min(MOST, max(LEAST, size // (steps[-1] * steps[-2])))
+        self.spans = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, count * CHUNK)]
+        self.spans += [Span(whole, length, length - whole)] if whole < length else []
+        self.sizes = [span.stop - span.start for span in self.spans]
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -201,18 +208,18 @@ class Operand:
 
     def at(self, place: Place) -> "Operand":
         """That of some heads and samples."""
-        part = Operand(place.of(self.x, -3, -2), self.load, self.load.part(self.tensors, place), self.needs, self.room)
+        x, grad = place.of(self.x, -3, -2), None if self.grad is None else place.of(self.grad, -3, -2)
         if self.direct:
-            part.load = cast(Direct, self.load).at(place)
-        if self.grad is not None:
+            part = Operand(x, cast(Direct, self.load).at(place), (), (), self.room)
+        else:
+            part = Operand(x, self.load, self.load.part(self.tensors, place), self.needs, self.room)
             rooms = [t if grad is None else grad for t, grad in zip(self.tensors, self.grads, strict=True)]
-            parts = zip(self.load.part(rooms, place), self.needs, strict=True)
-            part.grad, part.grads = place.of(self.grad, -3, -2), [x if need else None for x, need in parts]
-        part.first = self.first
+            part.grads = [x if need else None for x, need in zip(self.load.part(rooms, place), self.needs, strict=True)]
+        part.grad, part.first = grad, self.first
         return part
 
     def split(self, sizes: Sequence[int]) -> None:
-        """Cut what there is of tokens into tiles."""
+        """Cut its tokens into tiles."""
         self.xs = self.x.split(sizes, -2)
         self.rooms = None if self.grad is None else self.grad.split(sizes, -2)
 
@@ -416,16 +423,16 @@ class Walk:
     `reverse` goes from the last token to the first, without the diagonal. Gradients go to the operands.
     """
 
-    def __init__(self, operands: Sequence[Operand], g: Decays, room: Room, *, denominator: bool, reverse: bool = False):
-        self.operands, self.g, self.room = operands, g, room
+    def __init__(
+        self, operands: Sequence[Operand], plan: Plan, g: Decays, room: Room, *, denominator: bool, reverse: bool = False
+    ):
+        self.operands, self.plan, self.g, self.room = operands, plan, g, room
         self.denominator, self.reverse = denominator, reverse
         self.leading = tuple(operands[0].x.shape[:-2])
-        self.spans = spans(operands[0].x.shape[-2])
-        self.states = len(self.spans)
-        self.order = range(len(self.spans))[:: -1 if reverse else 1]
-        sizes = [span.stop - span.start for span in self.spans]
+        self.states = len(plan.spans)
+        self.order = range(len(plan.spans))[:: -1 if reverse else 1]
         for operand in operands:
-            operand.split(sizes)
+            operand.split(plan.sizes)
         self.weights: dict[Tile, Even] = {}
 
     def _weights(self, span: Span, like: Tensor) -> Even:
@@ -440,7 +447,7 @@ class Walk:
 
     def _read(self, n: int) -> tuple[Even, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """Weights and rows of queries, keys and values; two of queries and keys where the denominator has its own."""
-        span = self.spans[n]
+        span = self.plan.spans[n]
         q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
         return self._weights(span, v), tuple(q), tuple(k), v
 
@@ -492,7 +499,7 @@ class Walk:
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         """Add the gradients of the operands and of the log decays, given the states of `forward` in its order."""
-        upstream.split([span.stop - span.start for span in self.spans])
+        upstream.split(self.plan.sizes)
         after = [torch.zeros_like(state) for state in states[0]]
         for n, before in zip(reversed(self.order), reversed(states), strict=True):
             weights, q, k, v = self._read(n)
@@ -501,9 +508,9 @@ class Walk:
             for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
                 scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
                 sign = -1 if bool(m) != self.reverse else 1
-                whole[..., slice(*self.spans[n][:2])].add_(weights.tile.tokens(cast(Tensor, scale))[..., 0], alpha=sign)
+                whole[..., slice(*self.plan.spans[n][:2])].add_(weights.tile.tokens(cast(Tensor, scale))[..., 0], alpha=sign)
             for operand, rows in zip(self.operands, grads, strict=True):
-                operand.pull(n, self.spans[n], [weights.tile.tokens(x) for x in rows])
+                operand.pull(n, self.plan.spans[n], [weights.tile.tokens(x) for x in rows])
 
     def _sums_backward(self, weights: Even, q, k, v, states, grad: Tensor, below: Tensor | None, afters: Sequence[Tensor]):
         """Gradients of q, k and v, and of the states before the tile, from those of the states after it (`afters`)."""
@@ -538,11 +545,11 @@ class Walk:
 class Whole:
     """Sums over every key without decay: two products, tile by tile, with one state."""
 
-    def __init__(self, operands: Sequence[Operand], room: Room, *, denominator: bool):
-        self.operands, self.room, self.denominator = operands, room, denominator
-        self.spans, self.key_spans = (spans(operand.x.shape[-2]) for operand in operands[:2])
-        for operand, cut in zip(operands, (self.spans, self.key_spans, self.key_spans), strict=True):
-            operand.split([span.stop - span.start for span in cut])
+    def __init__(self, operands: Sequence[Operand], plan: Plan, room: Room, *, denominator: bool):
+        self.operands, self.plan, self.room, self.denominator = operands, plan, room, denominator
+        self.of_keys = Plan(operands[1].x)
+        for operand, cut in zip(operands, (plan, self.of_keys, self.of_keys), strict=True):
+            operand.split(cut.sizes)
         self.states = 1
 
     def forward(self) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
@@ -551,11 +558,11 @@ class Whole:
         They are the sums of k v^T ``[*b h d e]`` and, for a denominator, of its k ``[*b h 1 d]``.
         """
         states: list[Tensor] = []
-        for n, span in enumerate(self.key_spans):
+        for n, span in enumerate(self.of_keys.spans):
             k, (v,) = (operand.read(n, span) for operand in self.operands[1:])
             own = [k[0].mT @ v] + [k[-1].sum(-2, keepdim=True)] * self.denominator
             states = [state.add_(x) for state, x in zip(states, own, strict=True)] if states else own
-        for n, span in enumerate(self.spans):
+        for n, span in enumerate(self.plan.spans):
             q = self.operands[0].read(n, span)
             below = (q[-1] * states[1]).sum(-1, keepdim=True) if self.denominator else None
             yield n, q[0] @ states[0], below, [] if n else states
@@ -564,8 +571,8 @@ class Whole:
         """Add the gradients of the operands."""
         (queries, keys, values), (states,) = self.operands, befores
         grads = [torch.zeros_like(state) for state in states]
-        upstream.split([span.stop - span.start for span in self.spans])
-        for n, span in enumerate(self.spans):
+        upstream.split(self.plan.sizes)
+        for n, span in enumerate(self.plan.spans):
             q = queries.read(n, span)
             tile = Tile(tuple(q[0].shape[:-2]), 1, span.stop - span.start)
             rows, less = upstream.rows(n, tile, states[0].shape[-1], self.room)
@@ -578,7 +585,7 @@ class Whole:
                 own = below * states[1]
                 dq = [dq[0].sub_(own)] if len(q) == 1 else [dq[0], own.neg_()]
             queries.pull(n, span, dq)
-        for n, span in enumerate(self.key_spans):
+        for n, span in enumerate(self.of_keys.spans):
             k, (v,) = keys.read(n, span), values.read(n, span)
             dk, dv, of_keys = v @ grads[0].mT, k[0] @ grads[0], [x.expand(k[-1].shape) for x in grads[1:]]
             keys.pull(n, span, [dk.add_(of_keys[0])] if of_keys and len(k) == 1 else [dk, *(x.clone() for x in of_keys)])
