@@ -200,7 +200,10 @@ def _operands(
 
 
 def _narrow(g_q: Tensor | None, g_k: Tensor | None, place: Place) -> Decays:
-    return None if g_q is None or g_k is None else (place.of(g_q, -2, -1), place.of(g_k, -2, -1))
+    if g_q is None or g_k is None:
+        return None
+    keys = place.of(g_k, -2, -1)
+    return keys if g_q is g_k else place.of(g_q, -2, -1), keys
 
 
 def _walks(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens whose weights are formed explicitly
@@ -33,13 +34,11 @@ class Place(NamedTuple):
 
     def of(self, x: Tensor, heads: int | None, tokens: int | None) -> Tensor:
         """The view of x with those axes, from the end; batch axes come before both. An axis of length 1 serves all."""
-        axes = [(heads, self.heads), (tokens, self.tokens)]
-        if self.batch:
-            first = min(axis for axis in (heads, tokens) if axis is not None)
-            axes += [(first - 1 - n, part) for n, part in enumerate(reversed(self.batch))]
+        axes = [(axis, part) for axis, part in ((heads, self.heads), (tokens, self.tokens)) if axis is not None]
+        first = min(axes[0][0], axes[-1][0])
+        axes += [(first - 1 - n, part) for n, part in enumerate(reversed(self.batch))]
         for axis, part in axes:
-            absent = axis is None or part.start is None or -axis > x.ndim
-            if not absent and 1 < x.shape[axis] != part.stop - part.start:
+            if part.start is not None and -axis <= x.ndim and 1 < x.shape[axis] != part.stop - part.start:
                 x = x.narrow(axis, part.start, part.stop - part.start)
         return x
 
@@ -161,6 +160,11 @@ class Plan:
         self.spans = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, count * CHUNK)]
         self.spans += [Span(whole, length, length - whole)] if whole < length else []
         self.sizes = [span.stop - span.start for span in self.spans]
+
+
+def _back(rows: Tensor) -> Tensor:
+    """Sums of rows ``[n c d]`` over the tokens from each on."""
+    return rows.flip(1).cumsum(1).flip(1)
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -298,11 +302,11 @@ class Even:
 
     def prefix(self, rows: Tensor) -> Tensor:
         """Sums of rows ``[n c d]`` over the tokens of their chunk that a token sees, weighted."""
-        return rows.cumsum(1)
+        return _back(F.pad(rows[:, 1:], (0, 0, 0, 1))) if self.reverse else rows.cumsum(1)
 
     def suffix(self, rows: Tensor) -> Tensor:
         """The same over the tokens that see a token. A total less a prefix would lose digits."""
-        return rows.flip(1).cumsum(1).flip(1)
+        return F.pad(rows[:, :-1], (0, 0, 1, 0)).cumsum(1) if self.reverse else _back(rows)
 
 
 class Fading(Even):
@@ -314,35 +318,33 @@ class Fading(Even):
 
     decayed = True
 
-    def __init__(self, tile: Tile, reverse: bool, like: Tensor, g: tuple[Tensor, Tensor], span: Span, last: "Fading | None"):
+    def __init__(self, tile: Tile, reverse: bool, like: Tensor, g: Sequence[Tensor]):
+        """g holds log decays of queries and keys ``[*b h t]`` of the tile, less that of the last token before it."""
         super().__init__(tile, reverse, like)
-        sign, (a, b) = -1 if reverse else 1, span[:2]
-        query, key = (sign * x[..., a:b].unflatten(-1, (-1, tile.chunk)) for x in g)
-        border = min(b, g[1].shape[-1] - 1) if reverse else max(a - 1, 0)
-        outside, ends = sign * g[1][..., border : border + 1], key[..., 0] if reverse else key[..., -1]
+        self.g, dtype = g, like.dtype
+        query, key = (x.unflatten(-1, (-1, tile.chunk)) for x in g)
+        ends = key[..., 0] if reverse else key[..., -1]
+        outside = torch.zeros_like(ends[..., :1])
         starts = torch.cat((ends[..., 1:], outside) if reverse else (outside, ends[..., :-1]), -1)[..., None]
-        exponents = query - starts, starts - key, ends[..., None] - starts
-        if last is not None and last.serves(exponents):
-            vars(self).update(vars(last))
-            return
-        self.exponents, (before, start, across) = exponents, exponents
-        inside = (before[..., :, None] + start[..., None, :]).to(like.dtype).exp_()
+        inside = (query[..., :, None] - key[..., None, :]).to(dtype).exp_()
         self.inside = inside.triu_(1) if reverse else inside.tril_()
-        self.before, self.after = (x.to(like.dtype).exp_()[..., None] for x in (before, across + start))
+        exponents = query - starts, ends[..., None] - key, ends[..., None] - starts
+        self.before, self.after, across = (x.to(dtype).exp_()[..., None] for x in exponents)
+        self.across = across[..., 0]
         far = starts - ends[..., None, :]
-        far = (far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1)).to(like.dtype)
+        far = (far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1)).to(dtype)
         far = far.expand(*tile.leading, tile.count, tile.count).reshape(self.later.shape)
         self.earlier, self.later = far, far.mT
         first, final = (starts[..., -1:, :], ends[..., :1]) if reverse else (starts[..., :1, :], ends[..., -1:])
-        self.onward, self.backward = ((x.exp().to(like.dtype)) for x in (starts - first, (final - ends)[..., None]))
-        self.across = across.to(like.dtype).exp_()
+        self.onward, self.backward = (x.exp().to(dtype) for x in (starts - first, (final - ends)[..., None]))
 
-    def serves(self, exponents: Sequence[Tensor]) -> bool:
-        """Whether these are the weights of another tile: on a CPU, where looking costs less than computing."""
-        if self.inside.device.type != "cpu" or exponents[0].shape != self.exponents[0].shape:
+    def serves(self, g: Sequence[Tensor]) -> bool:
+        """Whether another tile has these weights, too; only on a CPU, where looking costs less than computing."""
+        if self.inside.device.type != "cpu" or g[0].shape != self.g[0].shape:
             return False
         close = torch.finfo(self.inside.dtype).eps / 1024
-        return all(bool((a - b).abs().amax() <= close) for a, b in zip(exponents, self.exponents, strict=True))
+        pairs = zip(g, self.g, strict=True) if g[0] is not g[1] else [(g[0], self.g[0])]
+        return all(bool((a - b).abs_().amax() <= close) for a, b in pairs)
 
     def weigh(self, scores: Tensor) -> Tensor:
         """Multiply scores ``[n c c]`` by the weights inside a chunk, in place."""
@@ -433,17 +435,26 @@ class Walk:
         self.order = range(len(plan.spans))[:: -1 if reverse else 1]
         for operand in operands:
             operand.split(plan.sizes)
-        self.weights: dict[Tile, Even] = {}
+        self.weights: dict[Tile, list[Even]] = {}
 
     def _weights(self, span: Span, like: Tensor) -> Even:
+        """Those of a tile, or of one before that had the same: steady decays, and none at all inside packed sequences."""
         tile = Tile(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
-        weights = self.weights.get(tile)
-        if self.g is not None:
-            weights = Fading(tile, self.reverse, like, self.g, span, cast(Fading | None, weights))
-        elif weights is None:
-            weights = Even(tile, self.reverse, like)
-        self.weights[tile] = weights
-        return weights
+        known = self.weights.setdefault(tile, [Even(tile, self.reverse, like)])
+        if self.g is None:
+            return known[0]
+        g, sign = self.g, -1 if self.reverse else 1
+        border = min(span.stop, g[1].shape[-1] - 1) if self.reverse else max(span.start - 1, 0)
+        outside = g[1][..., border : border + 1]
+        keys = sign * (g[1][..., span.start : span.stop] - outside)
+        own = (keys if g[0] is g[1] else sign * (g[0][..., span.start : span.stop] - outside), keys)
+        if keys.device.type == "cpu" and not any(x.any() for x in own):
+            return known[0]
+        for weights in known[1:]:
+            if cast(Fading, weights).serves(own):
+                return weights
+        self.weights[tile] = [known[0], Fading(tile, self.reverse, like, own), *known[1:2]]
+        return self.weights[tile][1]
 
     def _read(self, n: int) -> tuple[Even, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """Weights and rows of queries, keys and values; two of queries and keys where the denominator has its own."""
@@ -537,9 +548,9 @@ class Walk:
         if shared:
             weights.tile.apart(dq).addcmul_(weights.tile.apart(less), keys, value=-1)
             return ((dq,), (weights.add(dk, "after", later, -1),), (dv,)), befores
-        seen = weights.add(weights.prefix(k[1]), "before", keys, 1)
-        dk_own = weights.suffix(torch.mul(q[1], below, out=product)).neg_()
-        return ((dq, seen.mul_(-below)), (dk, weights.add(dk_own, "after", later, -1)), (dv,)), befores
+        seen, more = weights.add(weights.prefix(k[1]), "before", keys, 1), -below
+        dk_own = weights.suffix(torch.mul(q[1], more, out=product))
+        return ((dq, seen.mul_(more)), (dk, weights.add(dk_own, "after", later, -1)), (dv,)), befores
 
 
 class Whole:
