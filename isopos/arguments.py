@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap
 from isopos.isometries import Identity, Isometry
 from isopos.state import State
@@ -111,7 +112,7 @@ def check(
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"v: expected {k.shape[-2]} tokens as k, got {v.shape[-2]}")
     try:
-        batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     except RuntimeError:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v: expected leading dimensions [*b h] that broadcast, got {shapes}") from None

@@ -1,4 +1,4 @@
-"""Modules whose parameters stay exact when the model around them is cast."""
+"""Modules whose parameters stay exact when the model around them is cast, and what else every layer needs."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -72,6 +72,11 @@ def once(name: str, instead: str) -> None:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """A context that autocast does not reach."""
-    if torch.amp.is_autocast_available(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def broadcast(*shapes: torch.Size) -> torch.Size:
+    """`torch.broadcast_shapes`, at no cost where all are equal."""
+    return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)

@@ -23,7 +23,7 @@ from isopos.arguments import (
     groups_of,
     kind_of,
 )
-from isopos.exact import full_precision
+from isopos.exact import broadcast, full_precision
 from isopos.feature_maps import FEATURE_MAPS, IN_PLACE, Favor, FeatureMap, identity, sides
 from isopos.isometries import Identity, Isometry
 from isopos.ops import clipped, linear
@@ -114,7 +114,7 @@ def linear_attention(
     t, s = q.shape[-2], k.shape[-2]
     if g is not None and not causal and t != s:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     raw, before = g, None if state is None else state["decay"]
     check_segments(segment_ids, q, k, batch)
     if segment_ids is None:
@@ -138,15 +138,17 @@ def linear_attention(
     if state is not None or return_state:
         given = {"decayed": raw is not None, "packed": segment_ids is not None}
         state, kind = state or State(), kind_of("linear", q, v, rho_k, feature_map, denominator, terms, **given)
-        of_keys = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
+        of_keys = broadcast(k.shape[:-2], v.shape[:-2])
         state.expect(kind, of_keys)
+        if state.in_place and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("state: expected State(), or no gradients, got a state to update in place; use torch.no_grad()")
         with full_precision(q.device):
             out, kept = _streamed(q, k, v, loads, g, before, state, denominator, feature_map, terms)
         if raw is not None:
             kept["decay"] = raw[1][..., -1].expand(of_keys).clone()  # a view would keep all tokens in memory
         if segment_ids is not None:
             last = segment_ids[..., -1]
-            kept["segment"] = last.expand(torch.broadcast_shapes(last.shape, of_keys[:-1])).clone()
+            kept["segment"] = last.expand(broadcast(last.shape, of_keys[:-1])).clone()
         return (out.to(q.dtype), state.next(kind, **kept)) if return_state else out.to(q.dtype)
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     known = feature_map in FEATURE_MAPS.values() or isinstance(feature_map, Favor)
@@ -154,7 +156,10 @@ def linear_attention(
         if denominator == "complex":
             return linear.divide_complex(_complex_sums(q, k, v, loads, g, causal)).to(q.dtype)
         below = None if not divided else "column" if terms else "divide"
-        out = linear.linear(q, k, v, loads, g, causal=causal, below=below, fuse=known)  # another may hold parameters
+        ready = unmoved and feature_map is identity and mask is None and q.dtype == wide
+        out = linear.linear(
+            q, k, v, linear.READY if ready else loads, g, causal=causal, below=below, fuse=known
+        )  # another may hold parameters
         for term in terms:
             assert isinstance(term, Clipped)
             out = out + _clipped_sums(q, _and_ones(v.to(wide), keys_kept, divided), term, feature_map, causal, segment_ids)
@@ -272,7 +277,7 @@ def _streamed(
     totals, kept = [], {}
     for n, (query, key, value) in enumerate(zip(queries, keys, sums, strict=True)):
         query = _and_turned(query) if denominator == "complex" else query
-        total, kept[f"sum{n}"] = linear.carry(query, key, value, g, state[f"sum{n}"], before)
+        total, kept[f"sum{n}"] = linear.carry(query, key, value, g, state[f"sum{n}"], before, in_place=state.in_place)
         totals.append(total)
     total = torch.cat(totals, -1)
     for term in terms:
@@ -297,7 +302,7 @@ def _clipped_stream(
         rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
         positions = torch.cat((places.expand(*positions.shape[:-2], *places.shape[-2:]), positions), -2)
     score = _clipped_scores(q.to(values.dtype), term, phi)
-    batch = torch.broadcast_shapes(score.shape[:-2], rows.shape[:-2])
+    batch = broadcast(score.shape[:-2], rows.shape[:-2])
     wide = rows.expand(*batch, *rows.shape[-2:])
     total = clipped.clipped(score.expand(*batch, *score.shape[-2:]), wide, term.x, positions, term.reach, causal=True)
     total = total if far is None else total + score[..., :1] * far.unsqueeze(-2)
@@ -316,7 +321,7 @@ def _segmented(
     t, s = q.shape[-2], k.shape[-2]
     previous = state["segment"] if state is not None else None
     previous = ids[..., :1] if previous is None else previous[..., None]
-    leading = torch.broadcast_shapes(previous.shape[:-1], ids.shape[:-1])
+    leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
     new = ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)
     still = torch.zeros(max(t, s), dtype=torch.float64, device=q.device)
@@ -397,10 +402,12 @@ def softmax_attention(
     seen = 0 if state is None or (keys := state["keys"]) is None else keys.shape[-2]
     rho_q, rho_k = check(q, k, v, isometry, mask, terms, seen)
     g = decays_of(decay, q, k)
-    check_segments(segment_ids, q, k, torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
+    check_segments(segment_ids, q, k, broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
     check_stream(state, return_state, causal, q, k)
     after = None
+    if state is not None and state.in_place:
+        raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
     if state is not None or return_state:
         given = {"decayed": g is not None, "packed": ids is not None}
         kind = kind_of("softmax", q, v, rho_k, None, None, terms, **given)
@@ -424,7 +431,7 @@ def _softmax(
     ids: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     (rho_q, rho_k), t, s = isometry, q.shape[-2], k.shape[-2]
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if locality is not None and not isinstance(locality, Tensor):
         raise TypeError(f"locality: expected factors [*b {t} {s}], got {type(locality).__name__}")
     if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], batch[:-1])):
@@ -475,7 +482,7 @@ def _cached(
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, State]:
     """Keys with positions and all that belongs to them, of the stream so far and of its next tokens."""
-    batch, count = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2]), k.shape[-2]
+    batch, count = broadcast(k.shape[:-2], v.shape[:-2]), k.shape[-2]
     state.expect(kind, batch)
     if mask is not None or state["mask"] is not None:
         mask = torch.ones(count, dtype=torch.bool, device=k.device) if mask is None else mask

@@ -85,6 +85,8 @@ class Isometry(ABC):
 
     def replace(self, tensors: Sequence[Tensor]) -> "Isometry":
         """The same isometry with other tensors, in the order of `tensors`."""
+        if not tensors:
+            return self
         rest = iter(tensors)
 
         def replaced(value: Any) -> Any:

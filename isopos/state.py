@@ -24,6 +24,8 @@ class State:
         tensors: By name, batch axes first.
         fingerprint: Of the scheme whose stream it is; empty for attention without a scheme.
         kind: Of the attention that wrote it, with the shapes and dtype that must stay; empty at the start.
+        in_place: Whether steps of one token write over the sums of linear attention, which is faster and allocates nothing
+            of their size. Then only the last state of a stream holds good, and nothing can be differentiated.
 
     Example:
         >>> import isopos
@@ -41,6 +43,7 @@ class State:
     tensors: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
     fingerprint: str = ""
     kind: str = ""
+    in_place: bool = False
 
     def __getitem__(self, name: str) -> Tensor | None:
         """A tensor, or None where there is none yet."""

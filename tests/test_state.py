@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 import isopos
 from isopos import State, sequence
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.functional import linear_attention
+from isopos.functional import linear_attention, softmax_attention
+from isopos.schemes import REGISTRY
 
 SLACK = 1000 * TOLERANCE  # some denominators almost vanish
 both = pytest.mark.parametrize("kind", ATTENTION)
@@ -306,3 +307,26 @@ def test_nothing_streams(kind, batch, t):
         x = sequence(t) + n * t
         out, state = stream(scheme, inputs(batch, t=t, e=5), x, (0, t), state=state, **options)
         assert out.shape == (batch, HEADS, t, 5)
+
+
+@pytest.mark.parametrize("name", ["rope", "permuteformer", "retnet", "none"])
+def test_a_stream_in_place_is_the_whole_and_writes_over_its_sums(name):
+    scheme, state = REGISTRY[name](HEAD_DIM, HEADS), State(in_place=True)
+    q, k, v = inputs(2, t=6)
+    whole = linear_attention(q, k, v, **scheme.at(sequence(6), dtype=q.dtype), causal=True)
+    with torch.no_grad():
+        for i in range(6):
+            at = scheme.at(torch.tensor([[i]]), state=state, dtype=q.dtype)
+            y, after = linear_attention(*(x[..., i : i + 1, :] for x in (q, k, v)), **at, causal=True, return_state=True)
+            close(y, whole[..., i : i + 1, :])
+            if i:
+                assert after["sum0"].data_ptr() == state["sum0"].data_ptr()
+            state = after
+
+
+def test_what_cannot_be_updated_in_place_is_refused():
+    q, k, v = inputs(1, t=1, requires_grad=True)
+    with pytest.raises(ValueError, match="no gradients"):
+        linear_attention(q, k, v, causal=True, state=State(in_place=True), return_state=True)
+    with pytest.raises(ValueError, match="softmax"), torch.no_grad():
+        softmax_attention(q, k, v, causal=True, state=State(in_place=True), return_state=True)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import full_precision, once
+from isopos.exact import broadcast, full_precision, once
 from isopos.ops.tiles import EPS, Decays, Load, Operand, Place, Plan, Ready, Room, Upstream, Walk, Whole
 
 
@@ -94,28 +94,38 @@ def divide_complex(total: Tensor) -> Tensor:
     return (real * below + imaginary * turned) / (below.square() + turned.square()).clamp_min(EPS**2)
 
 
-def carry(q: Tensor, k: Tensor, v: Tensor, g: Decays, state: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def carry(
+    q: Tensor, k: Tensor, v: Tensor, g: Decays, state: Tensor | None, before: Tensor | None, *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
     """Causal sums ``[*b h t e]`` of the next tokens of a stream, and the sum of k v^T over all of its tokens ``[*b h d e]``.
 
     The state is that sum at the log decay ``before`` ``[*b h]`` of the last token of the stream so far. Together with it,
-    the sums are those of the whole sequence; k and v may lack leading axes of q, which share their state.
+    the sums are those of the whole sequence; k and v may lack leading axes of q, which share their state. `in_place` lets a
+    step of one token write over the state.
     """
-    one = torch.ones((), dtype=k.dtype, device=k.device)
-    to_end = across = from_end = from_start = one  # of keys, of the state, of queries after one token, of queries
+    to_end = across = from_end = from_start = None  # of keys, of the state, of queries after one token, of queries
     if g is not None:
         query, key = g
         last = key[..., -1:]
         start = last if before is None else before[..., None]
         exponents = last - key, last - start, query - last, query - start
         to_end, across, from_end, from_start = (x.exp().to(k.dtype)[..., None] for x in exponents)
-    after = (k * to_end).mT @ v
-    after = after if state is None else after + state * across
     if q.shape[-2] == 1:
-        return (q * from_end) @ after, after
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        if state is None:
+            after = k.mT @ v
+        elif in_place:
+            after = (state if across is None else state.mul_(across)).addcmul_(k.mT, v)
+        else:
+            after = torch.addcmul(state if across is None else state * across, k.mT, v)
+        return (q if from_end is None else q * from_end) @ after, after
+    after = (k if to_end is None else k * to_end).mT @ v
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     queries, keys, values = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     total = linear(queries, keys, values, READY, g, causal=True, below=None, fuse=True)
-    return total if state is None else total + (q * from_start) @ state, after
+    if state is None:
+        return total, after
+    after = after + (state if across is None else state * across)
+    return total + (q if from_start is None else q * from_start) @ state, after
 
 
 class _Fused(torch.autograd.Function):
