@@ -64,15 +64,35 @@ class Generate:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure on this machine: rotations, growth and memory of linear attention, construction, accuracy beside others.
+    """Measure on this machine: ours beside others' in turns, as ratios with their spread; memory, construction, accuracy.
 
     Exactness is the error of every scheme in every setting and dtype, which takes a minute.
     """
 
     section: Annotated[
-        Literal["all", "rotation", "growth", "memory", "construction", "accuracy", "exactness"], tyro.conf.Positional
+        Literal[
+            "all",
+            "attention",
+            "rotary",
+            "decode",
+            "sublayer",
+            "growth",
+            "memory",
+            "construction",
+            "accuracy",
+            "exactness",
+        ],
+        tyro.conf.Positional,
     ] = "all"
     """What to measure; "all" leaves out exactness."""
+    allocator: Literal["both", "as-is", "reused"] = "both"
+    """State of glibc's allocator: as it is, told to reuse memory, or one after the other."""
+    rounds: int = 9
+    """Rounds in which works take turns."""
+    out: str = ""
+    """A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written."""
+    overwrite: bool = False
+    """Replace them if they exist."""
     compiled: bool = False
     """Of exactness: compiled, too, which takes minutes."""
 
@@ -206,7 +226,8 @@ def _bench(command: Bench) -> int:
 
     if command.compiled and command.section != "exactness":
         raise ValueError(f"compiled: expected the section exactness, got {command.section}")
-    return bench(_console(), command.section, compiled=command.compiled)
+    options = {name: getattr(command, name) for name in ("allocator", "rounds", "out", "overwrite", "compiled")}
+    return bench(_console(), command.section, **options)
 
 
 def _console():

@@ -1,63 +1,232 @@
-import contextlib
-import io
+import itertools
 import json
+import re
+import time
 
 import pytest
+import torch
 from rich.console import Console
 
 from isopos.lab import bench
+from isopos.lab.bench import figures, kernels, page, peers, processes, races, report, run, timing
+from isopos.lab.bench.rows import Row
+from isopos.lab.bench.timing import at_least, at_most, rounds_of
 
-
-def _here(call, environment=None):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        eval(f"bench.{call}")
-    return json.loads(out.getvalue())
-
-
-@pytest.fixture
-def printed(monkeypatch):
-    """What a section prints, at a small size."""
-    for name, value in {"ROUNDS": 1, "LENGTH": 128, "GROWTH": (64, 128), "NODES": 15, "_in_process": _here}.items():
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench, "accuracy", lambda: "the table of accuracies")
-
-    def run(section):
-        console = Console(record=True, width=150)
-        assert bench.bench(console, section) == 0
-        return console.export_text()
-
-    return run
-
-
-SECTIONS = {
-    "rotation": "rotation forward, B=2 H=8 L=128 d=64",
-    "growth": "time / time at L=64",
-    "memory": "attention with permuteformer forward + backward",
-    "construction": "operators of a binary tree, 15 nodes",
-    "accuracy": "the table of accuracies",
+SMALL = 32
+SHAPE = kernels.Shape(SMALL, batch=2, heads=2, head_dim=8)
+SAME = {
+    "causal": ["fast-transformers", "performer-pytorch"],
+    "both ways": ["two products, elu + 1, divided"],
+    "both ways, no features": ["two products"],
+    "rotation": ["torchtune's formula", "rotary-embedding-torch", "x-transformers"],
+    "decoding step": ["einsum step", "decoding step, in place", "decoding step of a scheme, no positions"],
 }
 
 
-def test_every_row_is_printed(printed):
-    text = printed("all")
-    assert all(words in text for words in SECTIONS.values())
+@pytest.fixture
+def here(monkeypatch):
+    """Sections run in this process, at a small size; the calls are kept."""
+    calls = []
+
+    def call(function, environment=None, **arguments):
+        calls.append((function, environment))
+        if function == "section":
+            arguments |= {"rounds": 2, "longest": SMALL}
+        return json.loads(json.dumps(processes.FUNCTIONS[function](**arguments)))
+
+    monkeypatch.setattr(processes, "call", call)
+    monkeypatch.setattr(bench, "accuracy", lambda: "the table of accuracies")
+    monkeypatch.setattr(kernels, "KERNELS", kernels.KERNELS | {"softmax (SDPA) step": kernels.KERNELS["einsum step"]})
+    return calls
 
 
-@pytest.mark.parametrize("section", ["growth", "construction", "accuracy"])
-def test_a_section_alone(printed, section):
-    text = printed(section)
-    assert [name for name, words in SECTIONS.items() if words in text] == [section]
+def _printed(section, **options):
+    console = Console(record=True, width=250)
+    assert bench.bench(console, section, **options) == 0
+    return console.export_text()
 
 
-def test_construction_names_the_slowest(printed):
-    lines = printed("construction").splitlines()
-    assert sum("slowest five" in line for line in lines) == 5
-    assert sum("median of" in line for line in lines) == 1
+def _row(**changes):
+    return Row("rotary", "ours, forward", "theirs", None, [1.0, 1.0, 1.0], [2.0, 3.0, 4.0]).replace(**changes)
+
+
+def test_works_take_turns(monkeypatch):
+    monkeypatch.setattr(timing, "SHORT", 0)
+    turns = []
+    seconds = rounds_of({name: lambda name=name: turns.append(name) for name in "abc"}, 3)
+    assert "".join(turns) == "abc" + "abc" + "cba" + "abc"  # a call to warm up, then to and fro
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_short_works_are_repeated(monkeypatch):
+    calls = []
+    rounds_of({"short": lambda: calls.append(None), "long": lambda: time.sleep(timing.SHORT)}, 2)
+    assert len(calls) > 100
+
+
+@pytest.mark.parametrize(
+    ("seconds", "goal", "verdict"),
+    [
+        ([2.0, 3.0, 4.0], None, "faster"),
+        ([0.5, 2.0, 0.5], None, "within the spread"),
+        ([0.5, 0.4, 0.5], None, "slower"),
+        ([2.0, 3.0, 4.0], at_least(3), "met"),
+        ([2.0, 3.0, 4.0], at_least(3.1), "not met"),
+        ([1.0, 0.9, 1.0], at_most(1.05), "met"),
+        ([0.5, 0.5, 0.5], at_most(1.05), "not met"),
+    ],
+)
+def test_a_verdict_is_on_the_ratio_of_each_round(seconds, goal, verdict):
+    assert _row(other_seconds=seconds, goal=goal).verdict == verdict
+
+
+def test_a_figure_has_a_verdict_only_with_a_goal():
+    figure = Row("memory", "peak", figure=4.2, unit="of q")
+    assert [row.verdict for row in (figure, figure.replace(goal=at_most(4.5)), figure.replace(goal=at_most(4)))] == [
+        "",
+        "met",
+        "not met",
+    ]
+
+
+def test_only_the_steepest_step_of_growth_may_be_steeper():
+    rows = run.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
+    assert [row.verdict for row in rows] == ["met", "met", "not met"]
+
+
+@pytest.mark.parametrize("row", [_row(goal=at_least(2)), _row(), Row("memory", "peak", figure=4.2, unit="of q")])
+def test_a_row_comes_back_from_json(row):
+    assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_every_work_of_a_race_is_known():
+    names = {name for races_of in races.RACES.values() for race in races_of for name in itertools.chain(*race.pairs)}
+    assert names <= set(kernels.KERNELS) | set(peers.PEERS)
+    assert set(kernels.KERNELS) <= names
+
+
+@pytest.mark.parametrize(("ours", "other"), [(ours, other) for ours, others in SAME.items() for other in others])
+def test_works_of_a_race_compute_the_same(ours, other):
+    if other in peers.PEERS and (why := peers.PEERS[other].absence()):
+        pytest.skip(why)
+    shape = SHAPE._replace(length=1) if "step" in ours else SHAPE
+    inputs = torch.randn(3 if ours != "rotation" else 2, *shape[1:3], shape.length, shape.head_dim)
+    works = [kernels.kernel(name, shape).call for name in (ours, other)]
+    for _ in range(3):
+        torch.testing.assert_close(works[0](*inputs), works[1](*inputs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("section", "words"), [
+    ("attention", "both ways, no features, forward + backward, B=2 H=8 L=32 d=64"),
+    ("rotary", "largest error against float64"),
+    ("decode", "decoding step, B=32 H=8 d=64, after 32 tokens"),
+    ("sublayer", "attention module, householder + rotary, forward + backward, B=4 H=8 L=32"),
+    ("growth", "B=1 H=4 L=32 d=64"),
+])  # fmt: skip
+def test_a_section_prints_its_rows(here, section, words):
+    text = _printed(section, allocator="as-is")
+    assert words in text
+    assert "reused" not in text
+    assert [function for function, _ in here] == ["section"]
+
+
+def test_memory_and_construction_measure_in_processes_of_their_own(here):
+    tiny = kernels.Shape(SMALL)
+    rows = [
+        *figures.memory(processes.call, (SMALL,), SMALL),
+        *figures.construction(processes.call, 1, nodes=15),
+    ]
+    assert str(tiny) in rows[0].work
+    assert [function for function, _ in here] == ["peak"] * 4 + ["long"] * 4 + ["tree"] * 3
+    assert sum("slowest five" in row.unit for row in rows) == 5
+
+
+def test_both_states_of_the_allocator_are_below_each_other(here):
+    text = _printed("growth", allocator="both")
+    states = processes.allocators("both")
+    assert [environment for _, environment in here] == [processes.ALLOCATORS[state] for state in states]
+    found = re.findall(r"as-is|reused", text)
+    assert found == states * (len(found) // len(states))
+
+
+def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
+    absent = peers.Peer("no_such_module", "no-such-package", lambda *_: None, ", needs a compiler")
+    monkeypatch.setitem(peers.PEERS, "fast-transformers", absent)
+    (row, *_) = run.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
+    assert "no-such-package is not installed: pip install no-such-package, needs a compiler" in row.cells()
+    assert not row.raced
+    assert row.to_json()["verdict"] == ""
+
+
+def test_what_is_written(here, tmp_path):
+    text = _printed("rotary", allocator="as-is", out=str(tmp_path / "new"))
+    content = json.loads((tmp_path / "new" / report.DATA).read_text())
+    assert {"command", "when", "rounds", "versions", "threads", "cpu", "rows"} <= set(content)
+    assert content["versions"]["torch"] == torch.__version__
+    row = content["rows"][0]
+    assert (row["work"], row["other"], row["allocator"]) == ("rotation, forward, B=2 H=8 L=32 d=64", "two clones", "as-is")
+    assert len(row["ours_seconds"]) == len(row["other_seconds"]) == 2
+    assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+    assert "two clones" in (tmp_path / "new" / report.CHART).read_text()
+    assert all(name in text for name in (report.DATA, report.CHART))
+
+
+def test_the_page_of_a_run(here, tmp_path):
+    _printed("rotary", allocator="as-is", out=str(tmp_path))
+    text = page.page(json.loads((tmp_path / report.DATA).read_text()))
+    assert "## Rotation of queries and keys" in text
+    assert "## Memory" not in text
+    assert "| rotation, forward, B=2 H=8 L=32 d=64 | two clones | as-is |" in text
+    assert set(page.TITLES) == set(processes.SECTIONS)
+
+
+def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
+    (tmp_path / report.DATA).write_text("{}")
+    status, _, err = isopos("bench", "rotary", "--out", ".")
+    assert status == 2
+    assert "--overwrite" in err
+    assert not here
+    _printed("rotary", allocator="as-is", out=str(tmp_path), overwrite=True)
+    assert json.loads((tmp_path / report.DATA).read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rounds", "0"), "rounds: expected at least 1, got 0"),
+        (("--out", "file"), "out: expected a folder, but file is a file"),
+        (("--compiled",), "compiled: expected the section exactness, got rotary"),
+    ],
+)
+def test_what_does_not_fit_is_refused(here, isopos, tmp_path, arguments, words):
+    (tmp_path / "file").write_text("")
+    status, _, err = isopos("bench", "rotary", *arguments)
+    assert (status, err) == (2, f"isopos: {words}\n")
+    assert not here
+
+
+def test_reuse_needs_glibc(monkeypatch):
+    monkeypatch.setattr(processes.platform, "libc_ver", lambda: ("", ""))
+    assert processes.allocators("both") == ["as-is"]
+    with pytest.raises(ValueError, match="only glibc"):
+        processes.allocators("reused")
+
+
+def test_accuracy_alone(here):
+    assert _printed("accuracy").strip() == "the table of accuracies"
+    assert not here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", bench.MEMORY)
+def test_a_process_of_its_own():
+    rows = processes.call("section", name="growth", rounds=1, longest=128)
+    assert Row.from_json(rows[0]).raced
+    with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
+        processes.call("peak", spec="nothing", shape=SHAPE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", figures.MEMORY)
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
     # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
-    assert 3 < min(bench._in_process(f"peak({name!r})") for _ in range(3)) <= 6
+    assert 3 < min(processes.call("peak", spec=name, shape=kernels.Shape(8192)) for _ in range(3)) <= 6

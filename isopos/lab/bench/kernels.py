@@ -1,0 +1,235 @@
+"""What is timed, by name: functions of the same inputs, ours and plain PyTorch's."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.attention import Attention
+from isopos.feature_maps import elu1
+from isopos.functional import linear_attention
+from isopos.lab.bench.peers import PEERS
+from isopos.lab.recipes import split_spec
+from isopos.positions import sequence
+from isopos.scheme import Scheme
+from isopos.schemes import build
+from isopos.state import State
+
+__all__ = ["KERNELS", "Kernel", "Shape", "kernel", "scheme_of"]
+
+EPSILON = 1e-6
+PACKED = 8  # sequences of a packed row
+
+
+class Shape(NamedTuple):
+    """Sizes of queries, keys and values; a decoding step looks back on a cache.
+
+    Example:
+        >>> print(Shape(length=512, batch=1), Shape(length=1, cache=32768), Shape().limited(100))
+        B=1 H=8 L=512 d=64 B=2 H=8 d=64, after 32768 tokens B=2 H=8 L=100 d=64
+    """
+
+    length: int = 8192
+    batch: int = 2
+    heads: int = 8
+    head_dim: int = 64
+    cache: int = 0
+
+    def __str__(self) -> str:
+        length = "" if self.length == 1 else f"L={self.length} "
+        cache = f", after {self.cache} tokens" if self.cache else ""
+        return f"B={self.batch} H={self.heads} {length}d={self.head_dim}{cache}"
+
+    def limited(self, most: int) -> "Shape":
+        """The same, of at most so many tokens."""
+        return self._replace(length=min(self.length, most), cache=min(self.cache, most))
+
+
+class Kernel(NamedTuple):
+    """A function of some inputs, and the parameters that it learns besides."""
+
+    call: Callable[..., Any]
+    parameters: tuple[Tensor, ...] = ()
+
+
+def kernel(name: str, shape: Shape) -> Kernel:
+    """A kernel for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
+    if name in PEERS:
+        peer = PEERS[name]
+        return Kernel(peer.make(peer.load(), shape.length, shape.head_dim))
+    made = KERNELS[name](shape)
+    return made if isinstance(made, Kernel) else Kernel(made)
+
+
+def scheme_of(spec: str, shape: Shape) -> Scheme:
+    """A scheme with options for the heads of a shape."""
+    name, options = split_spec(spec)
+    return build(name, shape.head_dim, shape.heads, options)
+
+
+def _attention(spec: str = "none", *, causal: bool = True) -> Callable[[Shape], Any]:
+    def make(shape: Shape):
+        return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
+
+    return make
+
+
+def _layer(spec: str) -> Callable[[Shape], Kernel]:
+    def make(shape: Shape):
+        scheme = scheme_of(spec, shape)
+        layer = Attention(shape.heads * shape.head_dim, scheme)
+        call = partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
+        return Kernel(call, tuple(layer.parameters()))
+
+    return make
+
+
+def _masked(shape: Shape):
+    mask = torch.ones(shape.batch, shape.length, dtype=torch.bool)
+    mask[:, -(shape.length // 10) :] = False
+    return partial(linear_attention, feature_map=elu1, causal=True, mask=mask)
+
+
+def _packed(shape: Shape):
+    ids = (torch.arange(shape.length) * PACKED // shape.length).expand(shape.batch, -1)
+    return partial(linear_attention, feature_map=elu1, causal=True, segment_ids=ids)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ (k.mT @ v)
+
+
+def _divided_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) + EPSILON)
+
+
+def _rotation(shape: Shape):
+    rho = scheme_of("rope", shape).encoding(sequence(shape.length))
+    return lambda q, k: (rho(q), rho(k))
+
+
+def _table(shape: Shape) -> Tensor:
+    """Cosines and sines in float32 ``[t d/2 2]``."""
+    return scheme_of("rope", shape).encoding(sequence(shape.length)).table[0]
+
+
+def _half_split(shape: Shape):
+    """The formula that most code uses, on pairs (i, i + d/2)."""
+    cos, sin = (part.repeat(1, 2) for part in _table(shape).unbind(-1))
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return lambda q, k: (rotate(q), rotate(k))
+
+
+def _stacked(shape: Shape):
+    """The formula of torchtune, on pairs (2i, 2i+1) in float32."""
+    cos, sin = _table(shape).unbind(-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).type_as(x)
+
+    return lambda q, k: (rotate(q), rotate(k))
+
+
+def _step(*, in_place: bool = False) -> Callable[[Shape], Any]:
+    """A stream without a scheme."""
+
+    def make(shape: Shape):
+        state = State(in_place=in_place)
+
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal state
+            out, state = linear_attention(q, k, v, feature_map=elu1, causal=True, state=state, return_state=True)
+            return out
+
+        return step
+
+    return make
+
+
+def _stream(spec: str, *, in_place: bool = False) -> Callable[[Shape], Any]:
+    """A stream of a scheme, whose positions advance."""
+
+    def make(shape: Shape):
+        scheme, state, place = scheme_of(spec, shape), State(in_place=in_place), 0
+
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal state, place
+            at = scheme.at(torch.tensor([[place]]), state=state)
+            out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
+            place += 1
+            return out
+
+        return step
+
+    return make
+
+
+def _einsum_step(shape: Shape):
+    sums = torch.zeros(shape.batch, shape.heads, shape.head_dim, shape.head_dim)
+    keys = torch.zeros(shape.batch, shape.heads, shape.head_dim)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal sums, keys
+        q, k, v = F.elu(q[:, :, 0]) + 1, F.elu(k[:, :, 0]) + 1, v[:, :, 0]
+        sums = sums + torch.einsum("bhd,bhe->bhde", k, v)
+        keys = keys + k
+        below = torch.einsum("bhd,bhd->bh", q, keys) + EPSILON
+        return (torch.einsum("bhd,bhde->bhe", q, sums) / below.unsqueeze(-1)).unsqueeze(-2)
+
+    return step
+
+
+def _cached(shape: Shape):
+    """Softmax attention of one query to a full cache, whose last token it replaces."""
+    keys, values = (torch.randn(1, 1, shape.cache, shape.head_dim).repeat(*shape[1:3], 1, 1) for _ in range(2))
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys[:, :, -1:], values[:, :, -1:] = k, v
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    return step
+
+
+KERNELS: dict[str, Callable[[Shape], Any]] = {
+    "causal": _attention(),
+    "causal, retnet decay": _attention("none:decay=retnet"),
+    "causal, masked": _masked,
+    "causal, packed": _packed,
+    "both ways": _attention(causal=False),
+    "both ways, no features": _attention("none:feature_map=identity,denominator=none", causal=False),
+    "two products": lambda shape: _products,
+    "two products, elu + 1, divided": lambda shape: _divided_products,
+    "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
+    "rotation": _rotation,
+    "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
+    "rotate-half": _half_split,
+    "torchtune's formula": _stacked,
+    "decoding step": _step(),
+    "decoding step, in place": _step(in_place=True),
+    "decoding step of a scheme, no positions": _stream("none"),
+    "decoding step of a scheme, rotary": _stream("rope"),
+    "decoding step of a scheme, no positions, in place": _stream("none", in_place=True),
+    "decoding step of a scheme, rotary, in place": _stream("rope", in_place=True),
+    "einsum step": _einsum_step,
+    "softmax (SDPA) step": _cached,
+}
+POSITIONS = {
+    "no positions": "none",
+    "rotary": "rope",
+    "permutation": "lrpe-permutation:basis=identity",
+    "householder + permutation": "lrpe-permutation",
+    "unitary": "lrpe-unitary:basis=identity",
+    "householder + unitary": "lrpe-unitary",
+    "householder + rotary": "lrpe-orthogonal",
+}
+KERNELS |= {f"attention function, {name}": _attention(spec) for name, spec in POSITIONS.items()}
+KERNELS |= {f"attention module, {name}": _layer(spec) for name, spec in POSITIONS.items()}

@@ -1,0 +1,77 @@
+"""Measurements in processes of their own, so that none inherits the memory of another."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from isopos.lab.bench import figures, run
+from isopos.lab.bench.kernels import Shape
+from isopos.lab.bench.races import RACES
+from isopos.lab.bench.rows import Row
+
+__all__ = ["ALLOCATORS", "FUNCTIONS", "SECTIONS", "allocators", "call", "section"]
+
+SECTIONS = (*RACES, "growth", "memory", "construction")
+ALLOCATORS: dict[str, Mapping[str, str]] = {
+    "as-is": {},
+    # Most of the time of a large tensor may go into pages fresh from the system: glibc is told to keep what it has.
+    "reused": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+}
+NODES = 2  # of a tree, for each token that a short section is cut to
+
+
+def allocators(choice: str) -> list[str]:
+    """The states of the allocator that a choice names; only glibc can be told.
+
+    Example:
+        >>> allocators("as-is")
+        ['as-is']
+    """
+    names = list(ALLOCATORS) if choice == "both" else [choice]
+    if platform.libc_ver()[0] == "glibc":
+        return names
+    if choice == "reused":
+        raise ValueError("allocator: expected as-is, since only glibc can be told to reuse memory, got reused")
+    return ["as-is"]
+
+
+def section(name: str, rounds: int, longest: int | None = None) -> list[Row]:
+    """The rows of a section, in this process; `longest` cuts sequences, for a try."""
+    most = 1 << 62 if longest is None else longest
+    return list(_rows(name, rounds, most))
+
+
+def _rows(name: str, rounds: int, most: int) -> Iterator[Row]:
+    if name == "growth":
+        yield from run.growth(rounds, [length for length in run.LENGTHS if length <= most] or [most // 2, most])
+    if name == "memory":
+        lengths = dict.fromkeys(min(length, most) for length in figures.LENGTHS)
+        yield from figures.memory(call, tuple(lengths), min(figures.LONG, most))
+    if name == "construction":
+        yield from figures.construction(call, rounds, min(figures.NODES, NODES * most))
+    for contest in RACES.get(name, ()):
+        yield from run.race(name, contest.limited(most), rounds)
+    if name == "rotary":
+        yield figures.rotation_error(Shape().limited(most))
+
+
+def call(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
+    """What a function of `FUNCTIONS` returns in a process of its own."""
+    command = [sys.executable, "-m", "isopos.lab.bench", function, json.dumps(arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | (environment or {}))
+    if done.returncode:
+        why = "killed, perhaps for want of memory" if done.returncode < 0 else "its error is above"
+        raise OSError(f"the process of {function} {json.dumps(arguments)} ended with {done.returncode}: {why}")
+    return json.loads(done.stdout.splitlines()[-1])  # what a peer prints comes before
+
+
+FUNCTIONS = {
+    "section": lambda **arguments: [row.to_json() for row in section(**arguments)],
+    "peak": lambda spec, shape: figures.peak(spec, Shape(*shape)),
+    "long": lambda spec, shape: figures.long(spec, Shape(*shape)),
+    "tree": figures.tree,
+}

@@ -1,0 +1,124 @@
+"""Works take turns; their times are compared round by round, and no difference within the spread is called one."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+__all__ = ["Goal", "Spread", "at_least", "at_most", "ratios", "rounds_of", "verdict"]
+
+SHORT = 5e-3  # seconds: a shorter work is repeated for so long
+
+
+class Spread(NamedTuple):
+    """A median between its quartiles.
+
+    Example:
+        >>> Spread.of([3.0, 1.0, 2.0, 5.0, 4.0])
+        Spread(low=2.0, median=3.0, high=4.0)
+    """
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The spread of at least one value."""
+        return cls(*(statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure should be. A ratio to be reached says how many times as fast ours is, one to be kept, what it costs.
+
+    Example:
+        >>> print(at_least(2.6), at_most(1.05), at_least(2.6).met(2.7), at_most(1.05).met(1.1))
+        >= 2.6 <= 1.05 True False
+    """
+
+    sense: Literal["at least", "at most"]
+    value: float
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.sense == 'at least' else '<='} {self.value:g}"
+
+    def met(self, figure: float) -> bool:
+        """Whether a figure is what it should be."""
+        return figure >= self.value if self.sense == "at least" else figure <= self.value
+
+
+def at_least(value: float) -> Goal:
+    """A goal to reach."""
+    return Goal("at least", value)
+
+
+def at_most(value: float) -> Goal:
+    """A goal to keep below."""
+    return Goal("at most", value)
+
+
+def ratios(ours: Sequence[float], other: Sequence[float], goal: Goal | None = None) -> Spread:
+    """Our speed in units of the other's, round by round; where the goal is a cost, our time in units of the other's.
+
+    Example:
+        >>> ratios([1.0, 1.0, 2.0], [3.0, 2.0, 2.0])
+        Spread(low=1.5, median=2.0, high=2.5)
+        >>> ratios([1.0], [4.0], at_most(1.1)).median
+        0.25
+    """
+    above, below = (ours, other) if goal is not None and goal.sense == "at most" else (other, ours)
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def verdict(spread: Spread, goal: Goal | None = None) -> str:
+    """What the figures say: a goal is judged by the median, and nothing is faster unless all quartiles are beyond 1.
+
+    Example:
+        >>> verdict(Spread(1.1, 1.3, 1.4)), verdict(Spread(0.9, 1.3, 1.4)), verdict(Spread(0.7, 0.8, 0.9))
+        ('faster', 'within the spread', 'slower')
+        >>> verdict(Spread(2.5, 2.7, 2.9), at_least(2.6)), verdict(Spread(2.5, 2.55, 2.9), at_least(2.6))
+        ('met', 'not met')
+        >>> verdict(Spread(0.9, 1.3, 1.4), at_least(1.2)), verdict(Spread(0.9, 1.04, 1.1), at_most(1.05))
+        ('within the spread', 'met')
+    """
+    level = spread.low <= 1 <= spread.high
+    if goal is None:
+        return "within the spread" if level else "faster" if spread.low > 1 else "slower"
+    if not goal.met(spread.median):
+        return "not met"
+    return "within the spread" if goal.sense == "at least" and goal.value > 1 and level else "met"
+
+
+def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each work in each round, after a call to warm up; short works are repeated within a round.
+
+    Works take turns, every other round in the opposite order, so that none always follows the same.
+    """
+    repeats = {name: _repeats(work) for name, work in works.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for n in range(rounds):
+        for name in list(works)[:: -1 if n % 2 else 1]:
+            seconds[name].append(_seconds(works[name], repeats[name]))
+    return seconds
+
+
+def _repeats(work: Callable[[], object]) -> int:
+    """How often to repeat a work, once it is warm."""
+    first = _seconds(work, 1)
+    return 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(_seconds(work, 1), 1e-9)))
+
+
+def _seconds(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call, without collections of garbage."""
+    gc.disable()
+    try:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - begun) / repeats
+    finally:
+        gc.enable()
