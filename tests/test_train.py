@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isopos.lab import text, train
+from isopos.lab import corpora, train
 from isopos.lab.recipes import Recipe
 
 TINY = Recipe(steps=12, length=32, batch=2, layers=1, model_dim=16, heads=2, validation_bytes=512)
@@ -12,7 +12,7 @@ TINY = Recipe(steps=12, length=32, batch=2, layers=1, model_dim=16, heads=2, val
 
 @pytest.fixture(scope="module")
 def source():
-    return text.load("", TINY.length)
+    return corpora.load("", TINY.length)
 
 
 def _losses(folder):

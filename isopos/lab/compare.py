@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from isopos.encodings import Permutation
-from isopos.lab import report, text
+from isopos.lab import corpora, report
 from isopos.lab.pictures import places
 from isopos.lab.recipes import Comparison, Recipe, split_spec
 from isopos.lab.table import render, rows_of
@@ -35,7 +35,7 @@ def compare(comparison: Comparison, console: Console) -> int:
         ValueError: Before any work, where a choice or the data do not fit.
     """
     recipes, folder, warnings = _check(comparison)
-    source = text.load(comparison.data, comparison.length)
+    source = corpora.load(comparison.data, comparison.length, console=console)
     size = f"{len(source.train)} + {len(source.validation)} bytes"
     console.print(f"text: {source.name}, {size}, sha256 {source.sha256[:12]}", markup=False)
     for warning in warnings:
@@ -149,7 +149,7 @@ def run_folder(folder: Path, recipe: Recipe) -> Path:
     return folder / f"{recipe.scheme.replace(':', '+')}-seed{recipe.seed}"
 
 
-def _train_all(recipes: list[Recipe], source: text.Text, folder: Path, console: Console) -> None:
+def _train_all(recipes: list[Recipe], source: corpora.Corpus, folder: Path, console: Console) -> None:
     columns = ("{task.description:<32}", BarColumn(20), MofNCompleteColumn(), "{task.fields[loss]}", "{task.fields[rate]}")
     shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
     with Progress(*shown, TimeRemainingColumn(), console=console) as progress:
@@ -165,7 +165,7 @@ def _train_all(recipes: list[Recipe], source: text.Text, folder: Path, console: 
                 progress.console.print(f"[red]{title}: {result.status}")
 
 
-def _speeds(recipes: list[Recipe], source: text.Text) -> dict[str, float]:
+def _speeds(recipes: list[Recipe], source: corpora.Corpus) -> dict[str, float]:
     """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
     first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
     bases = {

@@ -20,8 +20,8 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from isopos import laws
+from isopos.lab.corpora import Corpus
 from isopos.lab.recipes import Recipe, split_spec
-from isopos.lab.text import Text
 from isopos.models import TOKEN_STD, Decoder
 from isopos.schemes import REGISTRY, Scheme, build, options_of
 
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def train(recipe: Recipe, text: Text, folder: Path, on_step: OnStep) -> Result:
+def train(recipe: Recipe, text: Corpus, folder: Path, on_step: OnStep) -> Result:
     """Train, evaluate and save one run; rows go to metrics.jsonl as they come.
 
     A loss or gradient that is not finite ends the run with the status "diverged".
@@ -98,7 +98,7 @@ def train(recipe: Recipe, text: Text, folder: Path, on_step: OnStep) -> Result:
     return result
 
 
-def _fit(model: Decoder, recipe: Recipe, text: Text, log: TextIO, on_step: OnStep) -> tuple[str, int, float]:
+def _fit(model: Decoder, recipe: Recipe, text: Corpus, log: TextIO, on_step: OnStep) -> tuple[str, int, float]:
     """Status, tokens trained on and seconds."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, recipe.steps))
@@ -149,7 +149,7 @@ def _write(log: TextIO, **row: object) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, recipe: Recipe, text: Text, length: int) -> float | None:
+def evaluate(model: Decoder, recipe: Recipe, text: Corpus, length: int) -> float | None:
     """Bits per byte on windows of `length` of the held-out tail; None where the scheme or the tail is too short for it."""
     longest = model.scheme.max_length
     if longest is not None and length > longest:
