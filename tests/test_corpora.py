@@ -19,7 +19,7 @@ from rich.console import Console
 
 from isopos.lab import corpora
 from isopos.lab.corpora import Corpus, load
-from isopos.lab.tokenizers import Bytes, Words
+from isopos.lab.tokenizers import BPE, Bytes, Words, load_tokenizer
 
 PROSE = "".join(f"line {n} of a text with café and words number {n % 7}\n" for n in range(300))
 
@@ -309,6 +309,10 @@ def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cach
     assert reads == ["survey", "build"]
     assert again.sha256 == first.sha256
     assert again.train.tolist() == first.train.tolist()
+    monkeypatch.chdir(tmp_path)  # another name
+    assert load("text.txt", 8, tokenizer="words").sha256 == first.sha256
+    assert reads == ["survey", "build", "survey"]
+    reads.pop()
     os.utime(path, ns=(0, 0))  # a look, but the same text
     assert load(str(path), 8, tokenizer="words").sha256 == first.sha256
     assert reads == ["survey", "build", "survey"]
@@ -399,6 +403,76 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path, cache):
     assert not list(cache.glob("[!.]*/train.bin"))
     assert len(load(str(path), 8, tokenizer="words").train) > 2_000_000
     assert not list(cache.glob(".*/train.bin"))
+
+
+def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monkeypatch):
+    pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
+    path = zipped(tmp_path / "wiki.zip", train=PROSE, valid="line of a text\nqqqq\n" * 9, test="café")
+    read = load(path, 8, tokenizer="bpe", vocabulary=300)
+    assert read.vocabulary == 300
+    assert read.train.dtype == np.uint16
+    assert read.decode(read.train) == PROSE
+    assert read.decode(read.test) == "café\n"
+    assert 3 < read.bytes_per_token("train") < 10
+    assert len(read.encode(" text")) == 1
+    assert len(read.encode("qqqq")) == 4
+    monkeypatch.setattr(BPE, "learn", None)  # not again
+    again = load(path, 8, tokenizer="bpe", vocabulary=300)
+    assert again.train.tolist() == read.train.tolist()
+    again.save_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path).encode(PROSE).tolist() == read.train.tolist()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder of parquet files that `datasets` reads as it would from the hub."""
+    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    datasets.disable_progress_bars()
+    rows = {
+        "train": ["", " = Title = \n", " some words \n"] * 50,
+        "validation": [" held out \n"] * 9,
+        "test": ["no end"] * 9,
+    }
+    (tmp_path / "data").mkdir()
+    for split, texts in rows.items():
+        datasets.Dataset.from_dict({"text": texts, "n": list(range(len(texts)))}).to_parquet(
+            tmp_path / "data" / f"{split}.parquet"
+        )
+    return tmp_path / "data"
+
+
+def test_rows_of_datasets_are_lines_of_its_splits(hub):
+    read = load(f"hf:{hub}", 8)
+    assert [read.decode(read.split(split)) for split in corpora.SPLITS] == [
+        "\n = Title = \n some words \n" * 50,
+        " held out \n" * 9,
+        "no end\n" * 9,
+    ]
+    words = load(f"hf:{hub}:default", 8, tokenizer="words")
+    assert words.decode(words.train[:4]) == "\n= Title = "
+
+
+def test_a_dataset_of_one_split_holds_its_tail_out(hub):
+    (hub / "validation.parquet").unlink()
+    (hub / "test.parquet").unlink()
+    read = load(f"hf:{hub}", 8)
+    assert len(read.train) + len(read.validation) == 50 * len("\n = Title = \n some words \n")
+    assert not len(read.test)
+
+
+def test_bad_datasets(hub, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"expected hf:NAME or hf:NAME:CONFIG .* gave \w+: "):
+        load(f"hf:{tmp_path / 'absent'}", 8)
+    import datasets
+
+    (tmp_path / "other").mkdir()
+    datasets.Dataset.from_dict({"sentence": ["a"] * 9, "label": [1] * 9}).to_csv(tmp_path / "other" / "train.csv")
+    with pytest.raises(ValueError, match=r"expected a column text in .*, split train, got .*sentence, label"):
+        load(f"hf:{tmp_path / 'other'}", 8)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"hf:NAME needs the package datasets: pip install 'isopos\[data\]'"):
+        load("hf:wikitext:wikitext-2-v1", 8)
 
 
 SHARED = Path(corpora.__file__).parents[3] / "shared" / "data"

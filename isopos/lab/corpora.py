@@ -269,7 +269,7 @@ def _in_cache(
         found = survey(source, raw, lambda done: progressing("reading", done, size if source.plain else 0))
         return [found.sha256, found.sizes]
 
-    index = hashlib.sha256(json.dumps([FORMAT, raw, *(path for path, _, _ in stamp)]).encode()).hexdigest()[:32]
+    index = hashlib.sha256(json.dumps([FORMAT, raw, source.name, *(path for path, _, _ in stamp)]).encode()).hexdigest()[:32]
     sha256, sizes = caches.remembered(root, f"index-{index}", stamp, read) if stamp else read()
     found = Survey(sha256, tuple((name, size) for name, size in sizes))
     plan = _plan(source, found)
