@@ -57,7 +57,11 @@ class Generate:
     prompt: str = "The "
     """Text to continue."""
     tokens: int = 400
-    """Bytes to generate."""
+    """How many to generate: bytes, words or pieces, as the run was trained."""
+    temperature: float = 1.0
+    """Below 1 sharpens the model's distribution, above 1 flattens it; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw among the most probable tokens that have this probability together."""
     seed: int = 0
     """Of the draws."""
 
@@ -130,7 +134,8 @@ def _list() -> int:
 def _generate(command: Generate) -> int:
     from isopos.lab.generate import generate
 
-    pieces = generate(command.run, command.prompt, command.tokens, command.seed)
+    choice = {"temperature": command.temperature, "top_p": command.top_p}
+    pieces = generate(command.run, command.prompt, command.tokens, command.seed, **choice)
     print(command.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
