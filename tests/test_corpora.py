@@ -475,6 +475,37 @@ def test_bad_datasets(hub, tmp_path, monkeypatch):
         load("hf:wikitext:wikitext-2-v1", 8)
 
 
+MEMORY = """
+import resource, sys
+from isopos.lab import corpora
+words = [f"word{n:05}" for n in range(50_000)]
+with open(sys.argv[1], "w") as file:
+    for n in range(int(sys.argv[2])):
+        file.write(" ".join(words[(n * 97 + k * k) % 50_000] for k in range(50)) + "\\n")
+read = corpora.load(sys.argv[1], 512, tokenizer="words")
+for step in range(100):
+    read.batch(0, step, 8, 512)
+unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+print(len(read.train), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """103 million words are prepared and read within 2 GiB: what grows is the map of their 4 bytes each at most."""
+    pytest.importorskip("resource", reason="this system does not tell peak memory")
+    found = []
+    for lines in (20_000, 120_000):
+        command = [sys.executable, "-c", MEMORY, str(tmp_path / f"{lines}.txt"), str(lines)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        found.append((int(out[0]), int(out[1])))
+    (words, memory), (more_words, more_memory) = found
+    assert more_words > 5_500_000
+    growth = max(0, more_memory - memory) / (more_words - words)
+    assert growth < 8, f"{growth} bytes a word"
+    assert memory + growth * 103e6 < 2 << 30, f"{memory >> 20} MiB and {growth} bytes a word"
+
+
 SHARED = Path(corpora.__file__).parents[3] / "shared" / "data"
 
 

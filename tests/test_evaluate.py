@@ -79,6 +79,16 @@ def test_pieces_of_a_long_window_have_its_score(scheme, scored, monkeypatch):
     assert pieces.nats == pytest.approx(whole.nats, rel=1e-5)
 
 
+def test_softmax_attention_sees_shorter_pieces_of_longer_windows(monkeypatch):
+    model, text, seen = made("rope:attention=softmax"), corpus(), []
+    monkeypatch.setattr(evaluate, "SCORES", 240)
+    model.blocks[0].register_forward_hook(lambda block, args, found: seen.append(args[0].shape[:2].numel()))
+    for length, most in ((8, 24), (40, 6)):  # three windows at once; pieces of one
+        seen.clear()
+        perplexity(model, text, length)
+        assert max(seen) == most
+
+
 def test_a_large_vocabulary_is_scored_in_smaller_pieces(monkeypatch):
     model, text = made(), corpus()
     whole, sizes = perplexity(model, text, LENGTH), []

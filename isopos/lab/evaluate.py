@@ -15,6 +15,7 @@ __all__ = ["MULTIPLES", "Row", "Score", "length_table", "perplexity"]
 MULTIPLES = (1, 2, 4, 8, 16, 32)  # of the training length: of 512, up to 16,384
 PIECE = 4096  # tokens that a model is given at once
 LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
+SCORES = 1 << 24  # of pairs of tokens, a head of softmax attention
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def perplexity(
     Without `scored` windows are side by side, and every token counts but the first of the split. With it each window counts
     its last tokens only: all of them have ``length - scored`` tokens before them, by which windows overlap. PermuteFormer
     (section 4.2.1) scores the last 256 of 512; LRPE says no more than perplexity. Long windows run as streams in pieces of
-    4096 tokens, with the same result in less memory. Bits a byte take the mean bytes a token of the whole split.
+    4096 tokens or less, with the same result in less memory. Bits a byte take the mean bytes a token of the whole split.
 
     Args:
         model: Is put in evaluation mode for the time; runs where its weights are.
@@ -83,8 +84,7 @@ def perplexity(
             f"vocabulary: expected the {own} tokens of the model, got the {corpus.vocabulary} of {corpus.name}; load the "
             "text with the tokenizer that was saved beside the model"
         )
-    linear = isinstance(model.head, torch.nn.Linear)
-    piece = max(1, min(PIECE, LOGITS // own)) if linear else PIECE
+    piece = _at_once(model, length)
     device = model.tokens.weight.device
     total, count, training = 0.0, 0, model.training
     model.eval()
@@ -132,6 +132,16 @@ def _reason(model: Decoder, corpus: Corpus, length: int, split: str, limit: int 
     if within <= length:
         return f"length: expected less than the {within} tokens of {split}, got {length}; use more text or a shorter window"
     return ""
+
+
+def _at_once(model: Decoder, length: int) -> int:
+    """Tokens that a model is given at once."""
+    piece = PIECE
+    if isinstance(model.head, torch.nn.Linear):
+        piece = min(piece, LOGITS // model.head.out_features)
+    if model.scheme.attention == "softmax":
+        piece = min(piece, SCORES // length)
+    return max(1, piece)
 
 
 def _nats(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:

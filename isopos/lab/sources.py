@@ -91,7 +91,10 @@ def find(source: str) -> Source:
         return _hub(source)
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"data: expected a file or a folder, but {path} does not exist")
+        raise ValueError(
+            f"data: expected a file or a folder, but {path} does not exist; a dataset of the Hugging Face hub is "
+            "hf:NAME:CONFIG, as hf:Salesforce/wikitext:wikitext-103-v1"
+        )
     files = tuple(sorted(p for p in path.rglob("*") if p.is_file())) if path.is_dir() else (path,)
     packed = any(file.name.lower().endswith((*ARCHIVES, *PACKED, ".csv")) for file in files)
     books = path.is_file() and path.name.lower().endswith(ARCHIVES)
