@@ -52,7 +52,7 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
     recipe.check()
     recipe = replace(recipe, device=usable_device(recipe.device))
     if recipe.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("logger: expected tensorboard to be installed: pip install "isopos[tensorboard]", or choose csv")
+        raise ValueError("logger: expected tensorboard, which is not installed: pip install tensorboard, or choose csv")
     scheme = build_scheme(recipe)
     if not isinstance(scheme.group, Line):
         name = split_spec(recipe.scheme)[0]

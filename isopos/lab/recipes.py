@@ -203,8 +203,8 @@ def lrpe_alm(scale: str) -> Recipe:
 def permuteformer_lm(scale: str) -> Recipe:
     """PermuteFormer's language model (section 4.2.1): WikiText-103, 6 layers of 512, feed-forward 1024, 8 heads, length 512.
 
-    r in [0.88, 0.99] and ReLU features are the scheme's own, as are wider queries and keys (`width=4`, section 4.1). The rest
-    (updates, windows, learning rate, optimizer, dropout), which the paper leaves to Fairseq, is as in `lrpe_alm`.
+    r in [0.88, 0.99] and ReLU features are the scheme's own, as are wider queries and keys (`width=4`, section 4.1). The
+    rest (updates, windows, learning rate, optimizer, dropout), which the paper leaves to Fairseq, is as in `lrpe_alm`.
     """
     paper = replace(lrpe_alm("paper"), scheme="permuteformer:width=4", hidden_dim=1024)
     return _scaled(paper, scale)
