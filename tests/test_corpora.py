@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab import corpora
+from isopos.lab import corpora, prepare
 from isopos.lab.corpora import Corpus, load
 from isopos.lab.tokenizers import BPE, Bytes, Words, load_tokenizer
 
@@ -302,8 +302,8 @@ def test_bad_settings(tmp_path):
 def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cache, monkeypatch):
     path, reads = tmp_path / "text.txt", []
     path.write_text(PROSE)
-    monkeypatch.setattr(corpora, "survey", lambda *a, f=corpora.survey: reads.append("survey") or f(*a))
-    monkeypatch.setattr(corpora, "_build", lambda *a, f=corpora._build: reads.append("build") or f(*a))
+    monkeypatch.setattr(prepare, "survey", lambda *a, f=prepare.survey: reads.append("survey") or f(*a))
+    monkeypatch.setattr(prepare._Text, "write", lambda *a, f=prepare._Text.write: reads.append("build") or f(*a))
     first = load(str(path), 8, tokenizer="words")
     again = load(str(path), 8, tokenizer="words")
     assert reads == ["survey", "build"]
@@ -323,13 +323,24 @@ def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cach
     assert reads[4:] == ["survey", "build"]
 
 
+def test_a_saved_tokenizer_finds_the_tokens_that_are_there(tmp_path, cache, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE)
+    first = load(str(path), 8, tokenizer="words", vocabulary=20)
+    first.save_tokenizer(tmp_path)
+    monkeypatch.setattr(prepare._Text, "parts", None)  # not again
+    again = load(str(path), 8, tokenizer=load_tokenizer(tmp_path))
+    assert again.sha256 == first.sha256
+    assert again.train.tolist() == first.train.tolist()
+
+
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, cache):
     path = tmp_path / "text.txt"
     path.write_text(PROSE)
-    monkeypatch.setattr(corpora, "_build", lambda *a, f=corpora._build: (f(*a), path.write_text("other")))
+    monkeypatch.setattr(prepare, "_encoded", lambda *a, f=prepare._encoded: (path.write_text("other"), f(*a))[1])
     with pytest.raises(ValueError, match="to stay as it is while it is read"):
         load(str(path), 8, tokenizer="words")
-    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert not list(cache.glob("tokens-*/"))
 
 
 def test_a_large_plain_text_is_mapped_with_the_same_result(tmp_path, monkeypatch, folder):
@@ -387,7 +398,7 @@ def test_processes_that_start_at_once_prepare_one_folder(tmp_path, cache):
     found = [process.communicate() for process in [_start(path) for _ in range(3)]]
     assert len(set(found)) == 1, found
     assert found[0][0].split()[1] == str(len(load(str(path), 8, tokenizer="words").train))
-    assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
+    assert len(list(cache.glob("*/train.bin"))) == len(list(cache.glob("*/tokenizer.json"))) == 1
 
 
 @pytest.mark.slow

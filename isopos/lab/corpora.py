@@ -14,12 +14,9 @@ Example:
 """
 
 import contextlib
-import hashlib
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,18 +24,14 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from isopos.lab import cache as caches
-from isopos.lab.sources import Source, Survey, find, survey, whole_lines
-from isopos.lab.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
+from isopos.lab.cache import default_root
+from isopos.lab.prepare import SPLITS, Progressing, in_cache, in_memory
+from isopos.lab.sources import find
+from isopos.lab.tokenizers import Bytes, Tokenizer
 
 __all__ = ["SPLITS", "Corpus", "load"]
 
-SPLITS: tuple[str, ...] = ("train", "validation", "test")
-FORMAT = 1  # of a prepared folder
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
-
-Progressing = Callable[[str, int, int], None]
-"""Hears of a stage, bytes done and bytes in all (0 where unknown)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +141,8 @@ def load(
     a twentieth, whole ones, is validation and another is test, chosen by a hash of their names. Of any other text the last
     tenth is validation, and there is no test.
 
-    Plain files at byte level are taken as they are, and up to 64 MiB stay in memory. All else has a folder in the cache,
-    named by a hash of the text and of the tokenizer. A text is known to be the same by its files' sizes and times of change,
+    Plain files at byte level are taken as they are, and up to 64 MiB stay in memory. All else has folders in the cache,
+    named by hashes of the text and of the tokenizer. A text is known to be the same by its files' sizes and times of change,
     so that a second start does not read it.
 
     Args:
@@ -169,13 +162,14 @@ def load(
         raise ValueError(f"tokenizer: expected one of {', '.join(kinds)}, got {tokenizer!r}")
     if vocabulary is not None and tokenizer not in kinds[1:]:
         raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
-    found, root = find(source), caches.default_root() if cache is None else cache
+    found, root = find(source), default_root() if cache is None else cache
     with _shown(console) as progressing:
         raw = found.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
         if raw and sum(path.stat().st_size for path in found.files) <= SMALL:
-            corpus = _in_memory(found)
+            made = in_memory(found)
         else:
-            corpus = _in_cache(found, raw, tokenizer, vocabulary, root, progressing)
+            made = in_cache(found, raw, tokenizer, vocabulary, root, progressing)
+    corpus = Corpus(found.name, made.sha256, made.tokenizer, **made.tokens, sizes=made.sizes)
     for split in ("train", "validation"):
         tokens = len(getattr(corpus, split))
         if tokens <= length:
@@ -184,182 +178,6 @@ def load(
                 f"{corpus.name}; use more text or a smaller --length"
             )
     return corpus
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which part of a source belongs to which split: by document, or from the byte `cut` on."""
-
-    documents: dict[str, str]
-    cut: int
-
-    def parts(self, source: Source, raw: bool) -> Iterator[tuple[str, str, int, bytes]]:
-        """Split, document, line and block, in the order of the source."""
-        offset = 0
-        for name, blocks in source.read(raw):
-            line = 1
-            for block in blocks if raw else whole_lines(blocks):
-                if self.documents:
-                    pieces = [(self.documents.get(name, ""), block)]
-                else:
-                    at = _cut(block, self.cut - offset, raw)
-                    pieces = [("train", block[:at]), ("validation", block[at:])]
-                offset += len(block)
-                for split, piece in pieces:
-                    if split and piece:
-                        yield split, name, line, piece
-                    line += piece.count(b"\n")
-
-
-def _cut(block: bytes, at: int, raw: bool) -> int:
-    """Where in a block the train split ends: at a byte, or after the white space that follows it."""
-    if at <= 0 or at >= len(block) or raw:
-        return min(max(at, 0), len(block))
-    space = re.compile(rb"\s").search(block, at - 1)
-    return space.end() if space else len(block)
-
-
-def _plan(source: Source, found: Survey) -> _Plan:
-    names = [name for name, _ in found.sizes]
-    if not names:
-        raise ValueError(f"data: expected text, but {source.name} is empty")
-    named = {name: split for name in names if (split := _named(name))}
-    if len(set(named.values())) > 1:
-        for split in ("train", "validation"):
-            if split not in named.values():
-                files = ", ".join(sorted(named))
-                raise ValueError(f"data: expected a file of {split} beside {files}, got none with text in {source.name}")
-        return _Plan(named, 0)
-    if source.books and len(names) > 1:
-        if len(names) < len(SPLITS):
-            raise ValueError(f"data: expected one text or at least {len(SPLITS)} in {source.name}, got {len(names)}")
-        order = sorted(names, key=lambda name: (hashlib.sha256(PurePosixPath(name).name.encode()).digest(), name))
-        share = max(1, len(names) // 20)
-        held = {name: SPLITS[1 + n // share] for n, name in enumerate(order[: 2 * share])}
-        return _Plan({name: held.get(name, "train") for name in names}, 0)
-    return _Plan({}, found.total - found.total // 10)
-
-
-def _named(name: str) -> str | None:
-    """The split that a file of text is, by its name."""
-    path = PurePosixPath(name.replace("\\", "/"))
-    if path.suffix.lower() not in ("", ".txt", ".tokens", ".raw", ".csv"):
-        return None
-    words = set(re.findall("[a-z]+", path.name.lower()))
-    alike = {"train": {"train"}, "validation": {"valid", "validation", "val"}, "test": {"test"}}
-    return next((split for split, names in alike.items() if names & words), None)
-
-
-def _in_memory(source: Source) -> Corpus:
-    found = survey(source, raw=True)
-    pieces: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-    for split, _, _, piece in _plan(source, found).parts(source, raw=True):
-        pieces[split].append(piece)
-    tokens = {split: np.frombuffer(b"".join(parts), np.uint8) for split, parts in pieces.items()}
-    return Corpus(source.name, found.sha256, Bytes(), **tokens, sizes={split: len(tokens[split]) for split in SPLITS})
-
-
-def _in_cache(
-    source: Source, raw: bool, kind: str | Tokenizer, vocabulary: int | None, root: Path, progressing: Progressing
-) -> Corpus:
-    stamp = source.stamp()
-
-    def read() -> list:
-        size = sum(int(size) for _, size, _ in stamp)
-        found = survey(source, raw, lambda done: progressing("reading", done, size if source.plain else 0))
-        return [found.sha256, found.sizes]
-
-    index = hashlib.sha256(json.dumps([FORMAT, raw, source.name, *(path for path, _, _ in stamp)]).encode()).hexdigest()[:32]
-    sha256, sizes = caches.remembered(root, f"index-{index}", stamp, read) if stamp else read()
-    found = Survey(sha256, tuple((name, size) for name, size in sizes))
-    plan = _plan(source, found)
-    choice = kind.fingerprint if isinstance(kind, Tokenizer) else [kind, vocabulary]
-    splits = [[plan.documents.get(name), size] for name, size in found.sizes]
-    key = hashlib.sha256(json.dumps([FORMAT, sha256, raw, choice, plan.cut, splits]).encode()).hexdigest()
-
-    def build(folder: Path) -> None:
-        _build(folder, source, raw, plan, found.total, kind, vocabulary, progressing)
-        if source.stamp() != stamp:
-            raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
-
-    folder = caches.prepared(root, key[:32], build)
-    about = json.loads((folder / "about.json").read_text())
-    tokens = {split: _mapped(folder / f"{split}.bin", about["dtype"], about["tokens"][split]) for split in SPLITS}
-    whole = sha256 if raw else key
-    return Corpus(source.name, whole, load_tokenizer(folder), **tokens, sizes=about["bytes"])
-
-
-def _build(
-    folder: Path,
-    source: Source,
-    raw: bool,
-    plan: _Plan,
-    total: int,
-    kind: str | Tokenizer,
-    vocabulary: int | None,
-    progressing: Progressing,
-) -> None:
-    """Write the tokens of each split, the tokenizer and what they are into a folder; a block at a time is in memory."""
-
-    def parts(stage: str, split: str | None = None) -> Iterator[tuple[str, str, int, bytes]]:
-        done = 0
-        for part in plan.parts(source, raw):
-            done += len(part[3])
-            if split in (None, part[0]):
-                yield part
-            progressing(stage, done, total)
-
-    def texts() -> Iterator[str]:
-        return (_text(name, line, piece) for _, name, line, piece in parts("learning the vocabulary", "train"))
-
-    if isinstance(kind, Tokenizer):
-        tokenizer = kind
-    elif kind == "bytes":
-        tokenizer = Bytes()
-    else:
-        tokenizer = {"words": Words, "bpe": BPE}[kind].learn(texts(), vocabulary)
-    dtype = np.min_scalar_type(tokenizer.size - 1)
-    tokens, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
-    try:
-        for split, name, line, piece in parts("writing tokens"):
-            if isinstance(tokenizer, Bytes):
-                found = np.frombuffer(piece, np.uint8)
-            else:
-                found = _encoded(tokenizer, name, line, piece)
-            files[split].write(found.astype(dtype).tobytes())
-            tokens[split] += len(found)
-            sizes[split] += len(piece)
-    finally:
-        for file in files.values():
-            file.close()
-    tokenizer.save(folder)
-    about = {"source": source.name, "dtype": dtype.name, "tokens": tokens, "bytes": sizes}
-    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-
-
-def _text(name: str, line: int, piece: bytes) -> str:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError as error:
-        line += piece.count(b"\n", 0, error.start)
-        raise ValueError(
-            f"data: {name}, line {line}: expected UTF-8, got the byte {piece[error.start]:#04x}; repair it, or choose bytes"
-        ) from None
-
-
-def _encoded(tokenizer: Tokenizer, name: str, line: int, piece: bytes) -> np.ndarray:
-    text = _text(name, line, piece)
-    try:
-        return tokenizer.encode(text)
-    except ValueError as error:
-        raise ValueError(f"{error} (in {name}, from line {line} on)") from None
-
-
-def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
-    if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise ValueError(f"cache: expected {count} tokens in {path}, got {path.stat().st_size} bytes; remove {path.parent}")
-    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
 
 
 @contextlib.contextmanager
