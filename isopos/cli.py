@@ -98,7 +98,11 @@ class Evaluation:
     length: tuple[int, ...] = (1, 2, 4)
     """Multiples of the training length."""
     tokens: int = -1
-    """At most so many tokens of the held-out tail; 0: all; -1: as in training."""
+    """At most so many tokens of the held-out text; 0: all; -1: as in training."""
+    split: Literal["validation", "test"] = "validation"
+    """Which held-out text; there is a test where files or books make one."""
+    scored: int = 0
+    """Score only so many tokens at the end of each window, of windows that overlap: PermuteFormer's 256 of 512. 0: all."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,8 @@ def _train(command: Train) -> int:
 def _evaluate(command: Evaluation) -> int:
     from isopos.lab.overview import evaluate_run
 
-    return evaluate_run(command.run, command.length, command.tokens, _console())
+    choice = {"split": command.split, "scored": command.scored}
+    return evaluate_run(command.run, command.length, command.tokens, _console(), **choice)
 
 
 def _runs(command: Runs) -> int:

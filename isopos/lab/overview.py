@@ -61,7 +61,9 @@ def _cells(run: Path, name: str) -> list[str]:
     return [name, recipe.scheme, status, step, loss, "-" if best is None else f"{best:.3f}", when]
 
 
-def evaluate_run(run: str, multiples: Sequence[int], tokens: int, console: Console) -> int:
+def evaluate_run(
+    run: str, multiples: Sequence[int], tokens: int, console: Console, *, split: str = "validation", scored: int = 0
+) -> int:
     """Evaluate a run on the CPU at multiples of its training length, print a table, and append the figures to its eval.json.
 
     Args:
@@ -69,6 +71,8 @@ def evaluate_run(run: str, multiples: Sequence[int], tokens: int, console: Conso
         multiples: Of the training length.
         tokens: At most so many of the held-out text; 0: all; -1: as in training.
         console: Where to print.
+        split: validation or test.
+        scored: Tokens at the end of each window that count; 0: all.
 
     Returns:
         The exit status.
@@ -83,6 +87,8 @@ def evaluate_run(run: str, multiples: Sequence[int], tokens: int, console: Conso
             raise ValueError(f"length: expected multiples from 1 on, got {multiple}")
     if tokens < -1:
         raise ValueError(f"tokens: expected a number, 0 for all or -1 as in training, got {tokens}")
+    if scored < 0:
+        raise ValueError(f"scored: expected a number of tokens, or 0 for all, got {scored}")
     model, weights, last = build_model(recipe), folder / "model.safetensors", checkpoints.newest(folder)
     if weights.exists():
         load_model(model, str(weights))
@@ -96,7 +102,8 @@ def evaluate_run(run: str, multiples: Sequence[int], tokens: int, console: Conso
     limit = (recipe.validation_tokens if tokens < 0 else tokens) or None
     table = Table("tokens of a window", "bits/byte", "perplexity", "scored", header_style="bold")
     figures: dict[str, Any] = {}
-    for row in length_table(model, corpus, recipe.length, multiples=multiples, limit=limit):
+    choice: dict[str, Any] = {"split": split, "scored": scored or None, "limit": limit}
+    for row in length_table(model, corpus, recipe.length, multiples=multiples, **choice):
         score = row.score
         if score is None:
             table.add_row(str(row.length), "-", "-", row.reason)
@@ -107,7 +114,7 @@ def evaluate_run(run: str, multiples: Sequence[int], tokens: int, console: Conso
     console.print(table)
     path = folder / "eval.json"
     before = json.loads(path.read_text()) if path.exists() else []
-    write_json(path, [*before, {"weights": source, "step": step, "tokens": limit, "lengths": figures}])
+    write_json(path, [*before, {"weights": source, "step": step, **choice, "lengths": figures}])
     return 0
 
 
