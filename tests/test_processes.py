@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,13 +21,18 @@ TWO = ["--devices=2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def _start(folder, name, *arguments, launcher=()):
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _start(folder, name, *arguments, launcher=(), environment=None):
     command = [sys.executable, *launcher, "-m", "isopos", "train", "quickstart", *TINY, "--name", name, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,6 +83,16 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single, arguments, launc
     assert [row["step"] for row in rows] == [step for step, _ in single]
     assert [row["loss"] for row in rows] == pytest.approx([loss for _, loss in single], abs=1e-5)
     assert out.count("finished: bits per byte") == 1
+
+
+def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    job |= {"SLURM_NNODES": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    places = [{"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"} for rank in "01"]
+    tasks = [_start(tmp_path, "two", "--nodes=2", environment=job | place) for place in places]
+    outs = [_finish(task) for task in tasks]
+    assert ["finished" in out for out in outs] == [True, False]
+    assert [row["loss"] for row in _rows(tmp_path, "two")] == pytest.approx([loss for _, loss in single], abs=1e-5)
 
 
 @pytest.mark.parametrize(

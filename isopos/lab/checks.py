@@ -10,9 +10,10 @@ from isopos.encodings import Permutation
 from isopos.lab.pictures import places
 from isopos.lab.recipes import Recipe, split_spec
 from isopos.lab.train import LENGTHS, build_model, build_scheme
+from isopos.models import AdaptiveHead
 from isopos.positions import Line
 
-__all__ = ["check_recipe", "run_place", "usable_device"]
+__all__ = ["check_head", "check_recipe", "run_place", "usable_device"]
 
 
 def run_place(name: str) -> Path:
@@ -41,6 +42,13 @@ def usable_device(device: str) -> str:
     if not usable or torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
     return device
+
+
+def check_head(recipe: Recipe) -> None:
+    """Raise a ValueError where the cutoffs do not fit a recipe whose vocabulary is known by now."""
+    if recipe.cutoffs:
+        with torch.device("meta"):
+            AdaptiveHead(recipe.model_dim, recipe.vocabulary, recipe.cutoffs)
 
 
 def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from isopos.lab import corpora
-from isopos.lab.checks import check_recipe, run_place
+from isopos.lab.checks import check_head, check_recipe, run_place
 from isopos.lab.folders import check_vacant, recipe_of, same_recipe
 from isopos.lab.progress import Bars
 from isopos.lab.recipes import Recipe
@@ -36,6 +36,7 @@ def launch(name: str, recipe: Recipe, console: Console, *, resume: bool = False,
     vocabulary = recipe.vocabulary or None
     source = corpora.load(recipe.data, recipe.length, tokenizer=recipe.tokenizer, vocabulary=vocabulary, console=console)
     recipe = replace(recipe, vocabulary=source.vocabulary)
+    check_head(recipe)
     console.print(f"text: {source.name}, {len(source.train)} + {len(source.validation)} tokens", markup=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
