@@ -22,7 +22,7 @@ class Recipe:
     scheme: str = "rope"
     """Name, then options: rope:decay=retnet,denominator=plain."""
     data: str = ""
-    """A file or a folder; empty: the Python language reference."""
+    """A file, an archive, a folder or hf:NAME:CONFIG; empty: the Python language reference. docs/data.md says more."""
     tokenizer: Literal["bytes", "words", "bpe"] = "bytes"
     """What a token is."""
     vocabulary: int = 0
@@ -235,8 +235,8 @@ class Comparison:
     """
 
     data: str = ""
-    """Your text: a file, or a folder that is read recursively in sorted order. UTF-8 or any bytes; the last tenth is
-    held out. By default the Python language reference that ships with Python."""
+    """Your text: a file, an archive, hf:NAME:CONFIG, or a folder that is read recursively in sorted order. UTF-8 or any
+    bytes; the last tenth is held out, where names of files make no splits. By default the language reference of Python."""
     schemes: str = DEFAULT_SCHEMES
     """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary."""
     attention: Literal["linear", "softmax"] = "linear"
