@@ -135,6 +135,21 @@ def test_the_best_validation_gives_the_weights_and_patience_ends_the_run(run, tm
     assert train.evaluate(model, recipe, source, recipe.length) == pytest.approx(best, rel=1e-6)
 
 
+def test_validations_and_patience_go_on_after_an_interruption(run):
+    recipe = replace(TINY, steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
+    expected, at = run(recipe, "whole"), 0
+
+    def interrupt(step, *rest):
+        if step == at:
+            raise KeyboardInterrupt
+
+    ends = expected[-1]["step"]
+    for at in range(2, ends - 1, 3):
+        with pytest.raises(Interrupted):
+            run(recipe, on_step=interrupt, resume=at > 2)
+    assert run(recipe, resume=True) == expected
+
+
 def test_a_run_that_diverges_keeps_its_last_finite_weights(run, tmp_path):
     rows = run(replace(TINY, learning_rate=1e12, clip=0.0, save_every=1, schedule="constant"))
     assert rows[-1]["loss"] is None or rows[-1]["gradient_norm"] is None

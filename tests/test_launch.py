@@ -36,7 +36,15 @@ def test_a_run_from_the_command_line_and_its_weights_in_one_line(isopos, tmp_pat
     assert (code, err) == (0, "")
     assert "finished: bits per byte" in out
     run = tmp_path / "runs" / "mine"
-    names = {"recipe.json", "metrics.jsonl", "result.json", "model.safetensors", "tokenizer.json", "checkpoints"}
+    names = {
+        "recipe.json",
+        "metrics.jsonl",
+        "result.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "text.json",
+        "checkpoints",
+    }
     assert {path.name for path in run.iterdir()} == names
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 7))
@@ -102,6 +110,20 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_goes_on(isopos, 
     for path in last.iterdir():
         path.unlink()
     assert isopos(*TRAIN, "--resume")[0] == 0
+
+
+def test_a_run_does_not_go_on_with_another_text(isopos, tmp_path, monkeypatch):
+    text = tmp_path / "mine.txt"
+    text.write_text("one two three four\n" * 50)
+    with monkeypatch.context() as patch:
+        _interrupting(patch, 2)
+        assert isopos(*TRAIN, "--data=mine.txt")[0] == 130
+    text.write_text("one two three five\n" * 50)
+    code, _, err = isopos(*TRAIN, "--data=mine.txt", "--resume")
+    assert code == 2
+    assert "expected the text of runs/quickstart, sha256" in err
+    text.write_text("one two three four\n" * 50)
+    assert isopos(*TRAIN, "--data=mine.txt", "--resume")[0] == 0
 
 
 def test_a_run_that_diverges_exits_with_1(isopos):

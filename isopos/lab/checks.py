@@ -59,6 +59,10 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """
     recipe.check()
     recipe = replace(recipe, device=usable_device(recipe.device))
+    device = torch.device(recipe.device)
+    there = 1 if device.index is not None else torch.cuda.device_count()
+    if device.type == "cuda" and recipe.devices > there:
+        raise ValueError(f"devices: expected at most the {there} of {recipe.device}, got {recipe.devices}")
     if recipe.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("logger: expected tensorboard, which is not installed: pip install tensorboard, or choose csv")
     scheme = build_scheme(recipe)

@@ -305,9 +305,10 @@ def fit(
     with _handlers_kept(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
+        device = torch.device(recipe.device)
         trainer = Trainer(
-            accelerator="gpu" if recipe.device.startswith("cuda") else recipe.device,
-            devices=recipe.devices,
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            devices=recipe.devices if device.index is None else [device.index],
             num_nodes=recipe.nodes,
             strategy=_strategy(recipe),
             plugins=_environment(),

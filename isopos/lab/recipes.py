@@ -79,7 +79,7 @@ class Recipe:
     """Updates between validations while training, of which the best gives the weights; 0: only at the end, of the last."""
     patience: int = 0
     """Stop after so many validations in a row without a better one; 0: never."""
-    save_every: int = 50
+    save_every: int = 20
     """Updates between checkpoints; 0: none."""
     logger: Literal["none", "csv", "tensorboard"] = "none"
     """What to write beside metrics.jsonl."""
@@ -90,7 +90,7 @@ class Recipe:
     devices: int = 1
     """Devices of each machine."""
     nodes: int = 1
-    """Machines."""
+    """Machines, which share the file system of the run's folder."""
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """With several devices: copies of the weights, or shares of them."""
 

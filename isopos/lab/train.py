@@ -107,10 +107,12 @@ def train(
     first = is_first_process()
     if resume:
         same_recipe(folder, recipe)
+        _same_text(folder, source)
     elif first:
         create(folder, recipe, overwrite=overwrite)
     if first:
         source.save_tokenizer(folder)
+        write_json(folder / "text.json", {"name": source.name, "sha256": source.sha256})
     if resume and (folder / "result.json").exists():
         return Result(**json.loads((folder / "result.json").read_text()))
     begin = checkpoints.newest(folder) if resume else None
@@ -128,6 +130,16 @@ def train(
     if fitted is not None and fitted.stopped:
         raise Interrupted(_advice(folder, fitted.step), fitted.stopped)
     return _finish(recipe, source, folder, fitted)
+
+
+def _same_text(folder: Path, source: Corpus) -> None:
+    path = folder / "text.json"
+    before = json.loads(path.read_text())["sha256"] if path.exists() else source.sha256
+    if before != source.sha256:
+        raise ValueError(
+            f"resume: expected the text of {folder}, sha256 {before[:12]}, got {source.sha256[:12]} in {source.name}; "
+            "give it back its text or choose another --name"
+        )
 
 
 def is_first_process() -> bool:
