@@ -78,7 +78,7 @@ class Train:
     """quickstart: bytes of the Python language reference or of your text; lrpe-alm: LRPE's Table 8, WikiText-103;
     permuteformer-lm: PermuteFormer's section 4.2.1, WikiText-103."""
     scale: Literal["tiny", "small", "paper"] = "small"
-    """Sizes: tiny takes a minute on a laptop, and the reference text; paper is what the paper says."""
+    """Sizes: tiny takes seconds, and the reference text; paper is what the paper says."""
     name: str = ""
     """Folder under runs/; by default the recipe's name."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab import checkpoints
-from isopos.lab.checkpoints import Checkpoint
 from isopos.lab.corpora import Corpus
 from isopos.lab.folders import Log
 from isopos.lab.recipes import Recipe
@@ -123,11 +122,11 @@ class _Training(LightningModule):
     """The steps of one run that are left; `log` is that of the first process."""
 
     def __init__(
-        self, recipe: Recipe, source: Corpus, folder: Path, log: Log | None, on_step: OnStep, begin: Checkpoint | None
+        self, recipe: Recipe, source: Corpus, folder: Path, log: Log | None, on_step: OnStep, begin: dict[str, Any] | None
     ):
         super().__init__()
         self.recipe, self.source, self.folder, self.log_rows, self.on_step = recipe, source, folder, log, on_step
-        self.begin, self.first = begin, begin.step if begin else 0
+        self.begin, self.first = begin, begin["step"] if begin else 0
         self.decoder = build_model(recipe, "cpu")
         self.losses: list[Tensor] = []
         self.step, self.status, self.best = self.first, "finished", (0, math.inf)
@@ -162,7 +161,7 @@ class _Training(LightningModule):
     def on_fit_start(self) -> None:
         """Go on from the checkpoint."""
         if self.begin is not None:
-            state = checkpoints.load(self.begin)
+            state, self.begin = self.begin, None  # frees the memory
             set_model_state_dict(self.decoder, state["model"], options=StateDictOptions(full_state_dict=True))
             set_optimizer_state_dict(
                 self.decoder, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
@@ -262,6 +261,7 @@ class _Training(LightningModule):
             "model": get_model_state_dict(self.decoder, options=WHOLE),
             "optimizer": get_optimizer_state_dict(self.decoder, self._optimizer, options=WHOLE),
             "best": list(self.best),
+            "step": self.step,
         }
         error = ""
         if self.log_rows is not None:
@@ -293,13 +293,12 @@ def fit(
     folder: Path,
     log: Log | None,
     on_step: OnStep,
-    begin: Checkpoint | None = None,
+    begin: dict[str, Any] | None = None,
 ) -> Fitted:
-    """Train from a checkpoint, or from the start, to the last step; every rank calls it, the first one with a log.
+    """Train from the content of a checkpoint, or from the start, to the last step; all ranks call it, the first with a log.
 
     Raises:
         OSError: Where a checkpoint cannot be written.
-        ValueError: Where the one to begin with is damaged.
     """
     training = _Training(recipe, source, folder, log, on_step, begin)
     with _handlers_kept(), warnings.catch_warnings():

@@ -27,12 +27,12 @@ def list_runs(folder: str, console: Console) -> int:
         ValueError: Where there are none, or the files of one are damaged.
     """
     found = sorted(Path(folder).rglob("recipe.json"), key=lambda path: _changed(path.parent))
-    runs = [path.parent for path in found if not any(part.startswith(".") for part in path.parts)]
+    runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
     table = Table(header_style="bold")
-    for title in ("run", "scheme", "status", "step", "loss", "validation", "when"):
-        table.add_column(title, justify="right" if title in ("step", "loss", "validation") else "left", overflow="fold")
+    for title in ("run", "scheme", "status", "step", "nats/token", "bits/byte", "when"):
+        table.add_column(title, justify="right" if title in ("step", "nats/token", "bits/byte") else "left", overflow="fold")
     for run in runs:
         table.add_row(*_cells(run, run.relative_to(folder).as_posix()))
     console.print(table)

@@ -172,7 +172,8 @@ def lrpe_alm(scale: str) -> Recipe:
     """LRPE's autoregressive language model (Table 8, column ALM; section 4): WikiText-103, 50,000 updates of 128 windows.
 
     The paper's Adam is that of Fairseq, whose weight decay is decoupled: AdamW here. Its dropout is not stated; 0.1 is that
-    of Fairseq's transformer_lm. 267,744 tokens are the words of WikiText-103, whatever the table calls them.
+    of Fairseq's transformer_lm. 267,744 tokens are the words of WikiText-103, whatever the table calls them. Their
+    logits are 0.5 GB a window: with fewer than 32 devices raise `accumulate`.
     """
     paper = Recipe(
         scheme="lrpe-orthogonal",
@@ -213,10 +214,10 @@ def permuteformer_lm(scale: str) -> Recipe:
 def _scaled(paper: Recipe, scale: str) -> Recipe:
     """The same kind of run at sizes for one GPU (small) or two CPU cores and the reference text (tiny)."""
     sizes = {"layers": 4, "model_dim": 256, "hidden_dim": paper.hidden_dim // 2, "heads": 4, "length": 256, "batch": 32}
-    small = replace(paper, **sizes, steps=10_000, warmup=1000, validation_tokens=100_000)
+    small = replace(paper, **sizes, accumulate=4, steps=10_000, warmup=1000, validation_tokens=100_000)
     sizes = {"layers": 2, "model_dim": 64, "hidden_dim": paper.hidden_dim // 8, "heads": 4, "length": 64, "batch": 8}
     tiny = replace(small, **sizes, data="", steps=100, warmup=10, learning_rate=3e-3, validate_every=50, save_every=50)
-    return {"tiny": replace(tiny, validation_tokens=4096), "small": small, "paper": paper}[scale]
+    return {"tiny": replace(tiny, accumulate=1, validation_tokens=4096), "small": small, "paper": paper}[scale]
 
 
 RECIPES: dict[str, Callable[[str], Recipe]] = {

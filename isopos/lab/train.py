@@ -119,10 +119,11 @@ def train(
     if begin is not None and begin.ended:
         fitted = None
     else:
+        state = checkpoints.load(begin) if begin else None
         from isopos.lab import engine  # imports Lightning, which takes seconds
 
         with Log(folder, begin.step if begin else 0) if first else nullcontext() as log:
-            fitted = engine.fit(recipe, source, folder, log, on_step, begin)
+            fitted = engine.fit(recipe, source, folder, log, on_step, state)
     if not first:
         return None
     if resume:
