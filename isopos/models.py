@@ -15,7 +15,7 @@ from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Decoder", "Stream"]
+__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Decoder", "Encoder", "Stream"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -189,6 +189,53 @@ class Decoder(nn.Module):
         if self.scheme.embedding is not None:
             x = x + self.scheme.embedding(positions, x.dtype)
         return x, self.scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class Encoder(nn.Module):
+    """A bidirectional language model, as RoBERTa's: every token sees all others, and each place has logits of its own token.
+
+    Args:
+        vocabulary: Number of tokens.
+        model_dim: Width, heads * head_dim of the scheme.
+        layers: Number of blocks.
+        scheme: What sees positions.
+        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
+        dropout: Probability.
+
+    Example:
+        >>> import isopos
+        >>> model = Encoder(256, 32, 2, isopos.rope(8, 4))
+        >>> model(torch.arange(10)[None]).shape
+        torch.Size([1, 10, 256])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, model_dim)
+        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
+        options: dict[str, Any] = {"hidden_dim": hidden_dim, "dropout": dropout}
+        self.blocks = nn.ModuleList(Block(model_dim, scheme, **options) for _ in range(layers))
+        self.norm, self.head, self.scheme = nn.LayerNorm(model_dim), nn.Linear(model_dim, vocabulary), scheme
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits ``[b t vocabulary]`` of the tokens ``[b t]`` themselves, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
+        positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
+        x = self.tokens(tokens)
+        if self.scheme.embedding is not None:
+            x = x + self.scheme.embedding(positions, x.dtype)
+        at = self.scheme.at(positions, dtype=torch.promote_types(x.dtype, torch.float32))
+        for block in self.blocks:
+            x = block(x, at, causal=False)
+        return self.head(self.norm(x))
 
 
 class Stream(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, TOLERANCE, close, ids, perturb, with_kinds
 
 from isopos import Decoder, schemes
-from isopos.models import Block
+from isopos.models import Block, Encoder
 from isopos.positions import Line, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
@@ -176,3 +176,15 @@ def test_impossible_cutoffs_are_refused():
             Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=cutoffs)
     with pytest.raises(ValueError, match="cutoffs: expected at most 2 for a width of 16, which each divides by 4, got 3"):
         Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5, 10, 20))
+
+
+@pytest.mark.parametrize("name", ["none", "sinusoidal", "rope", "lrpe-orthogonal"])
+def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
+    model, x = perturb(Encoder(VOCABULARY, WIDTH, 2, schemes.build(name, HEAD_DIM, HEADS, {}))), tokens(2, T)
+    y = model(x)
+    assert y.shape == (2, T, VOCABULARY)
+    later = x.clone()
+    later[:, -1] = (x[:, -1] + 1) % VOCABULARY
+    assert ((model(later) - y).abs() > 1e-6).any(-1).all()
+    shifted = model(x, sequence(T) + 50)
+    assert torch.allclose(shifted, y, atol=1e-4) == (name != "sinusoidal")
