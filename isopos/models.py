@@ -227,7 +227,7 @@ class Encoder(nn.Module):
         self.norm, self.head, self.scheme = nn.LayerNorm(model_dim), nn.Linear(model_dim, vocabulary), scheme
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits ``[b t vocabulary]`` of the tokens ``[b t]`` themselves, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
+        """Logits ``[b t vocabulary]`` of the tokens ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
         positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
         x = self.tokens(tokens)
         if self.scheme.embedding is not None:
