@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from isopos.lab.recipes import FIELDS, RECIPES, SCALES, Comparison, Recipe, unknown_field
+from isopos.lab.recipes import FIELDS, RECIPES, SCALES, Comparison, Recipe, TableRun, unknown_field
 
 __all__ = ["main"]
 
@@ -153,7 +153,8 @@ def _commands(arguments: list[str]) -> Any:
         scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), Train.scale)
         training = Train(recipe, scale, change=RECIPES[recipe](scale))  # pyright: ignore[reportArgumentType]
     train = Annotated[Train, tyro.conf.subcommand("train", default=training)]
-    return Annotated[Comparison, tyro.conf.subcommand("compare")] | train | Others
+    table = Annotated[TableRun, tyro.conf.subcommand("table")]
+    return Annotated[Comparison, tyro.conf.subcommand("compare")] | table | train | Others
 
 
 def main() -> None:
@@ -164,6 +165,8 @@ def main() -> None:
         match command:
             case Comparison():
                 sys.exit(_compare(command))
+            case TableRun():
+                sys.exit(_table(command, arguments))
             case Train():
                 sys.exit(_train(command))
             case Evaluation():
@@ -218,6 +221,15 @@ def _compare(comparison: Comparison) -> int:
     from isopos.lab.compare import compare
 
     return compare(comparison, _console())
+
+
+def _table(command: TableRun, arguments: list[str]) -> int:
+    from isopos.lab.papers import load_table
+
+    load_table(command.table)  # before torch is imported
+    from isopos.lab.reproduce import reproduce
+
+    return reproduce(command, arguments, _console())
 
 
 def _train(command: Train) -> int:

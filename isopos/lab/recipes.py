@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-__all__ = ["PLACEMENT", "RECIPES", "SCALES", "Comparison", "Recipe", "parse_schemes"]
+__all__ = ["PLACEMENT", "RECIPES", "SCALES", "Comparison", "Recipe", "TableRun", "parse_schemes"]
 
 DEFAULT_SCHEMES = "none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet"
 SCALES = ("tiny", "small", "paper")
@@ -283,6 +283,32 @@ class Comparison:
         if self.attention != "linear":
             options.setdefault("attention", self.attention)
         return join_spec(name, options)
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """Run the cells of a paper's table that are missing, and print the paper's figures beside ours.
+
+    Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and machines that share the folder divide
+    the cells. Ends with table.md and curves.svg there.
+    """
+
+    table: Annotated[str, tyro.conf.Positional]
+    """lrpe-2, lrpe-5, lrpe-6, permuteformer-4, or lengths, which is no paper's."""
+    scale: Literal["tiny", "small", "paper"] = "small"
+    """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did."""
+    seeds: int = 1
+    """Repeat with seeds 0, 1, ... and report means with standard deviations."""
+    rows: str = ""
+    """Names or schemes of rows, with commas; by default all."""
+    data: tuple[str, ...] = ()
+    """Text instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run."""
+    name: str = ""
+    """Ending of the folder's name, for a variant that is to be kept apart."""
+    device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
+    """Where to train; auto takes a GPU if there is one."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """List the cells that are missing, and do nothing."""
 
 
 def parse_schemes(text: str) -> list[str]:
