@@ -101,7 +101,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += ["", *(f"- {text}" for text in said), "", "    " + "\n    ".join(about["commands"]), ""]
     lines += ["![curves](curves.svg)", ""]
     (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
-    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(rows, list(about["corpora"]))
+    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(rows, about["corpora"])
     figure.savefig(folder / "curves.svg", metadata={"Date": None})
     return shown, said
 
@@ -196,7 +196,7 @@ def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) 
 def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
     """What must be known beside the figures."""
     if about["corpora"]:
-        yield "Text: " + "; ".join(f"{name} is {_short(text)}" for name, text in about["corpora"].items()) + "."
+        yield "Text: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
@@ -250,7 +250,7 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         if len(pairs) < FEW:
             continue
         sign = 1 if column.better == "lower" else -1
-        papers, ours = (" < ".join(p[0] for p in sorted(pairs, key=lambda p: sign * p[n])) for n in (1, 2))
+        papers, ours = (", ".join(p[0] for p in sorted(pairs, key=lambda p: sign * p[n])) for n in (1, 2))
         rho = spearman([p[1] for p in pairs], [p[2] for p in pairs])
         yield (
             f"{column.title}: rank correlation with the paper {rho:+.2f} over {len(pairs)} rows. Best first, paper: "
@@ -274,7 +274,7 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
             yield f"{corpus.name}, for which --data {corpus.name}=PATH gives a text"
 
 
-def _curves(rows: Sequence[Found], names: Sequence[str]) -> Figure:
+def _curves(rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
     """Validation by update, mean over seeds, a panel a corpus."""
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
     panels = figure.subplots(1, max(1, len(names)), squeeze=False)[0]
@@ -286,7 +286,7 @@ def _curves(rows: Sequence[Found], names: Sequence[str]) -> Figure:
                 continue
             (line,) = axes.plot(list(curve), list(curve.values()), label=row.line.name, color=colormaps["tab10"](n % 10))
             line.set_dashes([(), (6, 2), (1, 2)][n // 10 % 3])
-        axes.set(xlabel="updates", ylabel="validation, bits per byte", title=corpus)
+        axes.set(xlabel="updates", ylabel="validation, bits per byte", title=f"{corpus}: {_short(names[corpus])}")
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:
         panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")

@@ -29,7 +29,7 @@ from isopos.lab.train import load_run, train
 
 __all__ = ["ROUNDS", "reproduce"]
 
-ROUNDS = 9
+ROUNDS = 21
 PATIENCE = 100  # tenths of a second
 
 
