@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isopos.attention import Attention as Attention
     from isopos.functional import linear_attention as linear_attention
     from isopos.functional import softmax_attention as softmax_attention
+    from isopos.lab.train import load as load
     from isopos.models import Decoder as Decoder
     from isopos.ops.linear import Clamped as Clamped
     from isopos.positions import forest as forest
@@ -80,6 +81,7 @@ _HOME = {
     "Attention": "attention",
     "Decoder": "models",
     "Scheme": "scheme",
+    "load": "lab.train",
     **{name.replace("-", "_"): "schemes" for name in CATALOG},
 }
 _MODULES = (

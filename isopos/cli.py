@@ -1,12 +1,13 @@
 """The command line: thin, and without torch until there is work to do."""
 
+import itertools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from isopos.lab.recipes import Comparison
+from isopos.lab.recipes import FIELDS, RECIPES, SCALES, Comparison, Recipe, TableRun, unknown_field
 
 __all__ = ["main"]
 
@@ -57,9 +58,59 @@ class Generate:
     prompt: str = "The "
     """Text to continue."""
     tokens: int = 400
-    """Bytes to generate."""
+    """How many to generate: bytes, words or pieces, as the run was trained."""
+    temperature: float = 1.0
+    """Below 1 sharpens the model's distribution, above 1 flattens it; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw among the most probable tokens that have this probability together."""
     seed: int = 0
     """Of the draws."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train the run of a recipe in runs/NAME; what follows here are its fields, which may be changed.
+
+    A new run takes a name of its own. Ctrl-C and SIGTERM leave a checkpoint, and --resume goes on from the last one.
+    """
+
+    recipe: Annotated[Literal["quickstart", "lrpe-alm", "permuteformer-lm"], tyro.conf.Positional] = "quickstart"
+    """quickstart: bytes of the Python language reference or of your text; lrpe-alm: LRPE's Table 8, WikiText-103;
+    permuteformer-lm: PermuteFormer's section 4.2.1, WikiText-103."""
+    scale: Literal["tiny", "small", "paper"] = "small"
+    """Sizes: tiny takes seconds, and the reference text; paper is what the paper says."""
+    name: str = ""
+    """Folder under runs/; by default the recipe's name."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run that is there."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace the run that is there."""
+    change: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
+    """Fields of the recipe."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluate the weights of a run, or the last checkpoint of one that has not ended; the figures go to its eval.json."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of one run: runs/NAME."""
+    length: tuple[int, ...] = (1, 2, 4)
+    """Multiples of the training length."""
+    tokens: int = -1
+    """At most so many tokens of the held-out text; 0: all; -1: as in training."""
+    split: Literal["validation", "test"] = "validation"
+    """Which held-out text; there is a test where files or books make one."""
+    scored: int = 0
+    """Score only so many tokens at the end of each window, of windows that overlap: PermuteFormer's 256 of 512. 0: all."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """List the runs under a folder: recipe, state, loss and validation."""
+
+    folder: Annotated[str, tyro.conf.Positional] = "runs"
+    """Where they are."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +149,50 @@ class Bench:
 
 
 DESCRIPTION = "Positional encodings as isometries."
-Command = (
-    Annotated[Comparison, tyro.conf.subcommand("compare")]
-    | Annotated[List, tyro.conf.subcommand("list")]
+
+Others = (
+    Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Evaluation, tyro.conf.subcommand("eval")]
+    | Annotated[Runs, tyro.conf.subcommand("runs")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 
+def _commands(arguments: list[str]) -> Any:
+    """The commands, where `train` has the defaults of the recipe and scale that the arguments name."""
+    training = Train()
+    if arguments[0] == "train":
+        for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
+            if name.removeprefix("no-").replace("-", "_") not in (*FIELDS, "scale", "name", "resume", "overwrite", "help"):
+                raise ValueError(unknown_field(name, FIELDS))
+        words = " ".join(arguments).replace("=", " ").split()
+        recipe = next((word for word in words if word in RECIPES), Train.recipe)
+        scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), Train.scale)
+        training = Train(recipe, scale, change=RECIPES[recipe](scale))  # pyright: ignore[reportArgumentType]
+    train = Annotated[Train, tyro.conf.subcommand("train", default=training)]
+    table = Annotated[TableRun, tyro.conf.subcommand("table")]
+    return Annotated[Comparison, tyro.conf.subcommand("compare")] | table | train | Others
+
+
 def main() -> None:
-    """Run a command; exit with 0, with 2 after one line about what was wrong, or with 130 after Ctrl-C."""
+    """Run a command; exit with 0, with 2 after one line about what was wrong, or with 130 after Ctrl-C (143: SIGTERM)."""
     arguments = sys.argv[1:] or ["--help"]
-    command = tyro.cli(Command, prog="isopos", args=arguments, description=DESCRIPTION)  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
+        command = tyro.cli(_commands(arguments), prog="isopos", args=arguments, description=DESCRIPTION)
         match command:
             case Comparison():
                 sys.exit(_compare(command))
+            case TableRun():
+                sys.exit(_table(command, arguments))
+            case Train():
+                sys.exit(_train(command))
+            case Evaluation():
+                sys.exit(_evaluate(command))
+            case Runs():
+                sys.exit(_runs(command))
             case Check():
                 sys.exit(_check(command))
             case List():
@@ -129,8 +206,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"isopos: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        print(*(f"isopos: {reason}" for reason in stop.args), sep="", end="\n" * len(stop.args), file=sys.stderr)
+        sys.exit(getattr(stop, "code", 130))
 
 
 def _list() -> int:
@@ -150,7 +228,8 @@ def _list() -> int:
 def _generate(command: Generate) -> int:
     from isopos.lab.generate import generate
 
-    pieces = generate(command.run, command.prompt, command.tokens, command.seed)
+    choice = {"temperature": command.temperature, "top_p": command.top_p}
+    pieces = generate(command.run, command.prompt, command.tokens, command.seed, **choice)
     print(command.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -162,6 +241,35 @@ def _compare(comparison: Comparison) -> int:
     from isopos.lab.compare import compare
 
     return compare(comparison, _console())
+
+
+def _table(command: TableRun, arguments: list[str]) -> int:
+    from isopos.lab.papers import load_table
+
+    load_table(command.table)  # before torch is imported
+    from isopos.lab.reproduce import reproduce
+
+    return reproduce(command, arguments, _console())
+
+
+def _train(command: Train) -> int:
+    from isopos.lab.launch import launch
+
+    name = command.name or command.recipe
+    return launch(name, command.change, _console(), resume=command.resume, overwrite=command.overwrite)
+
+
+def _evaluate(command: Evaluation) -> int:
+    from isopos.lab.overview import evaluate_run
+
+    choice = {"split": command.split, "scored": command.scored}
+    return evaluate_run(command.run, command.length, command.tokens, _console(), **choice)
+
+
+def _runs(command: Runs) -> int:
+    from isopos.lab.overview import list_runs
+
+    return list_runs(command.folder, _console())
 
 
 def _check(check: Check) -> int:

@@ -1,16 +1,21 @@
 """Small models that read top to bottom, for comparisons and as examples of use."""
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from isopos.attention import Attention
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "Decoder", "Stream"]
+__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Decoder", "Encoder", "Stream"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -42,6 +47,49 @@ class Block(nn.Module):
         return (x, *state) if return_state else x
 
 
+class AdaptiveHead(nn.Module):
+    """An adaptive softmax: tokens are sorted by frequency, and rare ones share clusters of fewer features.
+
+    The first `cutoffs[0]` tokens and one token a cluster have all the features, cluster i of the rest has model_dim / 4^i.
+
+    References:
+        Grave et al., Efficient softmax approximation for GPUs, https://arxiv.org/abs/1609.04309
+
+    Args:
+        model_dim: Features of what comes in.
+        vocabulary: Number of tokens, the most frequent first.
+        cutoffs: Where the clusters begin, increasing and below the vocabulary.
+
+    Example:
+        >>> head = AdaptiveHead(16, 1000, (50, 200))
+        >>> x, targets = torch.randn(2, 5, 16), torch.randint(1000, (2, 5))
+        >>> torch.allclose(head(x).exp().sum(-1), torch.ones(2, 5))
+        True
+        >>> torch.allclose(head.loss(x, targets), -head(x).gather(-1, targets[..., None]).mean())
+        True
+    """
+
+    def __init__(self, model_dim: int, vocabulary: int, cutoffs: Sequence[int]):
+        super().__init__()
+        edges = [0, *cutoffs, vocabulary]
+        if any(low >= high for low, high in pairwise(edges)):
+            raise ValueError(f"cutoffs: expected increasing numbers from 1 to {vocabulary - 1}, got {tuple(cutoffs)}")
+        if model_dim < 4 ** len(cutoffs):
+            raise ValueError(
+                f"cutoffs: expected at most {int(math.log(model_dim, 4))} for a width of {model_dim}, which each divides by "
+                f"4, got {len(cutoffs)}"
+            )
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(model_dim, vocabulary, list(cutoffs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logarithms of probabilities ``[*b vocabulary]`` from ``[*b m]``."""
+        return self.softmax.log_prob(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of targets ``[*b]``: no more of the vocabulary is computed than they need."""
+        return self.softmax(x.flatten(0, -2), targets.flatten()).loss
+
+
 class Decoder(nn.Module):
     """A causal language model; its layers share one scheme, evaluated once a forward.
 
@@ -50,7 +98,10 @@ class Decoder(nn.Module):
         model_dim: Width, heads * head_dim of the scheme.
         layers: Number of blocks.
         scheme: What sees positions.
+        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
         dropout: Probability.
+        cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
+        recompute: Compute each block again in the backward pass instead of keeping what is inside.
 
     Example:
         >>> import isopos
@@ -64,7 +115,18 @@ class Decoder(nn.Module):
         True
     """
 
-    def __init__(self, vocabulary: int, model_dim: int, layers: int, scheme: Scheme, *, dropout: float = 0.0):
+    def __init__(
+        self,
+        vocabulary: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+        cutoffs: Sequence[int] = (),
+        recompute: bool = False,
+    ):
         super().__init__()
         if scheme.embedding is not None and scheme.embedding.model_dim != model_dim:
             raise ValueError(
@@ -72,21 +134,41 @@ class Decoder(nn.Module):
             )
         self.tokens = nn.Embedding(vocabulary, model_dim)
         nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
-        self.blocks = nn.ModuleList(Block(model_dim, scheme, dropout=dropout) for _ in range(layers))
+        options: dict[str, Any] = {"hidden_dim": hidden_dim, "dropout": dropout}
+        self.blocks = nn.ModuleList(Block(model_dim, scheme, **options) for _ in range(layers))
+        self.recompute = recompute
         self.norm = nn.LayerNorm(model_dim)
-        self.head = nn.Linear(model_dim, vocabulary)
+        self.head = AdaptiveHead(model_dim, vocabulary, cutoffs) if cutoffs else nn.Linear(model_dim, vocabulary)
         self.scheme = scheme
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
+        """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
+
+        With targets ``[b s]``, which come after the last s tokens, it is their mean cross-entropy in nats instead. The
+        logits of an adaptive softmax are logarithms of probabilities.
+        """
         positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
         x, at = self._enter(tokens, positions, None)
+        recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x, at, causal=True)
-        return self.head(self.norm(x))
+            x = checkpoint(block, x, at, causal=True, use_reentrant=False) if recompute else block(x, at, causal=True)
+        x = self.norm(x)
+        return self.head(x) if targets is None else self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of targets ``[b s]`` after the last s of the features ``[b t m]`` of `advance`."""
+        x = x[:, x.shape[1] - targets.shape[1] :]
+        if isinstance(self.head, AdaptiveHead):
+            return self.head.loss(x, targets)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
     def prefill(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
         """Logits ``[b t vocabulary]`` of a stream's next tokens ``[b t]``, by default a new one's, and the stream then."""
+        x, stream = self.advance(tokens, stream)
+        return self.head(x), stream
+
+    def advance(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
+        """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
         stream = stream or Stream(0, (State(),) * len(self.blocks))
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
         x, at = self._enter(tokens, positions, stream.states[0])
@@ -95,7 +177,7 @@ class Decoder(nn.Module):
             own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])
             x, after = block(x, at | {"state": own}, causal=True, return_state=True)
             states.append(after)
-        return self.head(self.norm(x)), Stream(stream.length + tokens.shape[-1], tuple(states))
+        return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
 
     def step(self, token: Tensor, stream: "Stream") -> tuple[Tensor, "Stream"]:
         """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it."""
@@ -107,6 +189,53 @@ class Decoder(nn.Module):
         if self.scheme.embedding is not None:
             x = x + self.scheme.embedding(positions, x.dtype)
         return x, self.scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class Encoder(nn.Module):
+    """A bidirectional language model, as RoBERTa's: every token sees all others, and each place has logits of its own token.
+
+    Args:
+        vocabulary: Number of tokens.
+        model_dim: Width, heads * head_dim of the scheme.
+        layers: Number of blocks.
+        scheme: What sees positions.
+        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
+        dropout: Probability.
+
+    Example:
+        >>> import isopos
+        >>> model = Encoder(256, 32, 2, isopos.rope(8, 4))
+        >>> model(torch.arange(10)[None]).shape
+        torch.Size([1, 10, 256])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, model_dim)
+        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
+        options: dict[str, Any] = {"hidden_dim": hidden_dim, "dropout": dropout}
+        self.blocks = nn.ModuleList(Block(model_dim, scheme, **options) for _ in range(layers))
+        self.norm, self.head, self.scheme = nn.LayerNorm(model_dim), nn.Linear(model_dim, vocabulary), scheme
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits ``[b t vocabulary]`` of the tokens ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
+        positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
+        x = self.tokens(tokens)
+        if self.scheme.embedding is not None:
+            x = x + self.scheme.embedding(positions, x.dtype)
+        at = self.scheme.at(positions, dtype=torch.promote_types(x.dtype, torch.float32))
+        for block in self.blocks:
+            x = block(x, at, causal=False)
+        return self.head(self.norm(x))
 
 
 class Stream(NamedTuple):

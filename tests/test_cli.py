@@ -30,7 +30,17 @@ def test_list_puts_the_citation_below_in_a_narrow_terminal(isopos, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["compare", "--help"], ["list"], ["show", "--help"], ["bench", "--help"]]
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["compare", "--help"],
+        ["list"],
+        ["show", "--help"],
+        ["bench", "--help"],
+        ["train", "--help"],
+        ["runs", "--help"],
+    ],
 )
 def test_help_does_not_import_torch(arguments, monkeypatch):
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
@@ -48,6 +58,10 @@ TYPOS = [
     "bench memry",
     "show",
     "show rope --hads 2",
+    "train quickstrat",
+    "train quickstart --scale huge",
+    "train quickstart --steps x",
+    "eval",
 ]
 
 

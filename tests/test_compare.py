@@ -119,13 +119,13 @@ def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monke
     import torch
 
     original = compare.train
-    from isopos.lab import train
+    from isopos.lab import engine
 
     def poisoned(recipe, *rest):
         if recipe.scheme != "rope":
             return original(recipe, *rest)
         with monkeypatch.context() as patch:
-            patch.setattr(train, "loss_of", lambda model, *_: next(model.parameters()).sum() * torch.nan)
+            patch.setattr(engine, "loss_of", lambda model, *_: next(model.parameters()).sum() * torch.nan)
             return original(recipe, *rest)
 
     monkeypatch.setattr(compare, "train", poisoned)

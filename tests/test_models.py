@@ -7,7 +7,7 @@ import torch
 from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, TOLERANCE, close, ids, perturb, with_kinds
 
 from isopos import Decoder, schemes
-from isopos.models import Block
+from isopos.models import Block, Encoder
 from isopos.positions import Line, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
@@ -134,3 +134,57 @@ def test_a_decoder_streams(case, kind):
     swapped, _ = model.step(x[[2, 0], 7], kept.reorder(torch.tensor([2, 0])))
     close(swapped, whole[[2, 0], 7])
     close(model.prefill(x[:, 7:], kept)[0], whole[:, 7:])
+
+
+def adaptive(**more):
+    model = Decoder(50, 16, 2, schemes.rope(8, 2), cutoffs=(5, 20), **more)
+    return perturb(model), torch.randint(50, (3, T)), torch.randint(50, (3, T))
+
+
+@pytest.mark.parametrize("scored", [1, 4, T])
+@pytest.mark.parametrize("cutoffs", [(), (5,), (5, 20)])
+def test_the_loss_is_that_of_the_last_logits(cutoffs, scored):
+    model = perturb(Decoder(50, 16, 2, schemes.rope(8, 2), cutoffs=cutoffs))
+    x, targets = torch.randint(50, (3, T)), torch.randint(50, (3, scored))
+    expected = torch.nn.functional.cross_entropy(model(x)[:, T - scored :].flatten(0, 1), targets.flatten())
+    close(model(x, targets=targets), expected)
+    close(model.loss(model.advance(x)[0], targets), expected)
+
+
+def test_an_adaptive_softmax_is_a_distribution_and_streams():
+    model, x, _ = adaptive()
+    logits = model(x)
+    close(logits.exp().sum(-1), torch.ones(3, T))
+    first, stream = model.prefill(x[:, :4])
+    close(first, logits[:, :4])
+    close(model.step(x[:, 4], stream)[0], logits[:, 4])
+
+
+def test_an_adaptive_softmax_trains_every_parameter_also_in_bfloat16():
+    model, x, targets = adaptive()
+    targets.flatten()[:3] = torch.tensor([0, 10, 49])  # each cluster
+    model(x, targets=targets).backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+    exact = model(x, targets=targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x, targets=targets).item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_impossible_cutoffs_are_refused():
+    for cutoffs in ((0,), (5, 5), (20, 5), (50,)):
+        with pytest.raises(ValueError, match="cutoffs: expected increasing numbers from 1 to 49"):
+            Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=cutoffs)
+    with pytest.raises(ValueError, match="cutoffs: expected at most 2 for a width of 16, which each divides by 4, got 3"):
+        Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5, 10, 20))
+
+
+@pytest.mark.parametrize("name", ["none", "sinusoidal", "rope", "lrpe-orthogonal"])
+def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
+    model, x = perturb(Encoder(VOCABULARY, WIDTH, 2, schemes.build(name, HEAD_DIM, HEADS, {}))), tokens(2, T)
+    y = model(x)
+    assert y.shape == (2, T, VOCABULARY)
+    later = x.clone()
+    later[:, -1] = (x[:, -1] + 1) % VOCABULARY
+    assert ((model(later) - y).abs() > 1e-6).any(-1).all()
+    shifted = model(x, sequence(T) + 50)
+    assert torch.allclose(shifted, y, atol=1e-4) == (name != "sinusoidal")

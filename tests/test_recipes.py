@@ -1,9 +1,10 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from isopos.lab.recipes import Comparison, Recipe, join_spec, split_spec
+from isopos.lab.recipes import RECIPES, SCALES, Comparison, Recipe, join_spec, split_spec
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -21,8 +22,57 @@ def test_attention_is_a_choice_of_each_scheme():
 def test_a_recipe_survives_json():
     import json
 
-    recipe = Recipe(scheme="rope:decay=retnet", steps=3)
-    assert Recipe(**json.loads(json.dumps(recipe.as_dict()))) == recipe
+    recipe = Recipe(scheme="rope:decay=retnet", steps=3, cutoffs=(10, 20))
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.as_dict()))) == recipe
+
+
+def test_a_field_that_no_recipe_has_is_refused_with_those_it_has():
+    with pytest.raises(ValueError, match=r"no field stesp, did you mean steps\? Valid: scheme, data, .*, strategy$"):
+        Recipe.from_dict({"stesp": 3})
+
+
+BAD = {
+    "steps": 0,
+    "batch": 3,
+    "model_dim": 97,
+    "learning_rate": float("nan"),
+    "dropout": 1.0,
+    "beta2": -0.1,
+    "clip": float("inf"),
+    "warmup": -2,
+    "patience": 1,
+    "workers": -1,
+    "epsilon": 0.0,
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_number_that_cannot_be_is_named(field):
+    with pytest.raises(ValueError, match=f"^{field}: expected"):
+        replace(Recipe(), accumulate=2, **{field: BAD[field]}).check()
+
+
+def test_the_best_weights_come_from_checkpoints():
+    with pytest.raises(ValueError, match="save_every: expected"):
+        Recipe(validate_every=10, save_every=0).check()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes_are_complete_and_their_schemes_build(name, scale):
+    from isopos.lab.train import build_scheme
+
+    recipe = RECIPES[name](scale)
+    recipe.check()
+    build_scheme(recipe)
+
+
+def test_recipes_of_papers_are_what_the_papers_say():
+    lrpe, permuteformer = RECIPES["lrpe-alm"]("paper"), RECIPES["permuteformer-lm"]("paper")
+    assert (lrpe.layers, lrpe.model_dim, lrpe.heads, lrpe.hidden_dim, lrpe.length, lrpe.batch) == (6, 512, 8, 2048, 512, 128)
+    assert (lrpe.steps, lrpe.warmup, lrpe.learning_rate, lrpe.schedule) == (50_000, 4000, 5e-4, "inverse-sqrt")
+    assert (lrpe.beta1, lrpe.beta2, lrpe.epsilon, lrpe.weight_decay) == (0.9, 0.98, 1e-8, 0.01)
+    assert permuteformer == replace(lrpe, scheme="permuteformer:width=4", hidden_dim=1024)
 
 
 @pytest.mark.parametrize("spec", ["rope", "rope:decay=retnet", "lrpe-unitary:basis=fourier,learned=true"])

@@ -1,7 +1,5 @@
 """The comparison: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
 
-import json
-import os
 import shutil
 import signal
 import statistics
@@ -12,16 +10,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from isopos.encodings import Permutation
-from isopos.lab import report, text
-from isopos.lab.pictures import places
-from isopos.lab.recipes import Comparison, Recipe, split_spec
+from isopos.lab import corpora, report
+from isopos.lab.checks import check_recipe, run_place, usable_device
+from isopos.lab.folders import write_json
+from isopos.lab.progress import Bars
+from isopos.lab.recipes import Comparison, Recipe
 from isopos.lab.table import render, rows_of
-from isopos.lab.train import LENGTHS, build_model, build_scheme, loss_of, train
-from isopos.positions import Line
-from isopos.schemes import Scheme
+from isopos.lab.train import build_model, build_scheme, loss_of, train
 
 __all__ = ["compare"]
 
@@ -35,7 +31,7 @@ def compare(comparison: Comparison, console: Console) -> int:
         ValueError: Before any work, where a choice or the data do not fit.
     """
     recipes, folder, warnings = _check(comparison)
-    source = text.load(comparison.data, comparison.length)
+    source = corpora.load(comparison.data, comparison.length, console=console)
     size = f"{len(source.train)} + {len(source.validation)} bytes"
     console.print(f"text: {source.name}, {size}, sha256 {source.sha256[:12]}", markup=False)
     for warning in warnings:
@@ -52,7 +48,7 @@ def compare(comparison: Comparison, console: Console) -> int:
     complete = False
     before = _make(folder, comparison.overwrite)
     try:
-        _write(folder, about | {"complete": False})
+        write_json(folder / "comparison.json", about | {"complete": False})
         _train_all(recipes, source, folder, console)
         about["speed"] = _speeds(recipes, source)
         complete = True
@@ -60,7 +56,7 @@ def compare(comparison: Comparison, console: Console) -> int:
         console.print("[yellow]interrupted: the report holds what is finished")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would leave no report
-        _write(folder, about | {"complete": complete})
+        write_json(folder / "comparison.json", about | {"complete": complete})
         page = report.write(folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if before is not None and not rows_of(folder):
@@ -77,52 +73,19 @@ def compare(comparison: Comparison, console: Console) -> int:
 
 def _check(comparison: Comparison) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
-    for name in ("steps", "seeds", "length", "batch", "layers", "model_dim", "heads", "learning_rate"):
-        if not getattr(comparison, name) > 0:
-            raise ValueError(f"{name}: expected a positive number, got {getattr(comparison, name)}")
-    device = comparison.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        usable = torch.zeros(1, device=device).item() == 0
-    except (RuntimeError, AssertionError):
-        usable = False
-    if not usable or torch.device(device).type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
+    if comparison.seeds < 1:
+        raise ValueError(f"seeds: expected a positive number, got {comparison.seeds}")
+    device, warnings = usable_device(comparison.device), []
     recipes = [replace(recipe, device=device) for recipe in comparison.recipes()]
-    warnings = []
     for recipe in recipes[: len(recipes) // comparison.seeds]:
-        scheme = build_scheme(recipe)
-        if not isinstance(scheme.group, Line):
-            name = split_spec(recipe.scheme)[0]
-            raise ValueError(
-                f"schemes: expected positions on a line, which text has, but {recipe.scheme} takes those of a "
-                f"{places(scheme.group)}; use isopos.{name.replace('-', '_')} in a model of such data; "
-                f"isopos show {name} draws it"
-            )
-        warnings += _repeats(recipe, scheme)
-        with torch.no_grad():
-            build_model(recipe)(torch.zeros(1, recipe.length, dtype=torch.int64, device=device))
+        warnings += check_recipe(recipe)[1]
     name = comparison.name or time.strftime("compare-%Y%m%d-%H%M%S")
-    if Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
-    folder = Path("runs") / name
+    folder = run_place(name)
     if folder.exists() and not comparison.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / "comparison.json").exists():
         raise ValueError(f"overwrite: {folder} holds no comparison; remove it yourself or choose another --name")
     return recipes, folder, warnings
-
-
-def _repeats(recipe: Recipe, scheme: Scheme) -> list[str]:
-    """A warning where permutations repeat within the longest evaluated windows."""
-    longest = max(LENGTHS) * recipe.length
-    orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
-    return [
-        f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {longest} evaluated"
-        for order in orders
-        if order < longest
-    ]
 
 
 def _make(folder: Path, overwrite: bool) -> Path | None:
@@ -138,34 +101,22 @@ def _make(folder: Path, overwrite: bool) -> Path | None:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
 
 
-def _write(folder: Path, about: dict[str, object]) -> None:
-    part = folder / "comparison.json.part"
-    part.write_text(json.dumps(about, indent=1) + "\n")
-    os.replace(part, folder / "comparison.json")
-
-
 def run_folder(folder: Path, recipe: Recipe) -> Path:
     """Where a run of a comparison lives: its scheme, in characters that every file system takes, and its seed."""
     return folder / f"{recipe.scheme.replace(':', '+')}-seed{recipe.seed}"
 
 
-def _train_all(recipes: list[Recipe], source: text.Text, folder: Path, console: Console) -> None:
-    columns = ("{task.description:<32}", BarColumn(20), MofNCompleteColumn(), "{task.fields[loss]}", "{task.fields[rate]}")
-    shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
-    with Progress(*shown, TimeRemainingColumn(), console=console) as progress:
+def _train_all(recipes: list[Recipe], source: corpora.Corpus, folder: Path, console: Console) -> None:
+    with Bars(console) as bars:
         for recipe in recipes:
             title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
-            bar = progress.add_task(title, total=recipe.steps, loss="", rate="")
-
-            def show(step: int, bits: float, rate: float, bar=bar) -> None:
-                progress.update(bar, completed=step, loss=f"{bits:.3f} bits/byte", rate=f"{rate:,.0f} tokens/s")
-
+            show = bars.add(title, recipe.steps, "bits/byte")
             result = train(recipe, source, run_folder(folder, recipe), show)
-            if result.status != "finished":
-                progress.console.print(f"[red]{title}: {result.status}")
+            if result is not None and result.status != "finished":
+                bars.progress.console.print(f"[red]{title}: {result.status}")
 
 
-def _speeds(recipes: list[Recipe], source: text.Text) -> dict[str, float]:
+def _speeds(recipes: list[Recipe], source: corpora.Corpus) -> dict[str, float]:
     """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
     first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
     bases = {

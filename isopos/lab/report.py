@@ -4,6 +4,8 @@ import html
 import io
 import json
 import os
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from matplotlib.figure import Figure
 from isopos.lab.kernels import panels
 from isopos.lab.pictures import draw_curve, draw_heat, plain
 from isopos.lab.table import NUMBERS, cells, header, notes, read_runs, rows_of
-from isopos.lab.train import load_run
+from isopos.lab.train import BITS, load_run
 
 __all__ = ["write"]
 
+SMOOTH = 10  # steps
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
 body { background: #fff } small { color: #666 } .warn { color: #a00 } .wide { overflow-x: auto }
@@ -100,7 +103,7 @@ def _curves(runs: list[dict[str, Any]], order: list[str]) -> Figure:
     schemes = order + sorted({run["recipe"]["scheme"] for run in runs} - set(order))
     for run in runs:
         scheme, seed = run["recipe"]["scheme"], run["recipe"]["seed"]
-        points = [(row["step"], row["bits_per_byte"]) for row in run["training"] if row["bits_per_byte"] is not None]
+        points = list(_smooth(run["training"]))
         place = schemes.index(scheme)
         label = scheme if run is next(r for r in runs if r["recipe"]["scheme"] == scheme) else None
         (line,) = axes.plot(
@@ -115,6 +118,14 @@ def _curves(runs: list[dict[str, Any]], order: list[str]) -> Figure:
         axes.legend([handles[n] for n in places], [labels[n] for n in places], fontsize=8, frameon=False)
     plain(axes)
     return figure
+
+
+def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
+    """Steps, and means over the `SMOOTH` up to each in bits: a curve with less noise than each step's batch has."""
+    for n in range(0, len(rows), SMOOTH):
+        losses = [row["loss"] for row in rows[n : n + SMOOTH] if row["loss"] is not None]
+        if losses:
+            yield rows[n : n + SMOOTH][-1]["step"], statistics.fmean(losses) * BITS
 
 
 def _kernel_section(run: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from isopos.lab.folders import read_rows
 from isopos.lab.recipes import join_spec, split_spec
 
 __all__ = ["NUMBERS", "Row", "cells", "header", "notes", "read_runs", "render", "rows_of"]
@@ -40,8 +41,7 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     """Every run of a comparison in order of its start: recipe, training rows and, where it ended, its result."""
     runs = []
     for path in sorted(folder.glob("*/recipe.json"), key=lambda p: p.stat().st_mtime_ns):
-        metrics, result = path.parent / "metrics.jsonl", path.parent / "result.json"
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        rows, result = read_rows(path.parent / "metrics.jsonl"), path.parent / "result.json"
         runs.append(
             {
                 "folder": path.parent,

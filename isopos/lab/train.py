@@ -1,35 +1,38 @@
-"""Training of one recipe: a plain loop, laid out so that an engine can take its place.
+"""One run: its model, its training from start or checkpoint to result, and its weights afterwards.
 
-The batch of step n is a pure function of (seed, n) and weights that schemes share start equal: runs of one seed are paired.
+The batch of step n is a function of (seed, n) and weights that schemes share start equal: runs of one seed are paired.
 """
 
 import copy
 import json
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from isopos import laws
+from isopos.lab import checkpoints
+from isopos.lab.corpora import Corpus
+from isopos.lab.evaluate import length_table
+from isopos.lab.folders import Interrupted, Log, create, recipe_of, same_recipe, write_json
 from isopos.lab.recipes import Recipe, split_spec
-from isopos.lab.text import Text
 from isopos.models import TOKEN_STD, Decoder
 from isopos.schemes import REGISTRY, Scheme, build, options_of
 
-__all__ = ["LENGTHS", "Result", "build_model", "build_scheme", "evaluate", "load_run", "train"]
+if TYPE_CHECKING:
+    from isopos.lab.engine import Fitted
+
+__all__ = ["LENGTHS", "Result", "build_model", "build_scheme", "evaluate", "is_first_process", "load", "load_run", "train"]
 
 BITS = 1 / math.log(2)
 LENGTHS = (1, 2, 4)  # evaluated at these multiples of the training length
-LOG_EVERY = 10
 
 OnStep = Callable[[int, float, float], None]
 
@@ -59,71 +62,119 @@ def build_scheme(recipe: Recipe) -> Scheme:
     return build(name, recipe.model_dim // recipe.heads, recipe.heads, options)
 
 
-def build_model(recipe: Recipe) -> Decoder:
+def build_model(recipe: Recipe, device: str | None = None) -> Decoder:
     """The model of a recipe, initialised from its seed; what it shares with models of other schemes starts equal."""
     scheme = build_scheme(recipe)
+    options: dict[str, Any] = {name: getattr(recipe, name) for name in ("dropout", "cutoffs", "recompute")}
+    options["hidden_dim"] = recipe.hidden_dim or None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return Decoder(256, recipe.model_dim, recipe.layers, scheme).to(recipe.device)
+        model = Decoder(recipe.vocabulary or 256, recipe.model_dim, recipe.layers, scheme, **options)
+    return model.to(device or recipe.device)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats a byte."""
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    """Cross-entropy in nats a token."""
+    return model(tokens, targets=targets)
 
 
-def train(recipe: Recipe, text: Text, folder: Path, on_step: OnStep) -> Result:
-    """Train, evaluate and save one run; rows go to metrics.jsonl as they come.
+def train(
+    recipe: Recipe,
+    source: Corpus,
+    folder: Path,
+    on_step: OnStep = lambda *row: None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Result | None:
+    """Train, evaluate and save one run; with several processes the first one returns its result and the others nothing.
 
-    A loss or gradient that is not finite ends the run with the status "diverged".
+    A loss or gradient that is not finite ends the run with the status "diverged". A run that has a result returns it again.
+
+    Args:
+        recipe: With the vocabulary of the source.
+        source: What to train on.
+        folder: Of the run.
+        on_step: Hears of each step, its loss in bits a token, and the tokens a second.
+        resume: Whether to go on from the last checkpoint of the folder, or from the start if there is none yet.
+        overwrite: Whether to replace a run in the folder.
+
+    Raises:
+        ValueError: Before any work, where the folder exists, or is that of another recipe, or its checkpoint is damaged.
+        OSError: Where a checkpoint cannot be written.
+        Interrupted: After SIGINT or SIGTERM, when a checkpoint of the last step is there.
     """
-    folder.mkdir(parents=True)
-    (folder / "recipe.json").write_text(json.dumps(recipe.as_dict(), indent=1) + "\n")
+    first = is_first_process()
+    if resume:
+        same_recipe(folder, recipe)
+        _same_text(folder, source)
+    elif first:
+        create(folder, recipe, overwrite=overwrite)
+    if first:
+        source.save_tokenizer(folder)
+        write_json(folder / "text.json", {"name": source.name, "sha256": source.sha256})
+    if resume and (folder / "result.json").exists():
+        return Result(**json.loads((folder / "result.json").read_text()))
+    begin = checkpoints.newest(folder) if resume else None
+    if begin is not None and begin.ended:
+        fitted = None
+    else:
+        state = checkpoints.load(begin) if begin else None
+        from isopos.lab import engine  # imports Lightning, which takes seconds
+
+        with Log(folder, begin.step if begin else 0) if first else nullcontext() as log:
+            fitted = engine.fit(recipe, source, folder, log, on_step, state)
+    if not first:
+        return None
+    if resume:
+        write_json(folder / "recipe.json", recipe.as_dict())  # of where it runs now
+    if fitted is not None and fitted.stopped:
+        raise Interrupted(_advice(folder, fitted.step), fitted.stopped)
+    return _finish(recipe, source, folder, fitted)
+
+
+def _same_text(folder: Path, source: Corpus) -> None:
+    path = folder / "text.json"
+    before = json.loads(path.read_text())["sha256"] if path.exists() else source.sha256
+    if before != source.sha256:
+        raise ValueError(
+            f"resume: expected the text of {folder}, sha256 {before[:12]}, got {source.sha256[:12]} in {source.name}; "
+            "give it back its text or choose another --name"
+        )
+
+
+def is_first_process() -> bool:
+    """Whether this process is the first of a run, whoever started it: torchrun, SLURM, Lightning or nobody."""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def _advice(folder: Path, step: int) -> str:
+    last = checkpoints.newest(folder)
+    return f"interrupted after step {step}; the same command with --resume goes on from step {last.step if last else 0}"
+
+
+def _finish(recipe: Recipe, source: Corpus, folder: Path, fitted: "Fitted | None") -> Result:
+    """Evaluate and save the weights: the best of those that were validated while training, else the last."""
+    status = fitted.status if fitted else "finished"
+    chosen = checkpoints.best(folder) or (None if fitted else checkpoints.newest(folder))
     model = build_model(recipe)
-    with (folder / "metrics.jsonl").open("w") as log:
-        status, done, seconds = _fit(model, recipe, text, log, on_step)
-        bits: dict[str, float | None] = {str(m): None for m in LENGTHS}
-        if status == "finished":
-            bits = {str(m): evaluate(model, recipe, text, m * recipe.length) for m in LENGTHS}
-            if any(value is not None and not math.isfinite(value) for value in bits.values()):
-                status, bits = "diverged in validation", dict.fromkeys(bits)
-            _write(log, step=recipe.steps, validation_bits_per_byte=bits)
+    if status == "finished" and chosen is not None:
+        model.load_state_dict(checkpoints.load(chosen)["model"])
+    elif fitted is not None:
+        model.load_state_dict(fitted.weights)
+    model.eval()
+    bits: dict[str, float | None] = {str(m): None for m in LENGTHS}
+    if status == "finished":
+        bits = {str(m): evaluate(model, recipe, source, m * recipe.length) for m in LENGTHS}
+        if any(value is not None and not math.isfinite(value) for value in bits.values()):
+            status, bits = "diverged in validation", dict.fromkeys(bits)
     parameters = sum(p.numel() for p in model.parameters())
     verdict = _laws(model) if status == "finished" else "-"
-    result = Result(status, bits, done / seconds, parameters, model.scheme.choices, verdict)
+    rate = fitted.rate if fitted else 0.0
+    result = Result(status, bits, rate, parameters, model.scheme.choices, verdict)
     save_model(model, str(folder / "model.safetensors"))
-    part = folder / "result.json.part"
-    part.write_text(json.dumps(vars(result), indent=1) + "\n")
-    os.replace(part, folder / "result.json")  # with it the run counts as ended
+    write_json(folder / "result.json", vars(result))  # with it the run counts as ended
     return result
-
-
-def _fit(model: Decoder, recipe: Recipe, text: Text, log: TextIO, on_step: OnStep) -> tuple[str, int, float]:
-    """Status, tokens trained on and seconds."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, recipe.steps))
-    begun, done, seconds = time.perf_counter(), 0, 0.0
-    recent: list[float] = []
-    for step in range(1, recipe.steps + 1):
-        tokens, targets = (x.to(recipe.device) for x in text.batch(recipe.seed, step, recipe.batch, recipe.length))
-        loss = loss_of(model, tokens, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        value, finite = loss.item(), bool(torch.isfinite(loss) & torch.isfinite(norm))
-        if finite:
-            optimizer.step()
-            schedule.step()
-        done, seconds = step * recipe.batch * recipe.length, time.perf_counter() - begun
-        recent.append(value)
-        if step % LOG_EVERY == 0 or step in (1, recipe.steps) or not finite:
-            mean = statistics.fmean(recent) * BITS  # of the steps since the last row: a curve with less noise
-            _write(log, step=step, loss=_number(value), bits_per_byte=_number(mean))
-            recent.clear()
-        on_step(step, value * BITS, done / seconds)
-        if not finite:
-            return f"diverged at step {step}", done, seconds
-    return "finished", done, seconds
 
 
 def _laws(model: Decoder) -> str:
@@ -132,38 +183,31 @@ def _laws(model: Decoder) -> str:
     return "yes" if report.holds else f"no ({', '.join(report.broken)})"
 
 
-def _share(step: int, steps: int) -> float:
-    """Of the peak learning rate: a linear warm-up over a tenth of the steps, then a cosine to zero."""
-    warm = max(1, steps // 10)
-    return (step + 1) / warm if step < warm else 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
-
-
-def _number(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
-
-
-def _write(log: TextIO, **row: object) -> None:
-    log.write(json.dumps(row) + "\n")
-    log.flush()
-
-
-@torch.no_grad()
-def evaluate(model: Decoder, recipe: Recipe, text: Text, length: int) -> float | None:
-    """Bits per byte on windows of `length` of the held-out tail; None where the scheme or the tail is too short for it."""
-    longest = model.scheme.max_length
-    if longest is not None and length > longest:
-        return None
-    total = count = 0.0
-    for tokens, targets in text.windows(length, recipe.validation_bytes, max(1, 4096 // length)):
-        loss = loss_of(model, tokens.to(recipe.device), targets.to(recipe.device))
-        total, count = total + loss.item() * tokens.numel(), count + tokens.numel()
-    return total / count * BITS if count else None
+def evaluate(model: Decoder, recipe: Recipe, corpus: Corpus, length: int) -> float | None:
+    """Bits per byte on windows of `length` of the held-out text; None where the scheme or the text is too short for it."""
+    (row,) = length_table(model, corpus, length, multiples=(1,), limit=recipe.validation_tokens or None)
+    return row.score.bits_per_byte if row.score else None
 
 
 def load_run(folder: Path) -> tuple[Recipe, Decoder]:
-    """The recipe and the trained model of a run, on the CPU."""
-    recipe = Recipe(**json.loads((folder / "recipe.json").read_text()) | {"device": "cpu"})
+    """The recipe and the trained model of a run, on the CPU.
+
+    Raises:
+        ValueError: Where the folder holds no run, or one without weights yet.
+    """
+    recipe = replace(recipe_of(folder), device="cpu")
+    weights = folder / "model.safetensors"
+    if not weights.exists():
+        raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
     model = build_model(recipe)
-    load_model(model, str(folder / "model.safetensors"))
+    load_model(model, str(weights))
     return recipe, model.eval()
+
+
+def load(run: str | Path) -> Decoder:
+    """The trained model of a run, on the CPU, from safetensors and recipe.json: nothing is unpickled.
+
+    Raises:
+        ValueError: Where the folder holds no run, or one without weights yet.
+    """
+    return load_run(Path(run))[1]

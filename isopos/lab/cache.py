@@ -1,0 +1,89 @@
+"""Folders that are prepared once: keyed by what is in them, complete or absent, whoever else prepares them meanwhile."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["default_root", "prepared", "remembered"]
+
+
+def default_root() -> Path:
+    """$ISOPOS_CACHE, else isopos in $XDG_CACHE_HOME, else ~/.cache/isopos."""
+    own = os.environ.get("ISOPOS_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isopos"
+
+
+def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder `root/key`; if it is absent, `build` fills a private folder that then takes its name in one step.
+
+    One process builds and others wait for it, where the system has file locks; where it has none they build side by side
+    and the first counts. What a killed process leaves is never taken for complete, and is removed by the next that builds.
+
+    Raises:
+        ValueError: Where the cache cannot be written.
+    """
+    target = root / key
+    if target.is_dir():
+        return target
+    with _writing(root), _alone(root, key) as alone:
+        if target.is_dir():
+            return target
+        if alone:
+            for left in root.glob(f".{key}-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+        try:
+            build(part)
+            try:
+                part.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another process was first
+                    raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return target
+
+
+def remembered(root: Path, key: str, stamp: Any, make: Callable[[], Any]) -> Any:
+    """The plain value that `make` returned when the stamp was the same; otherwise made, and kept as `root/key.json`."""
+    path = root / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(path.read_text())
+        if kept["stamp"] == stamp:
+            return kept["value"]
+    value = make()
+    with _writing(root):
+        handle, part = tempfile.mkstemp(prefix=f".{key}-", dir=root)
+        with os.fdopen(handle, "w") as file:
+            json.dump({"stamp": stamp, "value": value}, file)
+        os.replace(part, path)
+    return value
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cache: cannot write {error.filename or root}: {error.strerror}; ISOPOS_CACHE names another folder"
+        ) from None
+
+
+@contextlib.contextmanager
+def _alone(root: Path, key: str) -> Iterator[bool]:
+    """Whether no other process builds this key; waits for one that does. Its end, however it comes, frees the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield False
+        return
+    with (root / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield True

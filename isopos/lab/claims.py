@@ -1,0 +1,126 @@
+"""Claims: work that several processes, on machines that share a folder, divide among them without talking to each other.
+
+A claim is a file that one process creates and no other can, with host and process in it. While the work goes on its time of
+change is renewed. One that is not renewed for ten minutes, or whose process is gone from this host, may be taken over.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["BEAT", "STALE", "claimed", "holder"]
+
+BEAT, STALE = 20.0, 600.0  # seconds
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether the claim `path` is this process's, for as long as it is entered.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with claimed(Path(folder, "cell.claim")) as first, claimed(Path(folder, "cell.claim")) as second:
+        ...         print(first, second)
+        True False
+    """
+    if not (_create(path) or _take_over(path)):
+        yield False
+        return
+    done = threading.Event()
+    beat = threading.Thread(target=_renew, args=(path, done), daemon=True)
+    beat.start()
+    try:
+        yield True
+    finally:
+        done.set()
+        beat.join()
+        path.unlink(missing_ok=True)
+
+
+def holder(path: Path) -> str:
+    """Who holds a claim, as text; empty where nobody does, or no longer."""
+    found = _read(path)
+    return "" if found is None or _stale(path, found) else f"process {found['pid']} on {found['host']}"
+
+
+def _create(path: Path) -> bool:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x") as file:
+            json.dump({"host": platform.node(), "pid": os.getpid()}, file)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _take_over(path: Path) -> bool:
+    """Replace a stale claim. Processes that see the same one take turns, so that only the first finds it stale."""
+    turn = path.with_name(f".{path.name}.turn")
+    try:
+        turn.mkdir()
+    except FileExistsError:
+        with contextlib.suppress(OSError):
+            if _now(path.parent) - turn.stat().st_mtime > STALE:  # whoever made it was killed at that moment
+                turn.rmdir()
+        return False
+    try:
+        found = _read(path)
+        if found is None:
+            return _create(path)
+        if not _stale(path, found):
+            return False
+        path.unlink(missing_ok=True)
+        return _create(path)
+    finally:
+        turn.rmdir()
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:  # it is being written
+        return {"host": "", "pid": 0}
+
+
+def _stale(path: Path, found: dict[str, object]) -> bool:
+    if found["host"] == platform.node() and not _runs(int(str(found["pid"]))):
+        return True
+    try:
+        return _now(path.parent) - path.stat().st_mtime > STALE
+    except FileNotFoundError:
+        return True
+
+
+def _runs(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # a signal 0 would end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock that stamps files of this folder, which may be another machine's."""
+    probe = folder / f".clock.{platform.node()}.{os.getpid()}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _renew(path: Path, done: threading.Event) -> None:
+    while not done.wait(BEAT):
+        with contextlib.suppress(OSError):
+            os.utime(path)

@@ -1,0 +1,140 @@
+"""Run folders: recipe.json, metrics.jsonl, result.json, each written so that a kill at any moment leaves a whole one."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from isopos.lab.recipes import PLACEMENT, Recipe
+
+__all__ = ["Interrupted", "Log", "check_vacant", "create", "read_rows", "recipe_of", "same_recipe", "write_json"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended a run, which can be resumed; `code` is the exit status that says so."""
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.code = 128 + signal
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file by the value, in one step that survives a loss of power."""
+    _replace(path, [json.dumps(value, indent=1)])
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power, where the system can."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise a ValueError where a run cannot have the folder: it exists, and is not to be replaced or no run."""
+    if folder.exists() and not overwrite:
+        raise ValueError(
+            f"name: {folder} exists; go on with it by --resume, replace it by --overwrite, or choose another --name"
+        )
+    if folder.exists() and not (folder / "recipe.json").exists():
+        raise ValueError(f"overwrite: {folder} holds no run; remove it yourself or choose another --name")
+
+
+def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
+    """Make the folder of a new run with its recipe.json, both or nothing.
+
+    Raises:
+        ValueError: Where it exists and is not to be replaced, or holds something else, or cannot be written.
+    """
+    new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("new", "replaced"))
+    check_vacant(folder, overwrite=overwrite)
+    try:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir(parents=True)
+        write_json(new / "recipe.json", recipe.as_dict())
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
+
+
+def recipe_of(folder: Path) -> Recipe:
+    """The recipe of a run.
+
+    Raises:
+        ValueError: Where the folder holds none, or one of other fields.
+    """
+    path = folder / "recipe.json"
+    try:
+        return Recipe.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError:
+        runs = sorted(str(path.parent) for path in folder.glob("*/recipe.json"))
+        remedy = f"it holds {', '.join(runs)}" if runs else "isopos runs lists those under runs/"
+        raise ValueError(f"run: expected a folder with a recipe.json, got {folder}; {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def same_recipe(folder: Path, recipe: Recipe) -> None:
+    """Raise a ValueError that names the fields in which a run that is to be resumed differs from a recipe."""
+    before, now = recipe_of(folder).as_dict(), recipe.as_dict()
+    changed = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in now if before[name] != now[name]]
+    changed = [text for text in changed if text.split()[0] not in PLACEMENT]
+    if changed:
+        raise ValueError(f"resume: expected the recipe of {folder}, got {'; '.join(changed)}; or choose another --name")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, without a last one that is still being written; none where there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+class Log:
+    """metrics.jsonl of a run from a step on: what it held of later steps is dropped.
+
+    Args:
+        folder: Of the run.
+        step: The last step that is kept.
+    """
+
+    def __init__(self, folder: Path, step: int = 0):
+        path = folder / "metrics.jsonl"
+        self.rows = [row for row in read_rows(path) if row["step"] <= step]
+        _replace(path, map(json.dumps, self.rows))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **row: Any) -> None:
+        """Append a row."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Make the rows survive a loss of power."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()

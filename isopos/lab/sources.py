@@ -1,0 +1,263 @@
+"""Where text comes from: files, folders, archives read as streams and Hugging Face datasets, as documents of bytes."""
+
+import bz2
+import csv
+import gzip
+import hashlib
+import io
+import lzma
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["BLOCK", "Document", "Source", "Survey", "find", "survey", "whole_lines"]
+
+BLOCK = 1 << 20  # bytes read at once
+BOM = "\ufeff".encode()
+PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
+BROKEN = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    lzma.LZMAError,
+    zlib.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+)
+
+Document = tuple[str, Iterator[bytes]]
+"""A name and the blocks of its text; to be read before the next document is asked for."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents that can be read again and again, in one order.
+
+    Args:
+        name: What people call it.
+        documents: Makes an iterator of the documents.
+        files: What it is read from: while sizes and times of change stay, so does the text.
+        plain: Whether these files are the text itself, so that every byte counts.
+        books: Whether each document is a work of its own, to be held out as a whole.
+    """
+
+    name: str
+    documents: Callable[[], Iterator[Document]]
+    files: tuple[Path, ...]
+    plain: bool = False
+    books: bool = False
+
+    def read(self, raw: bool) -> Iterator[Document]:
+        """The documents; unless they are wanted raw, without byte order marks, with LF at the end of every line."""
+        for name, blocks in self.documents():
+            yield name, (blocks if raw else _normal(blocks))
+
+    def stamp(self) -> list[list[str | int]]:
+        """Path, size and time of change of every file."""
+        return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What reading all of a source found: a hash of the text, name and size in bytes of every document that has any."""
+
+    sha256: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of text."""
+        return sum(size for _, size in self.sizes)
+
+
+def find(source: str) -> Source:
+    """The source of that name: "" (the Python language reference), hf:NAME[:CONFIG], or a path.
+
+    A path leads to a file, an archive (.zip, .tar and .tar.xz, .tgz, ...) or a folder, recursively in sorted order. Files
+    that end with .gz, .xz or .bz2 are unpacked as they are read; rows of a .csv, which has one column, are lines.
+
+    Raises:
+        ValueError: Where there is nothing to read.
+    """
+    if not source:
+        return Source("Python language reference (pydoc_data.topics)", _builtin, (), plain=True)
+    if source.startswith("hf:"):
+        return _hub(source)
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(
+            f"data: expected a file or a folder, but {path} does not exist; a dataset of the Hugging Face hub is "
+            "hf:NAME:CONFIG, as hf:Salesforce/wikitext:wikitext-103-v1"
+        )
+    files = tuple(sorted(p for p in path.rglob("*") if p.is_file())) if path.is_dir() else (path,)
+    packed = any(file.name.lower().endswith((*ARCHIVES, *PACKED, ".csv")) for file in files)
+    books = path.is_file() and path.name.lower().endswith(ARCHIVES)
+    return Source(source, lambda: _read(files), files, plain=not packed, books=books)
+
+
+def survey(source: Source, raw: bool, progress: Callable[[int], None] = lambda done: None) -> Survey:
+    """Read everything once; `progress` hears the bytes so far."""
+    digest, sizes, done = hashlib.sha256(), [], 0
+    for name, blocks in source.read(raw):
+        size = 0
+        for block in blocks:
+            digest.update(block)
+            size += len(block)
+            progress(done + size)
+        done += size
+        sizes += [(name, size)] if size else []
+    return Survey(digest.hexdigest(), tuple(sizes))
+
+
+def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    r"""The same text in blocks that end with a line or, in a very long one, with a space.
+
+    Example:
+        >>> list(whole_lines([b"one\ntw", b"o\nthree"]))
+        [b'one\n', b'two\n', b'three']
+    """
+    held = b""
+    for block in blocks:
+        held += block
+        cut = held.rfind(b"\n") + 1 or held.rfind(b" ") + 1
+        if cut:
+            yield held[:cut]
+            held = held[cut:]
+    if held:
+        yield held
+
+
+def _normal(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    held, begun, last = b"", False, b"\n"
+    for block in blocks:
+        held += block
+        if not begun:
+            if len(held) < len(BOM):
+                continue
+            held, begun = held.removeprefix(BOM), True
+        cut = len(held) - held.endswith(b"\r")  # its LF may be in the next block
+        ready, held = held[:cut].replace(b"\r\n", b"\n"), held[cut:]
+        if ready:
+            last = ready[-1:]
+            yield ready
+    if not (held or last).endswith(b"\n"):
+        held += b"\n"
+    if held:
+        yield held
+
+
+def _builtin() -> Iterator[Document]:
+    from pydoc_data.topics import topics
+
+    yield "pydoc_data.topics", iter(["\n".join(topics[name] for name in sorted(topics)).encode()])
+
+
+def _read(files: Iterable[Path]) -> Iterator[Document]:
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                for name, blocks in _unpacked(str(path), stream):
+                    yield name, _guarded(name, blocks)
+        except BROKEN as error:
+            raise ValueError(f"data: cannot read {path}: {_reason(error)}") from None
+
+
+def _unpacked(name: str, stream: BinaryIO) -> Iterator[Document]:
+    """The documents in a stream, by the end of its name; nothing is unpacked to disk."""
+    name = name[: -len(".tgz")] + ".tar.gz" if name.lower().endswith(".tgz") else name
+    stem, dot, suffix = name.rpartition(".")
+    match dot + suffix.lower():
+        case ".gz" | ".xz" | ".bz2" as packed:
+            with PACKED[packed](stream) as inner:
+                yield from _unpacked(stem, inner)
+        case ".tar":
+            with tarfile.open(fileobj=stream, mode="r|") as archive:
+                for member in archive:
+                    inner = archive.extractfile(member) if member.isfile() else None
+                    if inner is not None:
+                        yield from _unpacked(f"{name}/{member.name}", inner)  # pyright: ignore[reportArgumentType]
+        case ".zip":
+            with zipfile.ZipFile(stream) as archive:
+                for member in sorted(archive.namelist()):
+                    if not member.endswith("/") and not member.startswith("__MACOSX/"):
+                        with archive.open(member) as inner:
+                            yield from _unpacked(f"{name}/{member}", inner)  # pyright: ignore[reportArgumentType]
+        case ".csv":
+            yield name, _joined(_rows(name, stream))
+        case _:
+            yield name, iter(lambda: stream.read(BLOCK), b"")
+
+
+def _rows(name: str, stream: BinaryIO) -> Iterator[str]:
+    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+    try:
+        for row in reader:
+            if len(row) > 1:
+                raise ValueError(
+                    f"data: {name}, line {reader.line_num}: expected one column of text, got {len(row)}; a file that is no "
+                    "table should not end with .csv"
+                )
+            yield row[0] if row else ""
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"data: {name}, line {reader.line_num + 1}: expected CSV in UTF-8, got {error}") from None
+
+
+def _joined(rows: Iterable[str]) -> Iterator[bytes]:
+    """Rows as lines, in blocks."""
+    held = bytearray()
+    for row in rows:
+        held += row.encode() if row.endswith("\n") else row.encode() + b"\n"
+        if len(held) >= BLOCK:
+            yield bytes(held)
+            held.clear()
+    if held:
+        yield bytes(held)
+
+
+def _guarded(name: str, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    line = 1
+    try:
+        for block in blocks:
+            yield block
+            line += block.count(b"\n")
+    except BROKEN as error:
+        raise ValueError(f"data: cannot read {name} beyond line {line}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def _hub(source: str) -> Source:
+    """A dataset with a column of text, loaded into datasets' own cache and read from there row by row."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError("data: hf:NAME needs the package datasets: pip install 'isopos[data]'") from None
+    name, _, config = source.removeprefix("hf:").partition(":")
+    try:
+        splits: Any = datasets.load_dataset(name, config or None)
+    except Exception as error:  # of the network, of the hub, of files on it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"data: expected hf:NAME or hf:NAME:CONFIG of a dataset on the hub or in its cache here, but {source} gave "
+            f"{type(error).__name__}: {reason}"
+        ) from None
+    for split, rows in splits.items():
+        if "text" not in rows.column_names:
+            raise ValueError(f"data: expected a column text in {source}, split {split}, got {', '.join(rows.column_names)}")
+    files = tuple(Path(file["filename"]) for rows in splits.values() for file in rows.cache_files)
+    suffix = ".txt" if len(splits) > 1 else ""
+
+    def documents() -> Iterator[Document]:
+        for split, rows in splits.items():
+            texts = (text or "" for batch in rows.select_columns("text").iter(1000) for text in batch["text"])
+            yield f"{source}/{split}{suffix}", _joined(texts)
+
+    return Source(source, documents, files)

@@ -1,0 +1,246 @@
+r"""Tokens of text: bytes, words (WikiText's convention) and byte-pair encoding; saved as tokenizer.json beside a run.
+
+Example:
+    >>> words = Words.learn(["the cat\n", "the dog and the bird\n"], size=4)
+    >>> words.words
+    ('<unk>', 'the', '<eos>', 'and')
+    >>> words.encode("the bird\n").tolist()
+    [1, 0, 2]
+    >>> words.decode([1, 3, 2])
+    'the and \n'
+"""
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer"]
+
+EOS, UNK = "<eos>", "<unk>"
+FILE = "tokenizer.json"
+BPE_SIZE = 8192  # by default
+
+
+class Tokenizer(ABC):
+    """Text to integers below `size` and back; equal settings have equal fingerprints."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Tokens in the vocabulary."""
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens ``[t]`` int64 of text; pieces that end with lines have the tokens of the whole, one after another.
+
+        Raises:
+            ValueError: Where the vocabulary does not cover the text.
+        """
+
+    @abstractmethod
+    def piece(self, token: int) -> bytes:
+        """The UTF-8 of one token, which may be part of a character."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Plain values that make it again."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens; what is no UTF-8 becomes the replacement character."""
+        return b"".join(self.piece(int(token)) for token in tokens).decode(errors="replace")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the settings."""
+        return hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, from which `load_tokenizer` makes it again."""
+        part = folder / f"{FILE}.part"
+        part.write_text(json.dumps(self.settings(), ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, folder / FILE)
+
+
+class Bytes(Tokenizer):
+    """Each byte of UTF-8 is a token."""
+
+    @property
+    def size(self) -> int:
+        """256."""
+        return 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes of the text."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def piece(self, token: int) -> bytes:
+        """One byte."""
+        return bytes([token])
+
+    def settings(self) -> dict[str, Any]:
+        """Its kind."""
+        return {"kind": "bytes"}
+
+
+class Words(Tokenizer):
+    """Words between white space, and <eos> at the end of every line, as WikiText is counted.
+
+    Args:
+        words: The vocabulary; <eos> must be in it. Without <unk>, text with other words is refused.
+    """
+
+    def __init__(self, words: Iterable[str]):
+        self.words = tuple(words)
+        self._index = {word: n for n, word in enumerate(self.words)}
+        if EOS not in self._index or len(self._index) < len(self.words):
+            raise ValueError(f"words: expected different ones with {EOS} among them, got {len(self.words)}")
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], size: int | None = None) -> "Words":
+        """The most frequent `size` words (all by default) of texts, the most frequent first, equal ones by alphabet.
+
+        <eos> and <unk> are always among them; words that are left out count as <unk>.
+        """
+        if size is not None and size < 2:
+            raise ValueError(f"vocabulary: expected at least 2 words, {EOS} and {UNK}, got {size}")
+        counts = Counter({EOS: 0, UNK: 0})
+        for text in texts:
+            counts.update(_split(text))
+        order = sorted(counts, key=lambda word: (-counts[word], word))
+        if size is not None and len(order) > size:
+            others = [word for word in order if word not in (EOS, UNK)]
+            counts[UNK] += sum(counts[word] for word in others[size - 2 :])
+            order = sorted([EOS, UNK, *others[: size - 2]], key=lambda word: (-counts[word], word))
+        return cls(order)
+
+    @property
+    def size(self) -> int:
+        """Words in the vocabulary."""
+        return len(self.words)
+
+    @property
+    def unknown(self) -> int | None:
+        """The token of words that are not in the vocabulary."""
+        return self._index.get(UNK)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Words and <eos> as their places in the vocabulary."""
+        words = _split(text)
+        found = map(self._index.get, words, repeat(-1 if self.unknown is None else self.unknown))
+        tokens = np.fromiter(found, np.int64, len(words))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if self.unknown is None and (tokens < 0).any():
+            raise ValueError(
+                f"vocabulary: expected every word of the text among its {self.size} or {UNK} for others, got "
+                f"{words[int((tokens < 0).argmax())]!r}; learn a vocabulary from this text, or from one with {UNK}"
+            )
+        return tokens
+
+    def piece(self, token: int) -> bytes:
+        """The word and a space; <eos> is the end of a line."""
+        word = self.words[token]
+        return b"\n" if word == EOS else word.encode() + b" "
+
+    def settings(self) -> dict[str, Any]:
+        """Kind and vocabulary."""
+        return {"kind": "words", "words": list(self.words)}
+
+
+class BPE(Tokenizer):
+    """Byte-pair encoding of each line, on bytes, so that it covers every text (package `tokenizers`, extra data).
+
+    Args:
+        model: The JSON of a `tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, model: str):
+        self._model = _tokenizers().Tokenizer.from_str(model)
+        of_byte = _characters()
+        self._bytes = {character: byte for byte, character in enumerate(of_byte)}
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], size: int | None = None) -> "BPE":
+        """Train on texts to at most `size` tokens (8192 by default), 256 of which are the bytes."""
+        size = BPE_SIZE if size is None else size
+        if size < 256:
+            raise ValueError(f"vocabulary: expected at least 256 tokens, the bytes, got {size}")
+        tokenizers = _tokenizers()
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        model.train_from_iterator((line for text in texts for line in _lines(text)), trainer)
+        return cls(model.to_str())
+
+    @property
+    def size(self) -> int:
+        """Tokens that training has found."""
+        return self._model.get_vocab_size()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens of each line, one line after another."""
+        return np.array([token for line in self._model.encode_batch_fast(_lines(text)) for token in line.ids], np.int64)
+
+    def piece(self, token: int) -> bytes:
+        """Its bytes."""
+        return bytes(self._bytes[character] for character in self._model.id_to_token(token))
+
+    def settings(self) -> dict[str, Any]:
+        """Kind and model."""
+        return {"kind": "bpe", "model": json.loads(self._model.to_str())}
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `Tokenizer.save` wrote there.
+
+    Raises:
+        ValueError: Where there is none, or something else.
+    """
+    path = folder / FILE
+    try:
+        match json.loads(path.read_text(encoding="utf-8")):
+            case {"kind": "bytes"}:
+                return Bytes()
+            case {"kind": "words", "words": [*words]}:
+                return Words(words)
+            case {"kind": "bpe", "model": dict(model)}:
+                return BPE(json.dumps(model))
+    except OSError as error:
+        raise ValueError(f"tokenizer: cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"tokenizer: {path}, line {error.lineno}: expected JSON, got {error.msg}") from None
+    raise ValueError(f"tokenizer: expected the kind bytes, words or bpe in {path}")
+
+
+def _split(text: str) -> list[str]:
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def _lines(text: str) -> list[str]:
+    *whole, last = text.split("\n")
+    return [line + "\n" for line in whole] + [last] * bool(last)
+
+
+def _characters() -> Iterator[str]:
+    """The character that stands for each byte in byte-level BPE: itself where it prints, else one from 256 on."""
+    spare = 256
+    for byte in range(256):
+        prints = 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)
+        yield chr(byte if prints else spare)
+        spare += not prints
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError("tokenizer: bpe needs the package tokenizers: pip install 'isopos[data]'") from None
+    return tokenizers

@@ -1,0 +1,137 @@
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from isopos.lab import checkpoints
+
+
+def _state(value):
+    return {"model": {"weight": torch.full((100,), float(value))}, "best": [value, 1.5]}
+
+
+def _steps(run):
+    return [checkpoint.step for checkpoint in checkpoints.complete(run)]
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    checkpoints.save(tmp_path, _state(3), 3, validation=2.5)
+    found = checkpoints.newest(tmp_path)
+    assert found[1:] == (3, 2.5, False)
+    loaded = checkpoints.load(found)
+    assert torch.equal(loaded["model"]["weight"], torch.full((100,), 3.0))
+    assert loaded["best"] == [3, 1.5]
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path):
+    assert checkpoints.newest(tmp_path) is None
+    assert checkpoints.best(tmp_path) is None
+
+
+def test_the_last_ones_and_the_best_stay(tmp_path):
+    for step, validation in enumerate([3.0, 2.0, 2.0, None, 2.5, None], 1):
+        checkpoints.save(tmp_path, _state(step), step, validation=validation)
+    assert _steps(tmp_path) == [2, 5, 6]
+    assert checkpoints.best(tmp_path).step == 2
+
+
+def test_one_without_its_mark_does_not_count_and_goes_with_the_next(tmp_path):
+    checkpoints.save(tmp_path, _state(1), 1)
+    torn = checkpoints.save(tmp_path, _state(2), 2)
+    (torn / "complete.json").unlink()
+    (torn / "state.pt").write_bytes(b"half")
+    assert checkpoints.newest(tmp_path).step == 1
+    checkpoints.save(tmp_path, _state(3), 3)
+    assert not torn.exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path, damage):
+    before, last = (checkpoints.save(tmp_path, _state(step), step) for step in (1, 2))
+    content = bytearray((last / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "remove":
+        (last / "state.pt").unlink()
+    else:
+        (last / "state.pt").write_bytes(content if damage == "flip" else content[:-7])
+    with pytest.raises(ValueError, match=f"{last} is damaged.*remove it, and --resume goes on from step 1, {before}$"):
+        checkpoints.load(checkpoints.newest(tmp_path))
+
+
+def test_a_damaged_mark_is_named(tmp_path):
+    folder = checkpoints.save(tmp_path, _state(1), 1)
+    (folder / "complete.json").write_text("{")
+    with pytest.raises(ValueError, match=f"{folder / 'complete.json'} is damaged.*remove {folder}"):
+        checkpoints.newest(tmp_path)
+
+
+def test_nothing_but_tensors_and_plain_values_is_unpickled(tmp_path):
+    folder = checkpoints.save(tmp_path, {"model": 1}, 1)
+    torch.save({"model": slice(1)}, folder / "state.pt")
+    mark = json.loads((folder / "complete.json").read_text())
+    mark["sha256"] = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
+    (folder / "complete.json").write_text(json.dumps(mark))
+    with pytest.raises(ValueError, match="is damaged: it holds more than tensors and plain values"):
+        checkpoints.load(checkpoints.newest(tmp_path))
+
+
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+from isopos.lab import checkpoints
+run = Path(sys.argv[1])
+checkpoints.save(run, {"model": torch.zeros(10)}, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # as a disk that is full after 1 MiB
+try:
+    checkpoints.save(run, {"model": torch.zeros(1 << 20)}, 2)
+except OSError as error:
+    print(error)
+"""
+
+
+def _process(code, *arguments):
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="limits of file sizes are a matter of POSIX")
+def test_a_full_disk_leaves_the_one_before(tmp_path):
+    out, _ = _process(FULL, str(tmp_path)).communicate(timeout=60)
+    assert "cannot write" in out
+    assert "step-00000001 is whole: make room and go on from it with --resume" in out
+    assert _steps(tmp_path) == [1]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    checkpoints.load(checkpoints.newest(tmp_path))
+
+
+ENDLESS = """
+import sys, torch
+from pathlib import Path
+from isopos.lab import checkpoints
+for step in range(1, 10_000):
+    checkpoints.save(Path(sys.argv[1]), {"model": torch.full((200_000,), float(step))}, step)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_whole_ones(tmp_path):
+    for n in range(4):
+        run = tmp_path / str(n)
+        process = _process(ENDLESS, str(run))
+        said = process.stdout.readline()
+        time.sleep(0.005 + 0.017 * n)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+        said = [said, *process.stdout.readlines()][-1]
+        process.stdout.close()
+        found = checkpoints.complete(run)
+        assert found[-1].step >= int(said)
+        for checkpoint in found:
+            assert checkpoints.load(checkpoint)["model"][0] == checkpoint.step

@@ -1,0 +1,543 @@
+"""Text as tokens: sources, splits, batches, windows and the cache."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from isopos.lab import corpora, prepare
+from isopos.lab.corpora import Corpus, load
+from isopos.lab.tokenizers import BPE, Bytes, Words, load_tokenizer
+
+PROSE = "".join(f"line {n} of a text with café and words number {n % 7}\n" for n in range(300))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """An own and empty cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ISOPOS_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_bytes(bytes(range(256)) * 2)
+    (tmp_path / "a.txt").write_bytes(b"first " * 200)
+    (tmp_path / "empty").write_bytes(b"")
+    return tmp_path
+
+
+def made(train, validation, test=()):
+    parts = [np.array(part, np.uint8) for part in (train, validation, test)]
+    return Corpus("x", "", Bytes(), *parts, sizes=dict(zip(corpora.SPLITS, map(len, parts), strict=True)))
+
+
+def zipped(path, **files):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            archive.writestr(f"wiki.{name}.tokens", text)
+    return str(path)
+
+
+def tarred(path, books, suffix="txt"):
+    with tarfile.open(path, "w:xz") as archive:
+        for name, text in books.items():
+            info = tarfile.TarInfo(f"corpus/{name}.{suffix}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text))
+    return str(path)
+
+
+def test_a_folder_is_read_in_sorted_order_and_any_byte_counts(folder, cache):
+    whole = b"first " * 200 + bytes(range(256)) * 2
+    read = load(str(folder), 8)
+    assert bytes(read.train) + bytes(read.validation) == whole
+    assert read.sha256 == hashlib.sha256(whole).hexdigest()
+    assert len(read.validation) == len(whole) // 10
+    assert not len(read.test)
+    assert read.bytes_per_token("train") == 1
+    assert not any(cache.iterdir())
+
+
+def test_the_default_text_is_the_language_reference():
+    read = load("", 256)
+    assert len(read.train) > 300_000
+    assert b"statement" in bytes(read.validation)
+
+
+def test_batches_are_pure_functions_of_seed_and_step(folder):
+    read = load(str(folder), 8)
+    tokens, targets = read.batch(0, 5, 4, 8)
+    again = read.batch(0, 5, 4, 8)
+    assert tokens.shape == targets.shape == (4, 8)
+    assert tokens.equal(again[0])
+    assert tokens[:, 1:].equal(targets[:, :-1])
+    assert not tokens.equal(read.batch(0, 6, 4, 8)[0])
+    assert not tokens.equal(read.batch(1, 5, 4, 8)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_ranks_share_the_batch_of_one(ranks):
+    read = made(np.arange(200), np.arange(50))
+    whole = read.batch(3, 7, 6, 5)
+    parts = [read.batch(3, 7, 6, 5, rank, ranks) for rank in range(ranks)]
+    assert all(torch.cat(part).equal(side) for part, side in zip(zip(*parts, strict=True), whole, strict=True))
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="batch: expected a multiple of the 4 ranks, and a rank below, got 6 and 0"):
+        made(np.arange(200), np.arange(50)).batch(0, 0, 6, 5, 0, 4)
+
+
+def test_batches_reach_both_ends_of_the_training_part_and_nothing_else():
+    read = made(np.arange(20), np.arange(20, 100))
+    seen = torch.cat([torch.cat(read.batch(0, step, 8, 4)) for step in range(200)])
+    assert seen.min() == 0
+    assert seen.max() == 19
+
+
+def test_windows_cover_the_tail_once():
+    read = made(np.arange(50), np.arange(50, 100))
+    inputs = torch.cat([tokens.flatten() for tokens, _ in read.windows(7, 1000, 3)])
+    assert inputs.tolist() == list(range(50, 50 + 49))
+    targets = torch.cat([targets.flatten() for _, targets in read.windows(7, 21, 2)])
+    assert targets.tolist() == list(range(51, 51 + 21))
+    assert list(read.windows(50, None, 2)) == []
+
+
+@pytest.mark.parametrize("tokens", [9, 10, 11, 20, 47])
+@pytest.mark.parametrize("scored", [1, 3, 8])
+@pytest.mark.parametrize("count", [1, 4])
+def test_every_token_with_enough_context_is_scored_once(tokens, scored, count):
+    read = made([], [], np.arange(tokens))
+    seen = []
+    for inputs, targets in read.windows(8, None, count, "test", scored):
+        assert inputs.shape[1] == 8
+        assert inputs[:, -1].add(1).equal(targets[:, -1])
+        seen += targets.flatten().tolist()
+    assert seen == list(range(8 - scored + 1, tokens))
+
+
+def test_a_window_scores_some_of_its_tokens():
+    with pytest.raises(ValueError, match="scored: expected 1 to the 8 tokens of a window, got 9"):
+        next(made([], np.arange(20)).windows(8, None, 1, scored=9))
+
+
+def test_an_empty_split_is_refused():
+    with pytest.raises(ValueError, match="expected tokens in test, got none in x; it has train, validation"):
+        made([1], [2]).split("test")
+    with pytest.raises(ValueError, match="expected one of train, validation, test, got 'dev'"):
+        made([1], [2]).split("dev")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist"), (b"", "is empty"), (b"short", "at least 9 tokens of train .* of 8, got 5 in .*; use more")],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, content, message):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(str(path), 8)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is empty"):
+        load(str(tmp_path), 8)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_the_names_of_files_make_the_splits(tmp_path, tokenizer):
+    parts = {"valid": "c d <unk>\n", "test": "e\n", "train": "a b c d a <unk>\n\n"}
+    path = tmp_path / "wiki"
+    path.mkdir()
+    for name, text in parts.items():
+        (path / f"wiki.{name}.tokens").write_text(text)
+    (path / "LICENSE.md").write_text("of no split")
+    packed = zipped(tmp_path / "wiki.zip", **parts)
+    one, other = (load(str(source), 2, tokenizer=tokenizer) for source in (path, packed))
+    for read in (one, other):
+        texts = [read.decode(read.split(split)).replace(" \n", "\n") for split in corpora.SPLITS]
+        if tokenizer == "bytes":
+            assert texts == [parts["train"], parts["valid"], parts["test"]]
+        else:
+            assert texts == ["a b c d a <unk>\n\n", "c d <unk>\n", "<unk>\n"]
+        assert read.bytes_per_token("test") == len(parts["test"]) / len(read.test)
+
+
+def test_files_of_splits_without_a_train_file_are_refused(tmp_path):
+    path = zipped(tmp_path / "wiki.zip", valid="a b", test="c d")
+    with pytest.raises(ValueError, match=r"expected a file of train beside .*wiki.test.tokens, .*got none"):
+        load(path, 2)
+
+
+def test_code_is_no_split(tmp_path):
+    (tmp_path / "train.py").write_text("x = 1\n" * 20)
+    (tmp_path / "val.py").write_text("y = 1\n" * 20)
+    assert len(load(str(tmp_path), 4).train) == 216
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
+def test_packed_files_are_read_as_streams(tmp_path, suffix):
+    path = tmp_path / f"text.txt{suffix}"
+    path.write_bytes({".gz": gzip, ".xz": lzma, ".bz2": bz2}[suffix].compress(PROSE.encode()))
+    read = load(str(path), 8)
+    assert read.decode(read.train) + read.decode(read.validation) == PROSE
+    assert len(read.validation) == pytest.approx(len(PROSE.encode()) / 10, abs=60)
+    assert isinstance(read.train, np.memmap)
+
+
+def books(count=30):
+    return {f"book{n}": f"\ufeffbook {n} begins\r\nand ends {n}".encode() * 3 for n in range(count)}
+
+
+def test_books_are_whole_and_in_one_split(tmp_path):
+    read = load(tarred(tmp_path / "novels.tar.xz", books()), 8)
+    held = [read.decode(read.split(split)) for split in corpora.SPLITS]
+    assert [text.count("\nand") for text in held] == [28 * 3, 3, 3]
+    assert "\r" not in "".join(held)
+    assert "".join(held).count("\ufeff") == 30 * 2  # those within a book
+    numbers = [{line.split()[1] for line in text.splitlines() if line.startswith("book")} for text in held]
+    assert sum(map(len, numbers)) == len(set.union(*numbers)) == 30
+    assert load(tarred(tmp_path / "renamed.tar.xz", dict(reversed(books().items()))), 8).validation.tolist() == (
+        read.validation.tolist()
+    )
+
+
+def test_two_books_are_too_few(tmp_path):
+    with pytest.raises(ValueError, match="expected one text or at least 3"):
+        load(tarred(tmp_path / "two.tar.xz", books(2)), 8)
+
+
+def test_byte_order_marks_and_crlf_go_wherever_blocks_end(tmp_path):
+    from isopos.lab.sources import _normal
+
+    text = b"\xef\xbb\xbfone\r\ntwo\rthree\r\n\r\nend"
+    for size in range(1, len(text) + 1):
+        blocks = (text[n : n + size] for n in range(0, len(text), size))
+        assert b"".join(_normal(blocks)) == b"one\ntwo\rthree\n\nend\n"
+    assert list(_normal([])) == []
+
+
+def test_rows_of_csv_are_lines(tmp_path):
+    for name in ("train", "valid"):
+        rows = '""\n" = Title = \n"\n" said ""so"" , \n"\nplain\n' * 9
+        (tmp_path / f"x.{name}.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    read = load(str(tmp_path), 8)
+    assert read.decode(read.train) == '\n = Title = \n said "so" , \nplain\n' * 9
+
+
+BROKEN = {
+    "two.csv": (b"one\ntwo,columns\n", r"two.csv, line 2: expected one column of text, got 2"),
+    "quote.csv": (b'one\n"two"x\n', r"quote.csv, line \d: expected CSV in UTF-8, got"),
+    "cut.txt.gz": (gzip.compress(PROSE.encode())[:-400], r"cut.txt beyond line \d+: "),
+    "no.zip": (b"PK no archive", r"cannot read .*no.zip: File is not a zip file"),
+    "no.tar.xz": (b"no archive", r"cannot read .*no.tar.xz: "),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_its_line(tmp_path, name):
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path / name), 8)
+
+
+def test_words_that_are_no_utf8_are_named_with_file_and_line(tmp_path, cache):
+    lines = [b"a line of words"] * 2_000
+    lines[1_234] = b"caf\xe9"
+    (tmp_path / "latin.txt").write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=r"latin.txt, line 1235: expected UTF-8, got the byte 0xe9; repair it"):
+        load(str(tmp_path / "latin.txt"), 8, tokenizer="words")
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_words_are_as_wikitext_counts_them(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("b a <eos> a\n\na c\n" * 12)
+    read = load(str(path), 4, tokenizer="words")
+    assert read.tokenizer.words == ("<eos>", "a", "b", "c", "<unk>")
+    whole = np.concatenate([read.train, read.validation])
+    assert whole.dtype == np.uint8
+    assert whole.tolist() == [2, 1, 0, 1, 0, 0, 1, 3, 0] * 12
+    assert read.encode("c zebra\n").tolist() == [3, 4, 0]
+
+
+def test_a_tokenizer_that_is_there_serves_another_text(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three\n" * 20)
+    (tmp_path / "b.txt").write_text("three two four\n" * 20)
+    first = load(str(tmp_path / "a.txt"), 4, tokenizer="words")
+    second = load(str(tmp_path / "b.txt"), 4, tokenizer=first.tokenizer)
+    assert second.decode(second.train[:4]) == "three two <unk> \n"
+    with pytest.raises(ValueError, match=r"or <unk> for others, got 'four'; learn .* \(in .*b.txt, from line 1 on\)"):
+        load(str(tmp_path / "b.txt"), 4, tokenizer=Words(["<eos>", "two", "three"]))
+
+
+def test_bad_settings(tmp_path):
+    for settings, message in (
+        ({"tokenizer": "letters"}, "tokenizer: expected one of bytes, words, bpe, got 'letters'"),
+        ({"vocabulary": 10}, "vocabulary: expected none beside bytes"),
+        ({"tokenizer": "words", "vocabulary": 1}, "vocabulary: expected at least 2 words"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load("", 8, **settings)
+
+
+def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cache, monkeypatch):
+    path, reads = tmp_path / "text.txt", []
+    path.write_text(PROSE)
+    monkeypatch.setattr(prepare, "survey", lambda *a, f=prepare.survey: reads.append("survey") or f(*a))
+    monkeypatch.setattr(prepare._Text, "write", lambda *a, f=prepare._Text.write: reads.append("build") or f(*a))
+    first = load(str(path), 8, tokenizer="words")
+    again = load(str(path), 8, tokenizer="words")
+    assert reads == ["survey", "build"]
+    assert again.sha256 == first.sha256
+    assert again.train.tolist() == first.train.tolist()
+    monkeypatch.chdir(tmp_path)  # another name
+    assert load("text.txt", 8, tokenizer="words").sha256 == first.sha256
+    assert reads == ["survey", "build", "survey"]
+    reads.pop()
+    os.utime(path, ns=(0, 0))  # a look, but the same text
+    assert load(str(path), 8, tokenizer="words").sha256 == first.sha256
+    assert reads == ["survey", "build", "survey"]
+    assert load(str(path), 8, tokenizer="words", vocabulary=9).vocabulary == 9
+    assert reads == ["survey", "build", "survey", "build"]
+    path.write_text(PROSE + PROSE)
+    assert load(str(path), 8, tokenizer="words").sha256 != first.sha256
+    assert reads[4:] == ["survey", "build"]
+
+
+def test_a_saved_tokenizer_finds_the_tokens_that_are_there(tmp_path, cache, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE)
+    first = load(str(path), 8, tokenizer="words", vocabulary=20)
+    first.save_tokenizer(tmp_path)
+    monkeypatch.setattr(prepare._Text, "parts", None)  # not again
+    again = load(str(path), 8, tokenizer=load_tokenizer(tmp_path))
+    assert again.sha256 == first.sha256
+    assert again.train.tolist() == first.train.tolist()
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, cache):
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE)
+    monkeypatch.setattr(prepare, "_encoded", lambda *a, f=prepare._encoded: (path.write_text("other"), f(*a))[1])
+    with pytest.raises(ValueError, match="to stay as it is while it is read"):
+        load(str(path), 8, tokenizer="words")
+    assert not list(cache.glob("tokens-*/"))
+
+
+def test_a_large_plain_text_is_mapped_with_the_same_result(tmp_path, monkeypatch, folder):
+    small = load(str(folder), 8)
+    monkeypatch.setattr(corpora, "SMALL", 100)
+    large = load(str(folder), 8)
+    assert isinstance(large.train, np.memmap)
+    assert large.sha256 == small.sha256
+    assert large.train.tolist() == small.train.tolist()
+    assert large.validation.tolist() == small.validation.tolist()
+
+
+def test_a_damaged_cache_is_noticed(tmp_path, cache):
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE)
+    load(str(path), 8, tokenizer="words")
+    (stream,) = cache.glob("*/train.bin")
+    stream.write_bytes(stream.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"cache: expected \d+ tokens in .*train.bin, got .* remove"):
+        load(str(path), 8, tokenizer="words")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(PROSE)
+    with pytest.raises(ValueError, match=r"cache: cannot write .*; ISOPOS_CACHE names another folder"):
+        load(str(tmp_path / "text.txt"), 8, tokenizer="words", cache=tmp_path / "text.txt" / "below")
+
+
+def test_progress_is_shown_on_a_console(tmp_path):
+    (tmp_path / "text.txt").write_text(PROSE)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    load(str(tmp_path / "text.txt"), 8, tokenizer="words", console=console)
+    for stage in ("reading", "learning the vocabulary", "writing tokens"):
+        assert stage in console.file.getvalue()
+
+
+PREPARE = """
+import sys
+from isopos.lab import corpora
+read = corpora.load(sys.argv[1], 8, tokenizer="words")
+print(read.sha256, len(read.train), int(read.train.sum()))
+"""
+
+
+def _start(path):
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_prepare_one_folder(tmp_path, cache):
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE * 300)
+    found = [process.communicate() for process in [_start(path) for _ in range(3)]]
+    assert len(set(found)) == 1, found
+    assert found[0][0].split()[1] == str(len(load(str(path), 8, tokenizer="words").train))
+    assert len(list(cache.glob("*/train.bin"))) == len(list(cache.glob("*/tokenizer.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path, cache):
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE * 1000)
+    process = _start(path)
+    while process.poll() is None and not list(cache.glob(".*/train.bin")):
+        pass
+    process.kill()
+    process.communicate()
+    assert list(cache.glob(".*/train.bin"))
+    assert not list(cache.glob("[!.]*/train.bin"))
+    assert len(load(str(path), 8, tokenizer="words").train) > 2_000_000
+    assert not list(cache.glob(".*/train.bin"))
+
+
+def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monkeypatch):
+    pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
+    path = zipped(tmp_path / "wiki.zip", train=PROSE, valid="line of a text\nqqqq\n" * 9, test="café")
+    read = load(path, 8, tokenizer="bpe", vocabulary=300)
+    assert read.vocabulary == 300
+    assert read.train.dtype == np.uint16
+    assert read.decode(read.train) == PROSE
+    assert read.decode(read.test) == "café\n"
+    assert 3 < read.bytes_per_token("train") < 10
+    assert len(read.encode(" text")) == 1
+    assert len(read.encode("qqqq")) == 4
+    monkeypatch.setattr(BPE, "learn", None)  # not again
+    again = load(path, 8, tokenizer="bpe", vocabulary=300)
+    assert again.train.tolist() == read.train.tolist()
+    again.save_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path).encode(PROSE).tolist() == read.train.tolist()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder of parquet files that `datasets` reads as it would from the hub."""
+    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    datasets.disable_progress_bars()
+    rows = {
+        "train": ["", " = Title = \n", " some words \n"] * 50,
+        "validation": [" held out \n"] * 9,
+        "test": ["no end"] * 9,
+    }
+    (tmp_path / "data").mkdir()
+    for split, texts in rows.items():
+        datasets.Dataset.from_dict({"text": texts, "n": list(range(len(texts)))}).to_parquet(
+            tmp_path / "data" / f"{split}.parquet"
+        )
+    return tmp_path / "data"
+
+
+def test_rows_of_datasets_are_lines_of_its_splits(hub):
+    read = load(f"hf:{hub}", 8)
+    assert [read.decode(read.split(split)) for split in corpora.SPLITS] == [
+        "\n = Title = \n some words \n" * 50,
+        " held out \n" * 9,
+        "no end\n" * 9,
+    ]
+    words = load(f"hf:{hub}:default", 8, tokenizer="words")
+    assert words.decode(words.train[:4]) == "\n= Title = "
+
+
+def test_a_dataset_of_one_split_holds_its_tail_out(hub):
+    (hub / "validation.parquet").unlink()
+    (hub / "test.parquet").unlink()
+    read = load(f"hf:{hub}", 8)
+    assert len(read.train) + len(read.validation) == 50 * len("\n = Title = \n some words \n")
+    assert not len(read.test)
+
+
+def test_bad_datasets(hub, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"expected hf:NAME or hf:NAME:CONFIG .* gave \w+: "):
+        load(f"hf:{tmp_path / 'absent'}", 8)
+    import datasets
+
+    (tmp_path / "other").mkdir()
+    datasets.Dataset.from_dict({"sentence": ["a"] * 9, "label": [1] * 9}).to_csv(tmp_path / "other" / "train.csv")
+    with pytest.raises(ValueError, match=r"expected a column text in .*, split train, got .*sentence, label"):
+        load(f"hf:{tmp_path / 'other'}", 8)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"hf:NAME needs the package datasets: pip install 'isopos\[data\]'"):
+        load("hf:wikitext:wikitext-2-v1", 8)
+
+
+MEMORY = """
+import resource, sys
+from isopos.lab import corpora
+words = [f"word{n:05}" for n in range(50_000)]
+with open(sys.argv[1], "w") as file:
+    for n in range(int(sys.argv[2])):
+        file.write(" ".join(words[(n * 97 + k * k) % 50_000] for k in range(50)) + "\\n")
+read = corpora.load(sys.argv[1], 512, tokenizer="words")
+for step in range(100):
+    read.batch(0, step, 8, 512)
+unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+print(len(read.train), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """103 million words are prepared and read within 2 GiB: what grows is the map of their 4 bytes each at most."""
+    pytest.importorskip("resource", reason="this system does not tell peak memory")
+    found = []
+    for lines in (20_000, 120_000):
+        command = [sys.executable, "-c", MEMORY, str(tmp_path / f"{lines}.txt"), str(lines)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        found.append((int(out[0]), int(out[1])))
+    (words, memory), (more_words, more_memory) = found
+    assert more_words > 5_500_000
+    growth = max(0, more_memory - memory) / (more_words - words)
+    assert growth < 8, f"{growth} bytes a word"
+    assert memory + growth * 103e6 < 2 << 30, f"{memory >> 20} MiB and {growth} bytes a word"
+
+
+SHARED = Path(corpora.__file__).parents[3] / "shared" / "data"
+
+
+def real(name):
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"the real data {path} is absent")
+    return str(path)
+
+
+def test_wikitext_2_has_its_known_counts():
+    read = load(real("wikitext2"), 512, tokenizer="words")
+    assert [len(read.split(split)) for split in corpora.SPLITS] == [2_088_628, 217_646, 245_569]
+    assert read.vocabulary == 33_278
+    assert read.train.dtype == np.uint16
+
+
+@pytest.mark.slow
+def test_novels_are_split_by_book():
+    read = load(real("novels/novels83.tar.xz"), 512)
+    assert [len(read.split(split)) > 1_000_000 for split in corpora.SPLITS] == [True] * 3
+    assert sum(read.sizes.values()) < 66_471_152
+    assert not (read.validation == 13).any()
+    assert (read.train == 10).sum() > 100_000

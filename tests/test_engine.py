@@ -1,0 +1,211 @@
+"""The engine in one process: what a step is a function of, resuming, stopping, and every choice of a recipe."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isopos.lab import checkpoints, corpora, engine, train
+from isopos.lab.folders import Interrupted, read_rows
+from isopos.lab.recipes import Recipe
+
+TINY = Recipe(
+    steps=12, length=32, batch=4, layers=1, model_dim=16, heads=2, validation_tokens=512, dropout=0.1, save_every=4
+)
+
+
+@pytest.fixture(scope="module")
+def source():
+    return corpora.load("", TINY.length)
+
+
+@pytest.fixture
+def run(source, tmp_path):
+    """Trains in tmp_path/run; returns the rows of metrics.jsonl."""
+
+    def start(recipe, name="run", on_step=lambda *row: None, **options):
+        train.train(recipe, source, tmp_path / name, on_step, **options)
+        return read_rows(tmp_path / name / "metrics.jsonl")
+
+    return start
+
+
+@pytest.mark.parametrize(("accumulate", "ranks"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+def test_the_batch_of_a_step_does_not_depend_on_who_computes_it(source, accumulate, ranks):
+    recipe = replace(TINY, accumulate=accumulate)
+    parts = [engine.Batches(recipe, source, 5, rank, ranks) for rank in range(ranks)]
+    assert all(len(part) == (TINY.steps - 5) * accumulate for part in parts)
+    for step in (6, 12):
+        items = [part[(step - 6) * accumulate + n] for part in parts for n in range(accumulate)]
+        assert {item[0] for item in items} == {step}
+        whole = source.batch(TINY.seed, step, TINY.batch, TINY.length)
+        for place in (0, 1):
+            assert torch.equal(torch.cat([item[2 + place] for item in items]), whole[place])
+    with pytest.raises(IndexError):
+        parts[0][len(parts[0])]
+
+
+def test_randomness_tells_seed_step_rank_and_part_apart():
+    places = [(seed, step, rank, part) for seed in (0, 1) for step in (1, 2) for rank in (0, 1) for part in (0, 1)]
+    assert len({engine.randomness(*place) for place in places}) == len(places)
+    assert engine.randomness(1, 2, 3, 4) == engine.randomness(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "polynomial", "inverse-sqrt", "constant"])
+@pytest.mark.parametrize("warmup", [-1, 0, 40])
+def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
+    recipe = Recipe(steps=100, schedule=schedule, warmup=warmup)
+    shares = [engine.share(recipe, step) for step in range(1, 101)]
+    warm = 10 if warmup == -1 else warmup
+    assert shares[:warm] == pytest.approx([step / warm for step in range(1, warm + 1)])
+    assert shares[max(warm - 1, 0)] == 1
+    assert all(a >= b > 0 for a, b in zip(shares[warm:], shares[warm + 1 :], strict=False))
+
+
+def test_the_schedules_are_those_of_their_names():
+    at = {
+        name: engine.share(Recipe(steps=100, schedule=name, power=2.0), 56) for name in ("cosine", "polynomial", "constant")
+    }
+    assert at == pytest.approx({"cosine": 0.5, "polynomial": 0.25, "constant": 1})
+    assert engine.share(Recipe(steps=100, schedule="inverse-sqrt"), 40) == 0.5
+
+
+def test_accumulated_parts_are_one_update(run):
+    recipe = replace(TINY, dropout=0.0, steps=4)
+    whole, parts = run(recipe, "whole"), run(replace(recipe, accumulate=4), "parts")
+    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], abs=1e-6)
+    assert [row["gradient_norm"] for row in parts] == pytest.approx([row["gradient_norm"] for row in whole], rel=1e-4)
+
+
+def test_recomputed_blocks_change_nothing(run):
+    assert run(TINY, "kept") == run(replace(TINY, recompute=True), "recomputed")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupted_run_goes_on_bit_for_bit(run, tmp_path, workers):
+    recipe = replace(TINY, workers=workers, scheme="lrpe-orthogonal:learned=true", accumulate=2)
+    expected = run(replace(recipe, workers=0), "whole")
+
+    def interrupt(step, *rest):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match=r"interrupted after step 7; .* --resume goes on from step 7") as stop:
+        run(recipe, on_step=interrupt)
+    assert stop.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "run" / "result.json").exists()
+    seen = []
+    assert run(recipe, on_step=lambda *row: seen.append(row[0]), resume=True) == expected
+    assert seen == [8, 9, 10, 11, 12]
+    weights = [train.load(tmp_path / name).state_dict() for name in ("whole", "run")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(run, tmp_path):
+    expected = run(TINY, "whole")
+    folder = tmp_path / "run"
+    run(TINY)
+    for checkpoint in checkpoints.complete(folder):
+        (checkpoint.folder / "complete.json").unlink()
+    (folder / "result.json").unlink()
+    assert run(TINY, resume=True) == expected
+
+
+def test_a_run_killed_while_it_is_evaluated_is_not_trained_again(run, tmp_path):
+    expected = run(TINY)
+    (tmp_path / "run" / "result.json").unlink()
+    seen = []
+    assert run(TINY, on_step=lambda *row: seen.append(row), resume=True) == expected
+    assert (tmp_path / "run" / "result.json").exists()
+    assert run(TINY, on_step=lambda *row: seen.append(row), resume=True) == expected
+    assert seen == []
+
+
+def test_the_best_validation_gives_the_weights_and_patience_ends_the_run(run, tmp_path, source):
+    recipe = replace(TINY, steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
+    validations = [(row["validation"], row["step"]) for row in run(recipe) if "validation" in row]
+    best, at = min(validations)
+    assert validations[-1][1] == at + 4 < 40
+    assert {c.step for c in checkpoints.complete(tmp_path / "run")} >= {at, at + 4}
+    model = train.load(tmp_path / "run")
+    assert train.evaluate(model, recipe, source, recipe.length) == pytest.approx(best, rel=1e-6)
+
+
+def test_validations_and_patience_go_on_after_an_interruption(run):
+    recipe = replace(TINY, steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
+    expected, at = run(recipe, "whole"), 0
+
+    def interrupt(step, *rest):
+        if step == at:
+            raise KeyboardInterrupt
+
+    ends = expected[-1]["step"]
+    for at in range(2, ends - 1, 3):
+        with pytest.raises(Interrupted):
+            run(recipe, on_step=interrupt, resume=at > 2)
+    assert run(recipe, resume=True) == expected
+
+
+def test_a_run_that_diverges_keeps_its_last_finite_weights(run, tmp_path):
+    rows = run(replace(TINY, learning_rate=1e12, clip=0.0, save_every=1, schedule="constant"))
+    assert rows[-1]["loss"] is None or rows[-1]["gradient_norm"] is None
+    assert all(torch.isfinite(value).all() for value in train.load(tmp_path / "run").state_dict().values())
+    assert checkpoints.newest(tmp_path / "run").step == rows[-1]["step"] - 1
+
+
+def test_the_gradient_is_clipped(run):
+    rows = run(replace(TINY, steps=3, clip=1e-9, optimizer="adam", weight_decay=0.0, epsilon=1.0))
+    assert rows[0]["gradient_norm"] > 0.1  # as it was
+    still = run(replace(TINY, steps=3, learning_rate=1e-12), "still")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in still], abs=1e-5)
+
+
+def test_bfloat16_products_and_float32_weights(run, tmp_path):
+    exact, coarse = run(TINY, "exact"), run(replace(TINY, precision="bfloat16"), "coarse")
+    assert exact != coarse
+    assert [row["loss"] for row in coarse if "loss" in row] == pytest.approx(
+        [row["loss"] for row in exact if "loss" in row], abs=0.05
+    )
+    assert {value.dtype for value in train.load(tmp_path / "coarse").state_dict().values()} == {torch.float32}
+
+
+def test_csv_shows_the_rows_of_metrics_jsonl_after_resuming_too(run, tmp_path):
+    recipe = replace(TINY, logger="csv")
+
+    def interrupt(step, *rest):
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run(recipe, on_step=interrupt)
+    rows = run(recipe, resume=True)
+    lines = (tmp_path / "run" / "csv" / "metrics.csv").read_text().splitlines()
+    place, step = lines[0].split(",").index("loss"), lines[0].split(",").index("step")
+    assert [(int(line.split(",")[step]), float(line.split(",")[place])) for line in lines[1:]] == [
+        (row["step"], row["loss"]) for row in rows
+    ]
+
+
+def test_tensorboard_shows_the_rows(run, tmp_path):
+    pytest.importorskip("tensorboard")
+    run(replace(TINY, logger="tensorboard", steps=3))
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_advice(run, tmp_path, monkeypatch):
+    save = torch.save
+
+    def full(state, file):
+        if state["best"] is not None and len(checkpoints.complete(tmp_path / "run")) == 2:
+            raise OSError(28, "No space left on device")
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"No space left on device; .*step-00000008 is whole: make room .* --resume"):
+        run(TINY)
+    monkeypatch.undo()
+    assert run(TINY, resume=True) == run(TINY, "whole")

@@ -1,0 +1,138 @@
+"""Perplexity."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import perturb
+
+from isopos import Decoder, schemes
+from isopos.lab import evaluate
+from isopos.lab.corpora import Corpus
+from isopos.lab.evaluate import length_table, perplexity
+from isopos.lab.tokenizers import Bytes, Words
+
+LENGTH = 12
+
+
+def corpus(tokens=100, words=40):
+    tokenizer = Words([f"w{n}" for n in range(words - 1)] + ["<eos>"])
+    streams = [np.random.default_rng(n).integers(words, size=tokens).astype(np.uint8) for n in range(3)]
+    return Corpus("random words", "", tokenizer, *streams, sizes=dict.fromkeys(("train", "validation", "test"), 250))
+
+
+def made(scheme="rope", words=40, **more):
+    return perturb(Decoder(words, 16, 2, schemes.build(scheme.partition(":")[0], 8, 2, options(scheme)), **more)).eval()
+
+
+def options(scheme):
+    return dict(piece.split("=") for piece in scheme.partition(":")[2].split(",") if piece)
+
+
+def brute(model, tokens, length, scored):
+    """Every token after enough others, with the window that ends the first batch of `scored` it is in."""
+    losses = []
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+    last = len(tokens) - 1 - length
+    starts = [*range(0, last + 1, scored)]
+    done = length - scored
+    for start in starts + [last] * (starts[-1] != last):
+        log_p = model(tokens[None, start : start + length])[0].log_softmax(-1)
+        for place in range(done, start + length):
+            losses.append(-log_p[place - start, tokens[place + 1]].item())
+        done = start + length
+    return losses
+
+
+@pytest.mark.parametrize("scored", [None, 1, 5, LENGTH])
+@pytest.mark.parametrize("cutoffs", [(), (6, 20)])
+def test_perplexity_is_that_of_the_mean_over_tokens(scored, cutoffs):
+    model, text = made(cutoffs=cutoffs), corpus()
+    losses = brute(model, text.test, LENGTH, scored or LENGTH)
+    score = perplexity(model, text, LENGTH, split="test", scored=scored)
+    assert score.tokens == len(losses) == 99 - (LENGTH - (scored or LENGTH))
+    assert score.nats == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert score.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+    assert score.bits_per_byte == pytest.approx(score.nats / math.log(2) / 2.5)
+
+
+def test_a_limit_looks_at_the_first_tokens_only():
+    model, text = made(), corpus()
+    losses = brute(model, text.validation[:31], LENGTH, LENGTH)
+    score = perplexity(model, text, LENGTH, limit=30)
+    assert score.tokens == 30
+    assert score.nats == pytest.approx(sum(losses) / 30, rel=1e-5)
+
+
+STREAMED = ["rope", "rope:attention=softmax", "permuteformer", "retnet", "horn-clipped", "t5", "sinusoidal", "lrpe-unitary"]
+
+
+@pytest.mark.parametrize("scheme", STREAMED)
+@pytest.mark.parametrize("scored", [None, 9, 30])
+def test_pieces_of_a_long_window_have_its_score(scheme, scored, monkeypatch):
+    model, text = made(scheme), corpus()
+    whole = perplexity(model, text, 40, scored=scored)
+    monkeypatch.setattr(evaluate, "PIECE", 7)
+    pieces = perplexity(model, text, 40, scored=scored)
+    assert pieces.tokens == whole.tokens
+    assert pieces.nats == pytest.approx(whole.nats, rel=1e-5)
+
+
+def test_softmax_attention_sees_shorter_pieces_of_longer_windows(monkeypatch):
+    model, text, seen = made("rope:attention=softmax"), corpus(), []
+    monkeypatch.setattr(evaluate, "SCORES", 240)
+    model.blocks[0].register_forward_hook(lambda block, args, found: seen.append(args[0].shape[:2].numel()))
+    for length, most in ((8, 24), (40, 6)):  # three windows at once; pieces of one
+        seen.clear()
+        perplexity(model, text, length)
+        assert max(seen) == most
+
+
+def test_a_large_vocabulary_is_scored_in_smaller_pieces(monkeypatch):
+    model, text = made(), corpus()
+    whole, sizes = perplexity(model, text, LENGTH), []
+    monkeypatch.setattr(evaluate, "LOGITS", 5 * 40)
+    model.head.register_forward_hook(lambda head, args, found: sizes.append(found.numel()))
+    assert perplexity(model, text, LENGTH).nats == pytest.approx(whole.nats, rel=1e-5)
+    assert max(sizes) == 5 * 40
+
+
+def test_training_mode_comes_back_and_dropout_does_not_count():
+    model, text = made(dropout=0.5), corpus()
+    calm = perplexity(model, text, LENGTH)
+    assert perplexity(model.train(), text, LENGTH) == calm
+    assert model.training
+
+
+def test_the_table_says_why_a_length_has_no_score():
+    model, text = made("learned:length=30"), corpus()
+    rows = length_table(model, text, LENGTH, multiples=(1, 2, 4, 16), scored=6, split="test")
+    assert [row.length for row in rows] == [12, 24, 48, 192]
+    assert [row.score is not None for row in rows] == [True, True, False, False]
+    assert rows[1].score == perplexity(model, text, 24, scored=6, split="test")
+    assert rows[2].reason == "length: expected at most 30, for which the scheme has positions, got 48"
+    (row,) = length_table(made(), text, LENGTH, multiples=(16,))
+    assert (
+        row.reason == "length: expected less than the 100 tokens of validation, got 192; use more text or a shorter window"
+    )
+
+
+def test_bad_calls():
+    model, text = made(), corpus()
+    for arguments, message in (
+        ({"length": 100}, "length: expected less than the 100 tokens of validation, got 100"),
+        ({"length": 50, "limit": 20}, "length: expected less than the 21 tokens"),
+        ({"length": 0}, "length: expected positive numbers of tokens"),
+        ({"length": 8, "scored": 9}, "scored: expected 1 to the 8"),
+        ({"length": 8, "split": "dev"}, "split: expected one of train, validation, test"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            perplexity(model, text, **arguments)
+    other = Corpus("bytes", "", Bytes(), text.train, text.validation, text.test, text.sizes)
+    with pytest.raises(ValueError, match="expected the 40 tokens of the model, got the 256 of bytes; load the text with"):
+        perplexity(model, other, 8)
+
+
+def test_an_infinite_loss_is_an_infinite_perplexity():
+    assert evaluate.Score(1000.0, 1.0, 1).perplexity == math.inf

@@ -1,0 +1,72 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from isopos.lab import folders
+from isopos.lab.recipes import Recipe
+
+
+def test_a_run_folder_is_never_replaced_unasked(tmp_path):
+    run = tmp_path / "run"
+    folders.create(run, Recipe(steps=3))
+    with pytest.raises(ValueError, match=r"exists; go on with it by --resume, .*--overwrite, .*--name"):
+        folders.create(run, Recipe())
+    assert folders.recipe_of(run).steps == 3
+    folders.create(run, Recipe(steps=4), overwrite=True)
+    assert folders.recipe_of(run).steps == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_only_runs_are_replaced(tmp_path):
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="holds no run"):
+        folders.create(tmp_path, Recipe(), overwrite=True)
+    assert (tmp_path / "mine").exists()
+
+
+def test_what_a_kill_left_does_not_hinder(tmp_path):
+    (tmp_path / ".run.new").mkdir()
+    folders.create(tmp_path / "run", Recipe())
+    assert not (tmp_path / ".run.new").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot write"):
+        folders.create(tmp_path / "file" / "run", Recipe())
+
+
+def test_a_folder_without_a_run_says_where_runs_are(tmp_path):
+    folders.create(tmp_path / "all" / "one", Recipe())
+    with pytest.raises(ValueError, match=r"recipe\.json, got .*; it holds .*one"):
+        folders.recipe_of(tmp_path / "all")
+    (tmp_path / "all" / "one" / "recipe.json").write_text('{"stepz": 1}')
+    with pytest.raises(ValueError, match=r"recipe\.json: recipe: no field stepz"):
+        folders.recipe_of(tmp_path / "all" / "one")
+
+
+def test_the_recipe_of_a_resumed_run_may_differ_in_where_it_runs(tmp_path):
+    folders.create(tmp_path / "run", Recipe())
+    folders.same_recipe(tmp_path / "run", replace(Recipe(), device="cuda", workers=3, devices=2, save_every=7))
+    with pytest.raises(ValueError, match="seed was 0, is 1; steps was 250, is 3;"):
+        folders.same_recipe(tmp_path / "run", replace(Recipe(), steps=3, seed=1))
+
+
+def test_a_log_goes_on_after_a_step_and_drops_what_came_later(tmp_path):
+    with folders.Log(tmp_path) as log:
+        for step in range(1, 6):
+            log.write(step=step, loss=step / 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed while it wrote
+    assert [row["step"] for row in folders.read_rows(path)] == [1, 2, 3, 4, 5]
+    with folders.Log(tmp_path, 3) as log:
+        log.write(step=4, loss=9.0)
+        assert [row["loss"] for row in log.rows] == [1 / 3, 2 / 3, 1.0]
+    assert [(row["step"], row["loss"]) for row in map(json.loads, path.read_text().splitlines())][2:] == [(3, 1.0), (4, 9.0)]
+
+
+def test_numbers_survive_a_log_bit_for_bit(tmp_path):
+    with folders.Log(tmp_path) as log:
+        log.write(step=1, loss=0.1 + 0.2)
+    assert folders.read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.1 + 0.2}]

@@ -1,0 +1,251 @@
+"""Tables of papers: the data files, claims, ranks, and `isopos table` end to end."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from isopos.lab import claims, findings, reproduce
+from isopos.lab.checks import check_recipe
+from isopos.lab.claims import claimed, holder
+from isopos.lab.papers import FOLDER, TABLES, load_table
+from isopos.lab.recipes import SCALES, Recipe
+from isopos.lab.train import build_scheme
+
+ROWS = "Base,Rope,Type2"
+TINY = ["--scale", "tiny", "--rows", ROWS]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_loads_and_its_schemes_build(name):
+    table = load_table(name)
+    for row in table.rows:
+        for scale in SCALES if row.scheme else ():
+            recipe = table.recipe_at(scale, *table.corpora[:1])
+            recipe.check()
+            build_scheme(Recipe.from_dict(recipe.as_dict() | {"scheme": row.scheme}))
+    tiny = table.recipe_at("tiny").as_dict() | {"device": "cpu"}
+    for row in table.rows:
+        if row.scheme:
+            check_recipe(Recipe.from_dict(tiny | {"scheme": row.scheme}))
+
+
+def test_the_tables_hold_what_the_papers_say():
+    two, five, six, four = (load_table(name) for name in ("lrpe-2", "lrpe-5", "lrpe-6", "permuteformer-4"))
+    assert two.row("Type1").figures == (31.90, 31.60, 8.52, 8.19)
+    assert [five.row(f"Householder {kind}").figures[0] for kind in ("unitary", "orthogonal", "permutation")] == [
+        two.row(f"Type{n}").figures[0] for n in (1, 2, 3)
+    ]
+    means = [sum(row.figures[0] for row in five.rows[n : n + 3]) / 3 for n in (0, 3, 6)]
+    assert means == pytest.approx([32.58, 32.80, 32.61], abs=0.011)  # the paper's averages, which it cuts or rounds
+    assert [row.figures[0] for row in six.rows if row.figures] == [1.00, 0.86, 0.61, 0.94, 0.82, 0.82, 0.89]
+    assert [row.figures[0] for row in four.rows] == [30.18, 36.87, 32.49, 35.76, 33.08]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('split = "test"', 'spilt = "test"', "Column: no key 'spilt'"),
+        ("figures = [36.87]", "figures = [36.87, 1]", "Performer: expected 1 figures or none, got 2"),
+        ('baseline = "Performer"', 'baseline = "Perform"', "baseline: expected a row with a scheme, got 'Perform'"),
+        ("steps = 20\n", "stepz = 20\n", "no field stepz, did you mean steps"),
+        ("[scales.paper]\n", "", "scales: expected tiny, small, paper, got small, tiny"),
+        ('corpus = "wikitext-103"', 'corpus = "wiki"', "expected a corpus of wikitext-103, got 'wiki'"),
+        ("[[rows]]", "[rows", "permuteformer-4.toml"),
+    ],
+)
+def test_a_damaged_table_is_one_clear_error(tmp_path, old, new, message):
+    text = (FOLDER / "permuteformer-4.toml").read_text()
+    assert old in text
+    (tmp_path / "permuteformer-4.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"permuteformer-4\.toml") as error:
+        load_table("permuteformer-4", tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_spearman_with_ties():
+    assert findings.spearman([1, 2, 3], [3, 2, 1]) == -1
+    assert findings.spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
+    assert findings.spearman([1, 1], [1, 2]) != findings.spearman([1, 1], [1, 2])
+
+
+def test_a_claim_is_one_process_at_a_time(tmp_path):
+    path = tmp_path / "claims" / "cell.claim"
+    code = (
+        "import sys; from pathlib import Path; from isopos.lab.claims import claimed\n"
+        "with claimed(Path(sys.argv[1])) as mine: sys.exit(10 + mine)"
+    )
+
+    def other():
+        return subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode
+
+    with claimed(path) as mine:
+        assert mine
+        assert other() == 10
+        assert holder(path) == f"process {os.getpid()} on {platform.node()}"
+    assert holder(path) == ""
+    assert other() == 11
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_stale_claim_is_taken_over(tmp_path):
+    path = tmp_path / "cell.claim"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for host, pid, age, expected in (
+        (platform.node(), gone.pid, 0, True),
+        ("elsewhere", 1, 0, False),
+        ("elsewhere", 1, claims.STALE + 60, True),
+        (platform.node(), os.getpid(), claims.STALE + 60, True),
+    ):
+        path.write_text(json.dumps({"host": host, "pid": pid}))
+        then = time.time() - age
+        os.utime(path, (then, then))
+        with claimed(path) as mine:
+            assert mine == expected
+        assert path.exists() != expected
+    path.write_text("")  # another process is just writing it
+    with claimed(path) as mine:
+        assert not mine
+
+
+def test_a_claim_that_is_held_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "BEAT", 0.01)
+    path = tmp_path / "cell.claim"
+    with claimed(path):
+        os.utime(path, (0, 0))
+        end = time.monotonic() + 10
+        while path.stat().st_mtime == 0:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+
+def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, monkeypatch):
+    code, out, _ = isopos("table", "lrpe-2", *TINY, "--dry-run")
+    assert (code, "6 of 6 cells are missing" in out) == (0, True)
+    assert not (tmp_path / "runs").exists()
+    code, out, _ = isopos("table", "lrpe-2", *TINY, "--data", "books=" + _text(tmp_path))
+    assert code == 0
+    assert "says nothing about the order" in out
+    folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny"
+    cells = sorted(path.name for path in (folder / "cells").iterdir())
+    assert cells == ["books-lrpe-orthogonal-seed0", "books-rope-seed0", "books-sinusoidal-seed0"]
+    page = (folder / "table.md").read_text()
+    assert "| Rope | rope | 8.98 | " in page
+    assert "steps 20 (paper: 50,000)" in page
+    assert "Type1 on books, seeds 0" in page
+    assert "wikitext-103, for which --data wikitext-103=PATH gives a text" in page
+    assert "isopos table lrpe-2 --scale tiny" in page
+    assert "</svg>" in (folder / "curves.svg").read_text()
+    assert list((folder / "claims").iterdir()) == []
+    before = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.json")}
+    monkeypatch.setattr(reproduce, "train", None)
+    code, out, _ = isopos("table", "lrpe-2", *TINY, "--data", "books=" + _text(tmp_path))
+    assert code == 0
+    assert {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.json")} == before
+    code, out, _ = isopos("runs", "runs/tables")
+    assert (code, "lrpe-2-tiny/cells/books-rope-seed0" in "".join(out.split())) == (0, True)
+    (tmp_path / "other.txt").write_text("another text " * 2000)
+    code, _, err = isopos("table", "lrpe-2", *TINY, "--data", "books=other.txt")
+    assert (code, "has another text than other.txt" in err) == (2, True)
+
+
+def _text(folder):
+    path = folder / "text.txt"
+    if not path.exists():
+        path.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(1500)))
+    return str(path)
+
+
+def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
+    rows = ["--rows", "Base,Rope", "--scale", "tiny"]
+    code, out, _ = isopos("table", "lrpe-6", *rows)
+    assert (code, "relative speed" in out) == (0, True)
+    path = tmp_path / "runs" / "tables" / "lrpe-6-tiny" / "timing.json"
+    rounds = json.loads(path.read_text())
+    assert [set(one) for one in rounds] == [{"Base", "Rope"}] * reproduce.ROUNDS
+    code, out, _ = isopos("table", "lrpe-6", "--rows", "Type2,Rope", "--scale", "tiny")
+    assert json.loads(path.read_text())[: len(rounds)] == rounds
+    assert [set(one) for one in json.loads(path.read_text())[len(rounds) :]] == [{"Base", "Type2"}] * reproduce.ROUNDS
+    code, out, _ = isopos("table", "lrpe-6", *rows, "--dry-run")
+    assert "0 of 2 cells are missing" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lrpe-7"], "table: expected one of lengths, lrpe-2, lrpe-5, lrpe-6, permuteformer-4, got 'lrpe-7'"),
+        (["lrpe-2", "--seeds", "0"], "seeds: expected a positive number, got 0"),
+        (["lrpe-2", "--rows", "Bass"], "rows: expected names or schemes"),
+        (["lrpe-2", "--data", "x.txt"], "data: expected NAME=PATH with a name of wikitext-103, books, got 'x.txt'"),
+        (["lrpe-5", "--data", "x.txt"], "data: expected a file or a folder, but x.txt does not exist"),
+        (["lrpe-6", "--data", "x.txt"], "data: expected none, since this table has no text"),
+        (["lrpe-5", "--name", "a/b"], "name: expected the name of one folder"),
+        (["lrpe-6", "--device", "gpu"], "device: expected cpu, cuda or auto, got 'gpu'"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(isopos, tmp_path, arguments, message):
+    code, _, err = isopos("table", *arguments)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def _start(folder, *arguments):
+    command = [sys.executable, "-m", "isopos", "table", "permuteformer-4", "--scale", "tiny", "--data", _text(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {"cwd": folder, "env": environment, "text": True, "start_new_session": True}
+    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_after_a_signal_the_same_command_goes_on(tmp_path, number):
+    rows = ("--rows", "PermuteFormer,Performer")
+    process = _start(tmp_path, *rows)
+    folder = tmp_path / "runs" / "tables" / "permuteformer-4-tiny"
+    end = time.monotonic() + 90
+    while not list(folder.glob("cells/*/metrics.jsonl")):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    os.killpg(process.pid, number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number), out
+    assert bool(list(folder.glob("claims/*.claim"))) == (number == signal.SIGKILL)
+    if number == signal.SIGINT:
+        assert "the same command goes on" in out
+        assert "Missing: " in out
+    again = _start(tmp_path, *rows)
+    out, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, out
+    assert len(list(folder.glob("cells/*/scores.json"))) == 2
+    assert not list(folder.glob("claims/*.claim"))
+
+
+@pytest.mark.slow
+def test_two_processes_divide_the_cells(tmp_path):
+    both = [_start(tmp_path) for _ in range(2)]
+    outs = [process.communicate(timeout=180)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outs
+    folder = tmp_path / "runs" / "tables" / "permuteformer-4-tiny"
+    assert len(list(folder.glob("cells/*/scores.json"))) == 5
+    assert any("Missing" not in out for out in outs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lrpe-2", "permuteformer-4", "lengths"])
+def test_a_whole_table_at_the_tiny_scale(isopos, tmp_path, name):
+    begun = time.monotonic()
+    code, out, _ = isopos("table", name, "--scale", "tiny", "--device", "cpu")
+    assert code == 0
+    assert "Missing" not in out
+    assert time.monotonic() - begun < 120
+    page = (tmp_path / "runs" / "tables" / f"{name}-tiny" / "table.md").read_text()
+    assert all(row.name in page for row in load_table(name).rows)
