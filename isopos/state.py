@@ -99,7 +99,7 @@ class State:
         """The inverse of `state_dict`."""
         rest = dict(tensors)
         texts = {name: bytes(rest.pop(name).tolist()).decode() for name in TEXTS}
-        return cls(MappingProxyType(rest), **texts)
+        return cls(MappingProxyType(rest), texts["fingerprint"], texts["kind"])
 
 
 def expect_state(state: object) -> None:
