@@ -570,13 +570,12 @@ class _Features:
         self._drop(plain)
         return (self.rho.apply(plain).to(self.dtype), plain)[: self.parts]
 
-    def pull(self, grads: Sequence[Tensor], room: Room) -> Tensor:
+    def pull(self, grads: Sequence[Tensor], room: Room) -> tuple[Tensor, Tensor | None]:
         grad = self.rho.adjoint(grads[0]).to(self.dtype)
         for other in grads[1:]:
             grad = grad.add_(other)
-        if self.phi is not identity:
-            grad = grad.mul_(IN_PLACE[self.phi].slope(room("plain", *grad.shape)))
-        return self._drop(grad)
+        grad = self._drop(grad)
+        return grad, None if self.phi is identity else IN_PLACE[self.phi].slope(room("plain", *grad.shape))
 
     def _drop(self, x: Tensor) -> Tensor:
         """Zero where keys take no part, in place, whatever was there."""

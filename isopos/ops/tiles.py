@@ -9,9 +9,10 @@ product at a time, into buffers that the next tile uses again; only the states r
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +95,11 @@ class Direct(Load, Protocol):
         """The operands of all its tokens, without a graph, in buffers or memory of their own."""
         ...
 
-    def pull(self, grads: Sequence[Tensor], room: Room) -> Tensor:
-        """The gradient of x from those of the operands, which it may overwrite; the buffers hold what `write` left there."""
+    def pull(self, grads: Sequence[Tensor], room: Room) -> tuple[Tensor, Tensor | None]:
+        """Two factors of the gradient of x, or one, from those of the operands, which it may overwrite.
+
+        The buffers hold what `write` left there.
+        """
         ...
 
 
@@ -121,9 +125,9 @@ class Ready:
         """x itself."""
         return (x.contiguous(),)
 
-    def pull(self, grads: Sequence[Tensor], room: Room) -> Tensor:
+    def pull(self, grads: Sequence[Tensor], room: Room) -> tuple[Tensor, Tensor | None]:
         """Its gradient itself."""
-        return grads[0]
+        return grads[0], None
 
 
 class Span(NamedTuple):
@@ -245,8 +249,9 @@ class Operand:
     def pull(self, n: int, span: Span, grads: Sequence[Tensor]) -> None:
         """Add the gradients of tile n, which was read last, from those of its operands."""
         assert self.rooms is not None
+        slope = None
         if self.direct:
-            own = self.here.pull(grads, self.room)
+            own, slope = self.here.pull(grads, self.room)
         else:
             pairs = [(out, grad) for out, grad in zip(self.outputs, grads, strict=True) if out.requires_grad]
             own, *learned = torch.autograd.grad([o for o, _ in pairs], self.leaves, [g for _, g in pairs])
@@ -254,45 +259,87 @@ class Operand:
             parts = [p for p, need in zip(self.load.part(rooms, span.place), self.needs, strict=True) if need]
             for room, grad in zip(parts, learned, strict=True):
                 room.add_(grad)
-        if self.first:
+        if slope is not None:
+            torch.mul(own, slope, out=self.rooms[n]) if self.first else self.rooms[n].addcmul_(own, slope)
+        elif self.first:
             self.rooms[n].copy_(own)
         else:
             self.rooms[n].add_(own)
 
 
-class Even:
-    """The weights of a tile without decay: one for what a query sees, zero for the rest."""
+class Weights(ABC):
+    """The weights of a tile: inside its chunks, and between a chunk and the state that comes before it.
 
-    decayed = False
+    A `reverse` walk goes from the last token to the first and leaves out the diagonal.
+    """
 
-    def __init__(self, tile: Tile, reverse: bool, like: Tensor):
-        self.tile, self.reverse, n = tile, reverse, tile.count
-        earlier = torch.ones(n, n, dtype=like.dtype, device=like.device).tril_(-1)
-        heads = len(like) // n
-        self.later, self.earlier = (x.expand(heads, n, n) for x in (earlier.mT.contiguous(), earlier))
+    decayed: ClassVar[bool]
 
+    def __init__(self, tile: Tile, reverse: bool):
+        self.tile, self.reverse = tile, reverse
+
+    @abstractmethod
     def weigh(self, scores: Tensor) -> Tensor:
         """Multiply scores ``[n c c]`` by the weights inside a chunk, in place."""
-        return scores.triu_(1) if self.reverse else scores.tril_()
 
+    @abstractmethod
     def fade(self, rows: Tensor, name: str) -> Tensor:
         """Multiply rows in place by the weights `before` or `after`: from the last chunk, or to this one's end."""
-        return rows
 
+    @abstractmethod
     def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
         """`fade` of a copy."""
-        return rows
 
+    @abstractmethod
     def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
         """Add faded x ``[*b h n 1 .]`` to rows ``[n c .]``, in place."""
-        self.tile.apart(rows).add_(x, alpha=sign)
-        return rows
 
+    @abstractmethod
     def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
         """A state ``[*b h . .]`` after all chunks; what it is before each comes `into` ``[n . .]``.
 
         `added` ``[n . .]`` is what each chunk adds. With `back` the walk goes the other way.
         """
+
+    @abstractmethod
+    def prefix(self, rows: Tensor) -> Tensor:
+        """Sums of rows ``[n c d]`` over the tokens of their chunk that a token sees, weighted."""
+
+    @abstractmethod
+    def suffix(self, rows: Tensor) -> Tensor:
+        """The same over the tokens that see a token. A total less a prefix would lose digits."""
+
+
+class Even(Weights):
+    """Weights without decay: one for what a query sees, zero for the rest."""
+
+    decayed = False
+
+    def __init__(self, tile: Tile, reverse: bool, like: Tensor):
+        super().__init__(tile, reverse)
+        n, heads = tile.count, len(like) // tile.count
+        earlier = torch.ones(n, n, dtype=like.dtype, device=like.device).tril_(-1)
+        self.later, self.earlier = (x.expand(heads, n, n) for x in (earlier.mT.contiguous(), earlier))
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Cut off what a query does not see."""
+        return scores.triu_(1) if self.reverse else scores.tril_()
+
+    def fade(self, rows: Tensor, name: str) -> Tensor:
+        """Leave rows as they are."""
+        return rows
+
+    def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
+        """The rows themselves."""
+        return rows
+
+    def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
+        """Add."""
+        self.tile.apart(rows).add_(x, alpha=sign)
+        return rows
+
+    def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
+        """One product with a triangle of ones."""
         turned, shape = back != self.reverse, (len(self.later), self.tile.count, -1)
         flat, into = state.reshape(shape[0], 1, -1), into.view(shape)
         added = added.view(shape)
@@ -301,26 +348,25 @@ class Even:
         return (added[:, last] + into[:, last]).view(state.shape)
 
     def prefix(self, rows: Tensor) -> Tensor:
-        """Sums of rows ``[n c d]`` over the tokens of their chunk that a token sees, weighted."""
+        """Cumulative sums."""
         return _back(F.pad(rows[:, 1:], (0, 0, 0, 1))) if self.reverse else rows.cumsum(1)
 
     def suffix(self, rows: Tensor) -> Tensor:
-        """The same over the tokens that see a token. A total less a prefix would lose digits."""
+        """Cumulative sums from the end."""
         return F.pad(rows[:, :-1], (0, 0, 1, 0)).cumsum(1) if self.reverse else _back(rows)
 
 
-class Fading(Even):
+class Fading(Weights):
     """Weights exp(g_i - g_j): `inside` chunks, from `before` one to its tokens, from them to its end (`after`), `across` it.
 
     Every exponent is a difference of log decays and does not exceed zero: r^i and r^-j, which overflow, are never formed.
-    A `reverse` walk goes from the last token to the first and leaves out the diagonal.
     """
 
     decayed = True
 
     def __init__(self, tile: Tile, reverse: bool, like: Tensor, g: Sequence[Tensor]):
         """g holds log decays of queries and keys ``[*b h t]`` of the tile, less that of the last token before it."""
-        super().__init__(tile, reverse, like)
+        super().__init__(tile, reverse)
         self.g, dtype = g, like.dtype
         query, key = (x.unflatten(-1, (-1, tile.chunk)) for x in g)
         ends = key[..., 0] if reverse else key[..., -1]
@@ -333,8 +379,7 @@ class Fading(Even):
         self.across = across[..., 0]
         far = starts - ends[..., None, :]
         far = (far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1)).to(dtype)
-        far = far.expand(*tile.leading, tile.count, tile.count).reshape(self.later.shape)
-        self.earlier, self.later = far, far.mT
+        self.earlier = far.expand(*tile.leading, tile.count, tile.count).reshape(-1, tile.count, tile.count)
         first, final = (starts[..., -1:, :], ends[..., :1]) if reverse else (starts[..., :1, :], ends[..., -1:])
         self.onward, self.backward = (x.exp().to(dtype) for x in (starts - first, (final - ends)[..., None]))
 
@@ -347,30 +392,30 @@ class Fading(Even):
         return all(bool((a - b).abs_().amax() <= close) for a, b in pairs)
 
     def weigh(self, scores: Tensor) -> Tensor:
-        """Multiply scores ``[n c c]`` by the weights inside a chunk, in place."""
+        """Multiply by the weights inside."""
         self.tile.apart(scores).mul_(self.inside)
         return scores
 
     def fade(self, rows: Tensor, name: str) -> Tensor:
-        """Multiply rows in place by `before` or `after`."""
+        """Multiply."""
         self.tile.apart(rows).mul_(getattr(self, name))
         return rows
 
     def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
-        """`fade` of a copy."""
+        """Multiply a copy."""
         out = torch.empty_like(rows) if out is None else out
         torch.mul(self.tile.apart(rows), getattr(self, name), out=self.tile.apart(out))
         return out
 
     def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
-        """Add faded x ``[*b h n 1 .]`` to rows ``[n c .]``, in place."""
+        """Multiply x and add."""
         self.tile.apart(rows).addcmul_(getattr(self, name), x, value=sign)
         return rows
 
     def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
-        """A state ``[*b h . .]`` after all chunks; what it is before each comes `into` ``[n . .]``."""
+        """One product with the weights from chunk to chunk."""
         turned, wide = back != self.reverse, (*self.tile.leading, self.tile.count, -1)
-        first, far = (self.backward, self.later) if back else (self.onward, self.earlier)
+        first, far = (self.backward, self.earlier.mT) if back else (self.onward, self.earlier)
         torch.mul(state.flatten(-2).unsqueeze(-2), first, out=into.view(wide))
         shape = (len(far), self.tile.count, -1)
         into.view(shape).baddbmm_(far, added.view(shape))
@@ -379,11 +424,11 @@ class Fading(Even):
         return torch.addcmul(added, into, self.across.select(-2, last).unsqueeze(-1))
 
     def prefix(self, rows: Tensor) -> Tensor:
-        """Sums of rows ``[n c d]`` over the tokens of their chunk that a token sees, weighted."""
+        """One product with the weights inside."""
         return self._wide() @ rows
 
     def suffix(self, rows: Tensor) -> Tensor:
-        """The same over the tokens that see a token."""
+        """One product with their transpose."""
         return self._wide().mT @ rows
 
     def _wide(self) -> Tensor:
@@ -435,9 +480,9 @@ class Walk:
         self.order = range(len(plan.spans))[:: -1 if reverse else 1]
         for operand in operands:
             operand.split(plan.sizes)
-        self.weights: dict[Tile, list[Even]] = {}
+        self.weights: dict[Tile, list[Weights]] = {}
 
-    def _weights(self, span: Span, like: Tensor) -> Even:
+    def _weights(self, span: Span, like: Tensor) -> Weights:
         """Those of a tile, or of one before that had the same: steady decays, and none at all inside packed sequences."""
         tile = Tile(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
         known = self.weights.setdefault(tile, [Even(tile, self.reverse, like)])
@@ -456,7 +501,7 @@ class Walk:
         self.weights[tile] = [known[0], Fading(tile, self.reverse, like, own), *known[1:2]]
         return self.weights[tile][1]
 
-    def _read(self, n: int) -> tuple[Even, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    def _read(self, n: int) -> tuple[Weights, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """Weights and rows of queries, keys and values; two of queries and keys where the denominator has its own."""
         span = self.plan.spans[n]
         q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
@@ -476,7 +521,9 @@ class Walk:
             total, below, states = self._sums(weights, q, k, v, before)
             yield n, weights.tile.tokens(total), None if below is None else weights.tile.tokens(below), before
 
-    def _sums(self, weights: Even, q, k, v: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    def _sums(
+        self, weights: Weights, q, k, v: Tensor, states: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Sums and denominators of a tile, and the states after it."""
         room, (n, c, _) = self.room, v.shape
         scores = weights.weigh(torch.bmm(q[0], k[0].mT, out=room("scores", n, c, c)))
@@ -495,13 +542,13 @@ class Walk:
             below = torch.mul(q[1], seen, out=product).sum(-1, keepdim=True)
         return total, below, [state, after]
 
-    def _states(self, weights: Even, faded: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, weights: Weights, faded: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The sums of k v^T before each chunk ``[n d e]``, and after the tile."""
         shape = (len(v), faded.shape[-1], v.shape[-1])
         before = self.room("before", *shape)
         return before, weights.carry(state, torch.bmm(faded.mT, v, out=self.room("added", *shape)), before)
 
-    def _rows(self, weights: Even, rows: Tensor, state: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    def _rows(self, weights: Weights, rows: Tensor, state: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
         """The sums of rows before each chunk ``[*b h n 1 d]``, and after the tile; with `back` the other way."""
         added = rows.sum(1, keepdim=True)
         before = torch.empty_like(added)
@@ -523,7 +570,9 @@ class Walk:
             for operand, rows in zip(self.operands, grads, strict=True):
                 operand.pull(n, self.plan.spans[n], [weights.tile.tokens(x) for x in rows])
 
-    def _sums_backward(self, weights: Even, q, k, v, states, grad: Tensor, below: Tensor | None, afters: Sequence[Tensor]):
+    def _sums_backward(
+        self, weights: Weights, q, k, v, states, grad: Tensor, below: Tensor | None, afters: Sequence[Tensor]
+    ):
         """Gradients of q, k and v, and of the states before the tile, from those of the states after it (`afters`)."""
         room, (n, c, _), d = self.room, v.shape, k[0].shape[-1]
         shared = len(k) == 1
