@@ -45,16 +45,17 @@ def bench(
     names = [name for name in processes.SECTIONS if section in ("all", name)]
     if names:
         console.print(_heading(rounds))
-    rows = []
+    rows, written = [], []
     for name in names:
         found = _measured(console, name, states, rounds)
         console.print(table(found))
         rows += found
+        if folder is not None:  # after every section: what an interruption finds is there
+            written = report.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)
     if section in ("all", "accuracy"):
         console.print(accuracy())
-    if folder is not None:
-        for path in report.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds):
-            console.print(f"wrote {path}")
+    for path in written:
+        console.print(f"wrote {path}")
     return 0
 
 

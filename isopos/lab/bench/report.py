@@ -68,7 +68,9 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int) -> list[
     """Write rows as JSON and, where there are ratios, as a chart; return the files."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {"command": command, "when": when, "rounds": rounds, **machine(), "rows": [row.to_json() for row in rows]}
-    (folder / DATA).write_text(json.dumps(content, indent=1) + "\n")
+    part = folder / f"{DATA}.part"
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, folder / DATA)
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
         return [folder / DATA]
