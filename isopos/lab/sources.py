@@ -237,7 +237,7 @@ def _reason(error: Exception) -> str:
 def _hub(source: str) -> Source:
     """A dataset with a column of text, loaded into datasets' own cache and read from there row by row."""
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]  # of the extra data
     except ImportError:
         raise ValueError("data: hf:NAME needs the package datasets: pip install 'isopos[data]'") from None
     name, _, config = source.removeprefix("hf:").partition(":")
