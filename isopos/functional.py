@@ -566,7 +566,7 @@ class _Features:
 
     def write(self, x: Tensor, room: Room) -> tuple[Tensor, ...]:
         plain = room("plain", *x.shape)
-        IN_PLACE[self.phi].write(x.to(self.dtype), plain, room("scratch", *x.shape))
+        IN_PLACE[self.phi].write(x.to(self.dtype), plain, room.spare("scratch", *x.shape))
         self._drop(plain)
         return (self.rho.apply(plain).to(self.dtype), plain)[: self.parts]
 

@@ -201,12 +201,12 @@ def _operands(
     inputs: Sequence[Tensor], loads: Sequence[Load], tensors: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[list[Operand], Room]:
     """The inputs with their loads, and buffers for what they share."""
-    rest, dtype = iter(zip(tensors, needs, strict=True)), torch.promote_types(inputs[0].dtype, torch.float32)
+    rest, room = iter(zip(tensors, needs, strict=True)), Room(inputs[0], torch.promote_types(inputs[0].dtype, torch.float32))
     operands = []
     for x, load in zip(inputs, loads, strict=True):
         own = [next(rest) for _ in load.tensors]
-        operands.append(Operand(x, load, [t for t, _ in own], [need for _, need in own], Room(x, dtype)))
-    return operands, Room(inputs[0], dtype)
+        operands.append(Operand(x, load, [t for t, _ in own], [need for _, need in own], Room(x, room.dtype, room)))
+    return operands, room
 
 
 def _narrow(g_q: Tensor | None, g_k: Tensor | None, place: Place) -> Decays:

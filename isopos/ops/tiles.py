@@ -20,7 +20,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 LEAST, MOST = 4, 16  # chunks of a tile: states before a tile are kept for the backward pass
-TILE, WIDE = 1 << 18, 1 << 24  # features of a tile, on a CPU and elsewhere
+TILE, WIDE = 1 << 17, 1 << 24  # features of a tile, on a CPU and elsewhere: some fifteen buffers of that size are in use
 EPS = 1e-6  # the least magnitude of a denominator
 
 Decays = tuple[Tensor, Tensor] | None
@@ -45,10 +45,10 @@ class Place(NamedTuple):
 
 
 class Room:
-    """Buffers by name and shape, which keep their memory."""
+    """Buffers by name and shape, which keep their memory; `spare` are those that several rooms share."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype):
-        self.like, self.dtype = like, dtype
+    def __init__(self, like: Tensor, dtype: torch.dtype, spare: "Room | None" = None):
+        self.like, self.dtype, self.spare = like, dtype, self if spare is None else spare
         self.held: dict[tuple[object, ...], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
