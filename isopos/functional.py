@@ -1,7 +1,7 @@
 """Linear and softmax attention with positions: unpack values into tensors, fuse what is known, apply the rest first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -140,6 +140,7 @@ def linear_attention(
         state, kind = state or State(), kind_of("linear", q, v, rho_k, feature_map, denominator, terms, **given)
         of_keys = broadcast(k.shape[:-2], v.shape[:-2])
         state.expect(kind, of_keys)
+        state = state if return_state else replace(state, in_place=False)  # nobody takes the next one
         if state.in_place and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("state: expected State(), or no gradients, got a state to update in place; use torch.no_grad()")
         with full_precision(q.device):

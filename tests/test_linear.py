@@ -234,3 +234,15 @@ def test_decays_of_heads_broadcast():
     close(fast, slow)
     for actual, expected in zip(gradients(fast, [q, k, v, g]), gradients(slow, [q, k, v, g]), strict=True):
         close(actual, expected)
+
+
+def test_states_are_kept_for_gradients_only(monkeypatch, small):
+    original, counts = ops._forward, []
+    monkeypatch.setattr(ops, "_forward", lambda *walks, **options: counts.append(original(*walks, **options)) or counts[-1])
+    q, k, v = tensors(300)
+    for _ in range(2):
+        ops.linear(q, k, v, (one,) * 3, None, causal=True, below=None, fuse=True)
+        q, k, v = (x.detach() for x in (q, k, v))
+    heads = len(counts) // 2
+    assert all(counts[:heads])
+    assert not any(counts[heads:])

@@ -322,6 +322,9 @@ def test_a_stream_in_place_is_the_whole_and_writes_over_its_sums(name):
             if i:
                 assert after["sum0"].data_ptr() == state["sum0"].data_ptr()
             state = after
+        sums, at = state["sum0"].clone(), scheme.at(torch.tensor([[6]]), state=state, dtype=q.dtype)
+        linear_attention(*(x[..., :1, :] for x in (q, k, v)), **at, causal=True)
+        assert torch.equal(state["sum0"], sums)  # who does not take the next state keeps this one
 
 
 def test_what_cannot_be_updated_in_place_is_refused():

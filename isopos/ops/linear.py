@@ -140,14 +140,13 @@ class _Fused(torch.autograd.Function):
         operands, room = _operands((q, k, v), loads, tensors, ctx.needs_input_grad[8:])
         out = torch.empty(*q.shape[:-1], v.shape[-1] + (below == "column"), dtype=room.dtype, device=q.device)
         denominator = out.new_empty(*q.shape[:-1], 1) if below == "divide" else out[..., v.shape[-1] :]
-        plan, states = Plan(q), []
+        plan, states, keep = Plan(q), [], any(ctx.needs_input_grad)
         for place in plan.groups:
             parts = [operand.at(place) for operand in operands]
             walks = _walks(parts, plan, _narrow(g_q, g_k, place), room, causal, below)
-            parts = [place.of(x, -3, -2) for x in (out[..., : v.shape[-1]], denominator)]
-            states += _forward(walks, *parts, divide=below == "divide")
-        kept = states if any(ctx.needs_input_grad) else []
-        ctx.save_for_backward(q, k, v, g_q, g_k, out, denominator if below == "divide" else None, *tensors, *kept)
+            outs = [place.of(x, -3, -2) for x in (out[..., : v.shape[-1]], denominator)]
+            states += _forward(walks, *outs, divide=below == "divide", keep=keep)
+        ctx.save_for_backward(q, k, v, g_q, g_k, out, denominator if below == "divide" else None, *tensors, *states)
         ctx.loads, ctx.causal, ctx.below = loads, causal, below
         return out
 
@@ -170,13 +169,13 @@ class _Fused(torch.autograd.Function):
         return *(operand.grad for operand in operands), *(grad_g or (None, None)), None, None, None, *grad_tensors
 
 
-def _forward(walks: Sequence[Walk | Whole], out: Tensor, denominator: Tensor, *, divide: bool) -> list[Tensor]:
-    """Write sums and denominators of all walks of a group, divide at the last, return the states."""
+def _forward(walks: Sequence[Walk | Whole], out: Tensor, denominator: Tensor, *, divide: bool, keep: bool) -> list[Tensor]:
+    """Write sums and denominators of all walks of a group, divide at the last; return the states if they are to be kept."""
     states: list[Tensor] = []
     outs, belows = (x.split(walks[0].plan.sizes, -2) for x in (out, denominator))
     for walk in walks:
         for n, total, below, before in walk.forward():
-            states += before
+            states += before if keep else []
             if walk is not walks[0]:
                 total, below = total.add_(outs[n]), below if below is None else below + belows[n]
             if below is not None and divide and walk is walks[-1]:
@@ -250,7 +249,7 @@ def _ready_walks(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tenso
 def _causal_sum(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, reverse: bool) -> Tensor:
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for place, walk in _ready_walks(q, k, v, g_q, g_k, reverse, False)[1]:
-        _forward([walk], place.of(out, -3, -2), out[..., :0], divide=False)
+        _forward([walk], place.of(out, -3, -2), out[..., :0], divide=False, keep=False)
     return out
 
 

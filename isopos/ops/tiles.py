@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -223,7 +223,7 @@ class Operand:
             part = Operand(x, self.load, self.load.part(self.tensors, place), self.needs, self.room)
             rooms = [t if grad is None else grad for t, grad in zip(self.tensors, self.grads, strict=True)]
             part.grads = [x if need else None for x, need in zip(self.load.part(rooms, place), self.needs, strict=True)]
-        part.grad, part.first = grad, self.first
+        part.grad = grad
         return part
 
     def split(self, sizes: Sequence[int]) -> None:
@@ -273,8 +273,6 @@ class Weights(ABC):
     A `reverse` walk goes from the last token to the first and leaves out the diagonal.
     """
 
-    decayed: ClassVar[bool]
-
     def __init__(self, tile: Tile, reverse: bool):
         self.tile, self.reverse = tile, reverse
 
@@ -312,8 +310,6 @@ class Weights(ABC):
 
 class Even(Weights):
     """Weights without decay: one for what a query sees, zero for the rest."""
-
-    decayed = False
 
     def __init__(self, tile: Tile, reverse: bool, like: Tensor):
         super().__init__(tile, reverse)
@@ -361,8 +357,6 @@ class Fading(Weights):
 
     Every exponent is a difference of log decays and does not exceed zero: r^i and r^-j, which overflow, are never formed.
     """
-
-    decayed = True
 
     def __init__(self, tile: Tile, reverse: bool, like: Tensor, g: Sequence[Tensor]):
         """g holds log decays of queries and keys ``[*b h t]`` of the tile, less that of the last token before it."""
