@@ -25,14 +25,15 @@ from isopos.arguments import (
 )
 from isopos.exact import broadcast, full_precision
 from isopos.feature_maps import FEATURE_MAPS, IN_PLACE, Favor, FeatureMap, identity, sides
-from isopos.isometries import Identity, Isometry
+from isopos.isometries import Chain, Gather, Identity, Isometry, Reflection, Rotation
 from isopos.ops import clipped, linear
-from isopos.ops.tiles import Place, Room
+from isopos.ops.tiles import Formula, Place, Room
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
 __all__ = ["linear_attention", "naive_linear_attention", "softmax_attention"]
 
+_NAMES = {phi: name for name, phi in FEATURE_MAPS.items()}
 JUMP = 1000.0  # of a log decay between segments: exp(-1000) is zero in every dtype
 
 
@@ -564,6 +565,23 @@ class _Features:
         if kept is not None and kept.device.type == "cpu" and place.tokens.start is not None and kept.all():
             kept = None
         return _Features(self.rho.part(place), self.phi, self.parts, self.dtype, kept)
+
+    def formula(self) -> Formula | None:
+        first, last = (self.rho.first, self.rho.second) if isinstance(self.rho, Chain) else (Identity(), self.rho)
+        if isinstance(last, Reflection) and isinstance(first, Identity):
+            first, last = last, first
+        normal = first.normal if isinstance(first, Reflection) else None
+        if isinstance(last, Rotation):
+            kind, table = "lift" if last.lifted else "rotation", last.table
+        elif isinstance(last, Gather):
+            kind, table = "gather", last.index
+        else:
+            kind, table = "none", None
+        known = isinstance(first, Identity | Reflection) and (table is not None or isinstance(last, Identity))
+        dtypes = {self.dtype, *(x.dtype for x in (normal, table) if x is not None and x.dtype != torch.int64)}
+        if not known or dtypes != {torch.float32}:
+            return None
+        return Formula(_NAMES[self.phi], kind, table, normal, self.kept, self.parts == 2)
 
     def write(self, x: Tensor, room: Room) -> tuple[Tensor, ...]:
         plain = room("plain", *x.shape)

@@ -69,11 +69,16 @@ class Clamped:
 _CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # of each thread its own
 
 
+def _count(denominator: Tensor) -> None:
+    """Tell the counter, if there is one; compiled code has clamped them by then."""
+    if not torch.compiler.is_compiling() and (counter := _CLAMPED.get()) is not None:
+        counter.small.append((denominator.abs() <= EPS).sum())
+        counter.total += denominator.numel()
+
+
 def clamp(denominator: Tensor) -> Tensor:
     """The denominator with a magnitude of at least 1e-6 and its own sign."""
-    if not torch.compiler.is_compiling() and (counter := _CLAMPED.get()) is not None:
-        counter.small.append((denominator.abs() < EPS).sum())
-        counter.total += denominator.numel()
+    _count(denominator)
     eager = not torch.compiler.is_compiling() and denominator.device.type == "cpu"
     if eager and not denominator.requires_grad and denominator.amin() >= EPS:
         return denominator  # the usual case, in one pass
@@ -174,8 +179,12 @@ def _forward(walks: Sequence[Walk | Whole], out: Tensor, denominator: Tensor, *,
     states: list[Tensor] = []
     outs, belows = (x.split(walks[0].plan.sizes, -2) for x in (out, denominator))
     for walk in walks:
-        for n, total, below, before in walk.forward():
+        for n, total, below, before in walk.forward(outs, belows, keep=keep, divide=divide and len(walks) == 1):
             states += before if keep else []
+            if total is None:
+                if divide and walk is walks[-1]:
+                    _count(belows[n])
+                continue
             if walk is not walks[0]:
                 total, below = total.add_(outs[n]), below if below is None else below + belows[n]
             if below is not None and divide and walk is walks[-1]:
@@ -265,7 +274,9 @@ def _causal_sum_backward(
     (operands, walks), grad_g = _ready_walks(q, k, v, g_q, g_k, reverse, True), _empty_decays(q, g_q, g_k)
     with full_precision(q.device):
         for place, walk in walks:
-            states = [before for *_, before in walk.forward()]
+            sums = place.of(torch.empty_like(v, memory_format=torch.contiguous_format), -3, -2)
+            outs, belows = (x.split(walk.plan.sizes, -2) for x in (sums, sums[..., :0]))
+            states = [before for *_, before in walk.forward(outs, belows, keep=True, divide=False)]
             walk.backward(Upstream(grad).at(place), states, [place.of(x, -2, -1) for x in grad_g])
     return [operand.grad for operand in operands if operand.grad is not None] + grad_g
 

@@ -5,10 +5,12 @@ For the tokens j of a query's own chunk weights are formed, those before it are 
     total_i = sum_{j in chunk, j <= i} <q_i, k_j> exp(g_i - g_j) v_j + q_i^T (sum_{j before chunk} exp(g_i - g_j) k_j v_j^T)
 
 The backward pass walks back, maps the inputs again and keeps one state a tile. All chunks of a tile go through one batched
-product at a time, into buffers that the next tile uses again; only the states run from chunk to chunk.
+product at a time, into buffers that the next tile uses again; only the states run from chunk to chunk. Where `native` has a
+compiled tile it takes the place of these operations.
 """
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from isopos.ops import native
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 LEAST, MOST = 4, 16  # chunks of a tile: states before a tile are kept for the backward pass
@@ -59,6 +63,17 @@ class Room:
         return buffer
 
 
+class Formula(NamedTuple):
+    """What a load does, where native.c knows it: phi, a reflection, then a table; float32, but for an index."""
+
+    phi: str = "identity"  # a key of FEATURE_MAPS
+    kind: str = "none"  # of the table: "rotation" or "lift" [*b h t f 2], "gather" int64 [*b h t d]
+    table: Tensor | None = None
+    normal: Tensor | None = None  # of the reflection, [h 1 d]
+    kept: Tensor | None = None  # bool [*b 1 t 1]
+    own: bool = False  # whether phi's features come as a second operand
+
+
 class Load(Protocol):
     """What makes of an input the operands of the sums: features, and others for the denominator where it has its own.
 
@@ -91,6 +106,10 @@ class Direct(Load, Protocol):
         """The load of a place."""
         ...
 
+    def formula(self) -> Formula | None:
+        """The load in terms that native.c knows, if there are any."""
+        ...
+
     def write(self, x: Tensor, room: Room) -> tuple[Tensor, ...]:
         """The operands of all its tokens, without a graph, in buffers or memory of their own."""
         ...
@@ -120,6 +139,10 @@ class Ready:
     def at(self, place: Place) -> "Ready":
         """The same."""
         return self
+
+    def formula(self) -> Formula:
+        """That of nothing."""
+        return Formula()
 
     def write(self, x: Tensor, room: Room) -> tuple[Tensor, ...]:
         """x itself."""
@@ -231,6 +254,12 @@ class Operand:
         self.xs = self.x.split(sizes, -2)
         self.rooms = None if self.grad is None else self.grad.split(sizes, -2)
 
+    def formula(self, n: int, span: Span) -> Formula | None:
+        """That of the load of tile n, if it has one."""
+        if not self.direct or self.xs[n].dtype != torch.float32:
+            return None
+        return cast(Direct, self.load).at(span.place).formula()
+
     def read(self, n: int, span: Span) -> tuple[Tensor, ...]:
         """The operands of tile n ``[*b h t .]``, contiguous."""
         x = self.xs[n]
@@ -313,7 +342,7 @@ class Even(Weights):
 
     def __init__(self, tile: Tile, reverse: bool, like: Tensor):
         super().__init__(tile, reverse)
-        n, heads = tile.count, len(like) // tile.count
+        n, heads = tile.count, math.prod(tile.leading)
         earlier = torch.ones(n, n, dtype=like.dtype, device=like.device).tril_(-1)
         self.later, self.earlier = (x.expand(heads, n, n) for x in (earlier.mT.contiguous(), earlier))
 
@@ -475,11 +504,15 @@ class Walk:
         for operand in operands:
             operand.split(plan.sizes)
         self.weights: dict[Tile, list[Weights]] = {}
+        self.native = room.dtype == torch.float32 and not reverse and native.serves(operands[0].x.device)
 
-    def _weights(self, span: Span, like: Tensor) -> Weights:
+    def _weights(self, span: Span) -> Weights:
         """Those of a tile, or of one before that had the same: steady decays, and none at all inside packed sequences."""
         tile = Tile(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
-        known = self.weights.setdefault(tile, [Even(tile, self.reverse, like)])
+        like = self.operands[0].x.new_empty(0, dtype=self.room.dtype)
+        if tile not in self.weights:
+            self.weights[tile] = [Even(tile, self.reverse, like)]
+        known = self.weights[tile]
         if self.g is None:
             return known[0]
         g, sign = self.g, -1 if self.reverse else 1
@@ -499,19 +532,40 @@ class Walk:
         """Weights and rows of queries, keys and values; two of queries and keys where the denominator has its own."""
         span = self.plan.spans[n]
         q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
-        return self._weights(span, v), tuple(q), tuple(k), v
+        return self._weights(span), tuple(q), tuple(k), v
 
-    def _empty(self, k: Sequence[Tensor], v: Tensor) -> list[Tensor]:
+    def _empty(self, d: int, e: int, own: int) -> list[Tensor]:
         """Zero sums of k v^T ``[*b h d e]`` and, for a denominator, of its k ``[*b h 1 d]``."""
-        shapes = [(k[0].shape[-1], v.shape[-1])] + [(1, k[-1].shape[-1])] * self.denominator
-        return [v.new_zeros(*self.leading, *shape) for shape in shapes]
+        like, shapes = self.operands[0].x, [(d, e)] + [(1, own)] * self.denominator
+        return [like.new_zeros(*self.leading, *shape, dtype=self.room.dtype) for shape in shapes]
 
-    def forward(self) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
-        """Number, sums ``[*b h t e]`` and denominators ``[*b h t 1]`` of each tile, in buffers, and the states before it."""
+    def _native(self, n: int) -> native.Tile | None:
+        """Tile n for native.c, if that serves it."""
+        if self.native:
+            tile = native.Tile(self.operands, n, self.plan.spans[n], self.room)
+            if tile.fits:
+                return tile
+            self.native = False
+        return None
+
+    def forward(
+        self, outs: Sequence[Tensor], belows: Sequence[Tensor], *, keep: bool, divide: bool
+    ) -> Iterator[tuple[int, Tensor | None, Tensor | None, list[Tensor]]]:
+        """Number, sums ``[*b h t e]`` and denominators ``[*b h t 1]`` of each tile, in buffers, and the states before it.
+
+        Instead of sums None, where they are in `outs` and `belows` already, and divided if they are to be.
+        """
         states: list[Tensor] = []
         for n in self.order:
+            if (tile := self._native(n)) is not None:
+                states = states or self._empty(*tile.sizes)
+                before = [state.clone() for state in states] if keep else []
+                below = belows[n] if self.denominator else None
+                tile.forward(self.g, states, outs[n], below, divide=divide)
+                yield n, None, None, before
+                continue
             weights, q, k, v = self._read(n)
-            before = states or self._empty(k, v)
+            before = states or self._empty(k[0].shape[-1], v.shape[-1], k[-1].shape[-1])
             total, below, states = self._sums(weights, q, k, v, before)
             yield n, weights.tile.tokens(total), None if below is None else weights.tile.tokens(below), before
 
@@ -554,13 +608,19 @@ class Walk:
         upstream.split(self.plan.sizes)
         after = [torch.zeros_like(state) for state in states[0]]
         for n, before in zip(reversed(self.order), reversed(states), strict=True):
+            here = slice(*self.plan.spans[n][:2])
+            if (tile := self._native(n)) is not None:
+                scales = tile.backward(self.g, before, after, upstream, bool(grad_g))
+                for whole, scale in zip(grad_g, scales, strict=True):
+                    whole[..., here].add_(scale)
+                continue
             weights, q, k, v = self._read(n)
             grad, below = upstream.rows(n, weights.tile, v.shape[-1], self.room)
             grads, after = self._sums_backward(weights, q, k, v, before, grad, below, after)
             for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
                 scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
                 sign = -1 if bool(m) != self.reverse else 1
-                whole[..., slice(*self.plan.spans[n][:2])].add_(weights.tile.tokens(cast(Tensor, scale))[..., 0], alpha=sign)
+                whole[..., here].add_(weights.tile.tokens(cast(Tensor, scale))[..., 0], alpha=sign)
             for operand, rows in zip(self.operands, grads, strict=True):
                 operand.pull(n, self.plan.spans[n], [weights.tile.tokens(x) for x in rows])
 
@@ -606,7 +666,9 @@ class Whole:
             operand.split(cut.sizes)
         self.states = 1
 
-    def forward(self) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
+    def forward(
+        self, outs: Sequence[Tensor], belows: Sequence[Tensor], *, keep: bool, divide: bool
+    ) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
         """Number, sums ``[*b h t e]`` and denominators ``[*b h t 1]`` of each tile; states of all keys with the first.
 
         They are the sums of k v^T ``[*b h d e]`` and, for a denominator, of its k ``[*b h 1 d]``.

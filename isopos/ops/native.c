@@ -1,0 +1,803 @@
+/* The chunks of a tile of causal linear attention, in float32: what tiles.py says with separate PyTorch operations.
+
+   Three rounds over the chunks of a tile, which threads share: features of a chunk and what it adds to the states; the states
+   from chunk to chunk; the sums of a chunk, divided. Matrices of a chunk stay in a thread's cache, and products leave out what
+   a query does not see. Features are made on the way, so that nothing is written that only the next pass would read.
+
+   Built once per instruction set; native.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
+
+#include <string.h>
+
+#ifdef __AVX512F__
+#define LANES 16
+#define WIDE 4 /* vectors of a row of a block: ROWS * WIDE sums are held in registers */
+#define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#else
+#define LANES 8
+#define WIDE 2
+#define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#endif
+#define ROWS 4
+#define CHUNK 64 /* the most tokens of a chunk */
+#define MOST 256 /* the most features */
+#define SMALL 1e-6f
+#define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
+
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int order __attribute__((vector_size(LANES * 4)));
+
+/* Rows of tokens, contiguous features: strides in numbers; those of samples and heads may be zero. */
+typedef struct {
+    void *first;
+    long sample, head, token;
+} View;
+
+enum { IDENTITY, ELU1, RELU, RELU2, EXP };
+enum { NONE, ROTATION, LIFT, GATHER };
+
+/* An input x, and what makes operands of it: phi, a reflection, then a table. `own` are features for the denominator. */
+typedef struct {
+    View x, own, grad, grad_own, kept, normal, table; /* kept: bytes, tokens that take part; or null, as others may be */
+    long phi, kind, width, add; /* add: to gradients that are there */
+    float *rows, *own_rows;     /* room [n, tokens up to whole blocks, .] */
+    double *grad_decay;         /* [n c] or null */
+} Operand;
+
+/* States [heads . .] hold those before the tile and end as those after it, gradients of states the reverse. */
+typedef struct {
+    long chunks, count, heads, c, d, e, own, threads, denominator, divide, begins;
+    /* chunks of a tile and of a head; heads of a sample; tokens; features of keys, values and the denominator alone or 0;
+       begins: no token comes before the tile */
+    View g_q, g_k; /* log decays, double, or null */
+    float *state, *row;   /* sums of k v^T, or v k^T in the backward pass; sums of a denominator's k */
+    float *states, *rows, *across; /* room for those before each chunk, and for weights across it */
+    View out, below;      /* sums, divided or not, and denominators */
+    View grad;
+    float *grad_state, *grad_row, *grad_states, *grad_rows, *grads, *less; /* less: [n c], minus gradients of denominators */
+    Operand q, k, v;
+} Call;
+
+typedef struct {
+    const float *at;
+    long stride;
+} Rows;
+
+INLINE long index_of(const Call *call, const View *view, long n)
+{
+    const long head = n / call->count, token = n % call->count * call->c;
+    return head / call->heads * view->sample + head % call->heads * view->head + token * view->token;
+}
+
+INLINE float *rows_of(const Call *call, const View *view, long n)
+{
+    return (float *)view->first + index_of(call, view, n);
+}
+
+INLINE long blocks(long c)
+{
+    return (c + ROWS - 1) / ROWS * ROWS;
+}
+
+/* --- products --- */
+
+/* a [rows depth] times b [depth columns]; a's strides let it be a transpose. */
+typedef struct {
+    const float *a;
+    long row, column;
+    const float *b;
+    long stride, depth;
+} Product;
+
+static const Product NOTHING = {0, 0, 0, 0, 0, 0};
+
+INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, Product p)
+{
+    for (long m = 0; m < p.depth; m++) {
+        lanes b[WIDE];
+        for (int w = 0; w < wide; w++)
+            b[w] = *(const lanes *)(p.b + m * p.stride + w * LANES);
+        for (int r = 0; r < ROWS; r++) {
+            const float a = p.a[r * p.row + m * p.column];
+            for (int w = 0; w < wide; w++)
+                sum[r][w] += a * b[w];
+        }
+    }
+}
+
+INLINE void panel(const int wide, float *out, long stride, long rows, Product p, const float *scale, Product more)
+{
+    lanes sum[ROWS][WIDE];
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] = (lanes){0};
+    add_product(sum, wide, p);
+    if (scale)
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < wide; w++)
+                sum[r][w] *= scale[r];
+    add_product(sum, wide, more);
+    for (int r = 0; r < ROWS; r++)
+        if (r < rows)
+            for (int w = 0; w < wide; w++)
+                *(lanes *)(out + r * stride + w * LANES) = sum[r][w];
+}
+
+/* out [rows columns] = scale * p + more, at most ROWS rows. */
+static void block(float *out, long stride, long rows, long columns, Product p, const float *scale, Product more)
+{
+    for (; columns >= WIDE * LANES; columns -= WIDE * LANES) {
+        panel(WIDE, out, stride, rows, p, scale, more);
+        out += WIDE * LANES, p.b += WIDE * LANES, more.b += WIDE * LANES;
+    }
+    if (columns >= 3 * LANES)
+        panel(WIDE > 2 ? 3 : 1, out, stride, rows, p, scale, more);
+    else if (columns >= 2 * LANES)
+        panel(WIDE > 2 ? 2 : 1, out, stride, rows, p, scale, more);
+    else if (columns >= LANES)
+        panel(1, out, stride, rows, p, scale, more);
+}
+
+/* x [rows columns] into out [columns stride], with zeros for the rows up to the stride. */
+static void transpose(Rows x, long rows, long columns, float *out, long stride)
+{
+#define LOW(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))
+#define HIGH(s, l) ((l) & (s) ? LANES + (l) : (l) + (s))
+#define LOW1(l) LOW(1, l)
+#define LOW2(l) LOW(2, l)
+#define LOW4(l) LOW(4, l)
+#define LOW8(l) LOW(8, l)
+#define HIGH1(l) HIGH(1, l)
+#define HIGH2(l) HIGH(2, l)
+#define HIGH4(l) HIGH(4, l)
+#define HIGH8(l) HIGH(8, l)
+#define SWAP(s, low, high)                                                            \
+    _Pragma("GCC unroll 16") for (int r = 0; r < LANES; r++) if (!(r & s))            \
+    {                                                                                 \
+        const lanes a = row[r], b = row[r + s];                                       \
+        row[r] = __builtin_shuffle(a, b, (order)LANES_LIST(low));                     \
+        row[r + s] = __builtin_shuffle(a, b, (order)LANES_LIST(high));                \
+    }
+    for (long i = 0; i < stride; i += LANES)
+        for (long j = 0; j < columns; j += LANES) {
+            lanes row[LANES];
+            for (int r = 0; r < LANES; r++)
+                row[r] = i + r < rows ? *(const lanes *)(x.at + (i + r) * x.stride + j) : (lanes){0};
+            SWAP(1, LOW1, HIGH1)
+            SWAP(2, LOW2, HIGH2)
+            SWAP(4, LOW4, HIGH4)
+#if LANES == 16
+            SWAP(8, LOW8, HIGH8)
+#endif
+            for (int r = 0; r < LANES; r++)
+                *(lanes *)(out + (j + r) * stride + i) = row[r];
+        }
+}
+
+INLINE float total(lanes x)
+{
+    float sum = 0;
+    for (int l = 0; l < LANES; l++)
+        sum += x[l];
+    return sum;
+}
+
+INLINE float dot(const float *x, const float *y, long width)
+{
+    lanes sum = {0};
+    for (long m = 0; m < width; m += LANES)
+        sum += *(const lanes *)(x + m) * *(const lanes *)(y + m);
+    return total(sum);
+}
+
+/* --- features --- */
+
+INLINE lanes choose(order where, lanes a, lanes b)
+{
+    return (lanes)((where & (order)a) | (~where & (order)b));
+}
+
+/* To about one unit in the last place; with infinities and NaN as they should be. */
+INLINE lanes exponential(lanes x)
+{
+    const lanes zero = {0}, shift = zero + 12582912.0f;
+    x = choose(x > 89.0f, zero + 89.0f, choose(x < -104.0f, zero - 104.0f, x));
+    const lanes turned = x * 1.44269504f + shift, power = turned - shift;
+    const order whole = (order)turned - (order)shift, half = whole >> 1;
+    const lanes r = (x - power * 0.693359375f) + power * 2.12194440e-4f;
+    lanes y = zero + 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    return y * (lanes)((half + 127) << 23) * (lanes)((whole - half + 127) << 23);
+}
+
+/* exp(g_i - g_j) from the token before a chunk to each (before), from each to its last one (after), from token to token (step)
+   and across it. No exponent exceeds zero: r^i and r^-j, which overflow, are never formed. */
+typedef struct {
+    float before[CHUNK], after[CHUNK], step[CHUNK], across;
+    const double *query, *key;
+    long query_token, key_token;
+} Weights;
+
+static void raise_all(float *x, long count)
+{
+    for (long i = 0; i < count; i += LANES)
+        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i));
+}
+
+static void make_weights(const Call *call, long n, Weights *w)
+{
+    const long c = call->c;
+    memset(w, 0, sizeof *w);
+    if (call->g_q.first) {
+        w->query = (const double *)call->g_q.first + index_of(call, &call->g_q, n), w->query_token = call->g_q.token;
+        w->key = (const double *)call->g_k.first + index_of(call, &call->g_k, n), w->key_token = call->g_k.token;
+        const int first = call->begins && n % call->count == 0; /* then the state before is zero */
+        const double start = w->key[first ? 0 : -w->key_token], end = w->key[(c - 1) * w->key_token];
+        for (long i = 0; i < c; i++) {
+            const double query = w->query[i * w->query_token];
+            w->before[i] = query - start;
+            w->after[i] = end - w->key[i * w->key_token];
+            w->step[i] = query - (i ? w->query[(i - 1) * w->query_token] : start);
+        }
+        w->across = end - start;
+    }
+    raise_all(w->before, 3 * CHUNK);
+    lanes across = {w->across};
+    w->across = exponential(across)[0];
+}
+
+/* The weight of a token's own key. */
+INLINE float own_weight(const Weights *w, long i)
+{
+    return w->query == w->key ? 1 : exponential((lanes){w->query[i * w->query_token] - w->key[i * w->key_token]})[0];
+}
+
+/* Weights inside a chunk [c CHUNK], for those that a query sees. */
+static void make_inside(const Weights *w, long c, float *out)
+{
+    for (long i = 0; w->query && i < c; i++) {
+        const double query = w->query[i * w->query_token];
+        for (long j = 0; j <= i; j++)
+            out[i * CHUNK + j] = query - w->key[j * w->key_token];
+        raise_all(out + i * CHUNK, i + 1);
+    }
+}
+
+INLINE lanes feature(long phi, lanes x)
+{
+    const lanes zero = {0}, positive = choose(x < zero, zero, x); /* comparisons that keep NaN */
+    if (phi == ELU1)
+        return exponential(choose(x > zero, zero, x)) + positive;
+    if (phi == RELU)
+        return positive + 1e-3f;
+    if (phi == RELU2)
+        return positive * positive;
+    return phi == EXP ? exponential(x) : x;
+}
+
+/* Of x and its feature y. */
+INLINE lanes slope(long phi, lanes x, lanes y)
+{
+    const lanes zero = {0}, one = zero + 1.0f;
+    if (phi == ELU1)
+        return choose(y > one, one, y);
+    if (phi == RELU)
+        return choose(x > zero, one, zero);
+    if (phi == RELU2)
+        return choose(x > zero, x + x, zero);
+    return phi == EXP ? y : one;
+}
+
+static void map(long phi, const float *x, float *y, long width)
+{
+    for (long m = 0; m < width; m += LANES)
+        *(lanes *)(y + m) = feature(phi, *(const lanes *)(x + m));
+}
+
+/* Pairs times cos + i sin, or with sign -1 times cos - i sin; x may be y. */
+INLINE void rotate(const float *x, const float *table, float sign, float *y, long width)
+{
+#define OTHER(l) ((l) ^ 1)
+#define EVEN(l) ((l) & ~1)
+#define ODD(l) ((l) | 1)
+#define SIGN(l) ((l) & 1 ? 1 : -1)
+    const lanes signs = sign * (lanes)LANES_LIST(SIGN);
+    for (long m = 0; m < width; m += LANES) {
+        const lanes a = *(const lanes *)(x + m), t = *(const lanes *)(table + m);
+        const lanes cosine = __builtin_shuffle(t, (order)LANES_LIST(EVEN)), sine = __builtin_shuffle(t, (order)LANES_LIST(ODD));
+        *(lanes *)(y + m) = a * cosine + __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * (sine * signs);
+    }
+}
+
+INLINE void split_table(const float *table, lanes *cosine, lanes *sine)
+{
+#define FIRST(l) (2 * (l))
+#define SECOND(l) (2 * (l) + 1)
+    const lanes a = *(const lanes *)table, b = *(const lanes *)(table + LANES);
+    *cosine = __builtin_shuffle(a, b, (order)LANES_LIST(FIRST));
+    *sine = __builtin_shuffle(a, b, (order)LANES_LIST(SECOND));
+}
+
+INLINE void reflect(const float *normal, float *x, long width)
+{
+    const float twice = 2 * dot(x, normal, width);
+    for (long m = 0; m < width; m += LANES)
+        *(lanes *)(x + m) -= twice * *(const lanes *)(normal + m);
+}
+
+INLINE void gather(const float *x, const long *index, float *y, long width)
+{
+#if LANES == 16
+    if (width == 64) { /* two registers a half, and the half by the sixth bit */
+        const lanes a = *(const lanes *)x, b = *(const lanes *)(x + 16), c = *(const lanes *)(x + 32), d = *(const lanes *)(x + 48);
+        for (long m = 0; m < width; m += LANES) {
+            order at;
+            for (int l = 0; l < LANES; l++)
+                at[l] = (int)index[m + l];
+            *(lanes *)(y + m) = choose((at & 32) != 0, __builtin_shuffle(c, d, at), __builtin_shuffle(a, b, at));
+        }
+        return;
+    }
+#endif
+    for (long m = 0; m < width; m++)
+        y[m] = x[index[m]];
+}
+
+/* The table of an isometry for features x [width], which are not y. */
+INLINE void move(const Operand *o, const float *x, const void *table, float *y)
+{
+    if (o->kind == ROTATION)
+        rotate(x, table, 1, y, o->width);
+    else if (o->kind == GATHER)
+        gather(x, table, y, o->width);
+    else
+        for (long m = 0; m < o->width; m += LANES) {
+            lanes cosine, sine;
+            split_table((const float *)table + 2 * m, &cosine, &sine);
+            *(lanes *)(y + m) = *(const lanes *)(x + m) * cosine;
+            *(lanes *)(y + o->width + m) = *(const lanes *)(x + m) * sine;
+        }
+}
+
+/* Its adjoint. */
+INLINE void move_back(const Operand *o, const float *y, const void *table, float *x)
+{
+    if (o->kind == ROTATION)
+        rotate(y, table, -1, x, o->width);
+    else if (o->kind == GATHER)
+        for (long m = 0; m < o->width; m++)
+            x[((const long *)table)[m]] = y[m];
+    else
+        for (long m = 0; m < o->width; m += LANES) {
+            lanes cosine, sine;
+            split_table((const float *)table + 2 * m, &cosine, &sine);
+            *(lanes *)(x + m) = *(const lanes *)(y + m) * cosine + *(const lanes *)(y + o->width + m) * sine;
+        }
+}
+
+/* The token i of a chunk in the table of an operand: numbers are of 4 bytes, indices of 8. */
+INLINE const void *table_of(const Call *call, const Operand *o, long n, long i)
+{
+    const long at = index_of(call, &o->table, n) + i * o->table.token;
+    return (const char *)o->table.first + at * (o->kind == GATHER ? 8 : 4);
+}
+
+INLINE int ready(const Operand *o, long c)
+{
+    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->kept.first && c % ROWS == 0;
+}
+
+INLINE int dropped(const Call *call, const Operand *o, long n, long i)
+{
+    return o->kept.first && !((const char *)o->kept.first)[index_of(call, &o->kept, n) + i * o->kept.token];
+}
+
+/* Features of a chunk, [d] a token, where they are or will be. */
+static Rows features_at(const Call *call, const Operand *o, long n, long d)
+{
+    if (ready(o, call->c))
+        return (Rows){rows_of(call, &o->x, n), o->x.token};
+    return (Rows){o->rows + n * blocks(call->c) * d, d};
+}
+
+/* Those of its denominator alone. */
+static Rows own_at(const Call *call, const Operand *o, long n)
+{
+    if (o->own.first)
+        return (Rows){rows_of(call, &o->own, n), o->own.token};
+    return (Rows){o->own_rows + n * blocks(call->c) * call->own, call->own};
+}
+
+static void make_features(const Call *call, const Operand *o, long n, long d)
+{
+    const long c = call->c, width = o->width;
+    if (ready(o, c))
+        return;
+    const int own = o->own_rows && !o->own.first, moved = o->kind != NONE || o->normal.first;
+    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
+    float *rows = o->rows + n * blocks(c) * d, *plain = o->own_rows + n * blocks(c) * call->own, room[MOST] ALIGNED;
+    for (long i = 0; i < c; i++, rows += d) {
+        float *y = own ? plain + i * call->own : moved ? room : rows;
+        if (dropped(call, o, n, i)) { /* whatever it holds */
+            memset(y, 0, width * sizeof(float));
+            memset(rows, 0, d * sizeof(float));
+            continue;
+        }
+        map(o->phi, rows_of(call, &o->x, n) + i * o->x.token, y, width);
+        if (normal) {
+            float *turned = o->kind == NONE ? rows : room;
+            if (turned != y)
+                memcpy(turned, y, width * sizeof(float));
+            reflect(normal, y = turned, width);
+        }
+        if (o->kind != NONE)
+            move(o, y, table_of(call, o, n, i), rows);
+        else if (y != rows)
+            memcpy(rows, y, width * sizeof(float));
+    }
+    memset(rows, 0, (blocks(c) - c) * d * sizeof(float));
+}
+
+/* Gradients of x from those of its features [c d] and of its own ones [c own], which are overwritten. */
+static void pull(const Call *call, const Operand *o, long n, long d, float *grad, float *grad_own)
+{
+    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
+    if (o->grad_own.first) {
+        for (long i = 0; i < call->c; i++)
+            memcpy(rows_of(call, &o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
+        grad_own = 0;
+    }
+    for (long i = 0; i < call->c; i++, grad += d) {
+        const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
+        float *out = rows_of(call, &o->grad, n) + i * o->grad.token, room[MOST] ALIGNED;
+        if (o->kind != NONE) {
+            move_back(o, grad, table_of(call, o, n, i), room);
+            from = room;
+        }
+        if (normal) {
+            if (from != room)
+                memcpy(room, from, o->width * sizeof(float));
+            reflect(normal, room, o->width);
+            from = room;
+        }
+        for (long m = 0; m < o->width; m += LANES) {
+            lanes g = *(const lanes *)(from + m);
+            if (grad_own)
+                g += *(const lanes *)(grad_own + i * call->own + m);
+            if (dropped(call, o, n, i))
+                g = (lanes){0};
+            else if (o->phi != IDENTITY) {
+                const lanes a = *(const lanes *)(x + m);
+                g *= slope(o->phi, a, feature(o->phi, a));
+            }
+            if (o->add)
+                g += *(const lanes *)(out + m);
+            *(lanes *)(out + m) = g;
+        }
+    }
+}
+
+/* --- states --- */
+
+/* Sums of rows of x by weights, and by others if they are given. */
+static void sum_rows(Rows x, const float *weight, const float *other, long c, long width, float *out)
+{
+    memset(out, 0, width * sizeof(float));
+    for (long i = 0; i < c; i++) {
+        const float w = other ? weight[i] * other[i] : weight[i];
+        for (long m = 0; m < width; m += LANES)
+            *(lanes *)(out + m) += w * *(const lanes *)(x.at + i * x.stride + m);
+    }
+}
+
+/* a [c x]^T times weight * b [c y]: what a chunk adds to a state [x y]. */
+static void outer(Rows a, Rows b, const float *weight, long c, long x, long y, float *out)
+{
+    float scaled[CHUNK * MOST] ALIGNED;
+    for (long i = 0; i < c; i++)
+        for (long m = 0; m < y; m += LANES)
+            *(lanes *)(scaled + i * y + m) = weight[i] * *(const lanes *)(b.at + i * b.stride + m);
+    for (long i = 0; i < x; i += ROWS)
+        block(out + i * y, y, ROWS, y, (Product){a.at + i, 1, a.stride, scaled, y, c}, 0, NOTHING);
+}
+
+/* Each head's state goes through its chunks, which hold what they add and get what came before. */
+static void scan(const Call *call, long head, const float *weight, float *state, float *chunks, long size, int back)
+{
+    state += head * size;
+    for (long m = 0; m < call->count; m++) {
+        const long n = head * call->count + (back ? call->count - 1 - m : m);
+        const float across = weight[n];
+        float *chunk = chunks + n * size;
+        for (long i = 0; i < size; i += LANES) {
+            const lanes added = *(const lanes *)(chunk + i), before = *(const lanes *)(state + i);
+            *(lanes *)(chunk + i) = before;
+            *(lanes *)(state + i) = across * before + added;
+        }
+    }
+}
+
+/* --- sums of a chunk --- */
+
+/* Weighted products of rows a and columns b [width CHUNK], less a number a row: zero where a query does not see. */
+static void weigh(Rows a, const float *b, long width, const float *inside, const float *less, long c, float *out)
+{
+    for (long i = 0; i < c; i += ROWS) {
+        const long seen = (i + ROWS + LANES - 1) / LANES * LANES;
+        const Product p = {a.at + i * a.stride, a.stride, 1, b, CHUNK, width};
+        block(out + i * CHUNK, CHUNK, ROWS, seen, p, 0, NOTHING);
+        for (long r = i; r < i + ROWS; r++) {
+            const long some = r < c ? r + 1 : 0;
+            const float of_row = less && r < c ? less[r] : 0;
+            if (of_row != 0)
+                for (long j = 0; j < some; j++)
+                    out[r * CHUNK + j] -= of_row;
+            if (inside)
+                for (long j = 0; j < some; j++)
+                    out[r * CHUNK + j] *= inside[r * CHUNK + j];
+            for (long j = some; j < seen; j++)
+                out[r * CHUNK + j] = 0;
+        }
+    }
+}
+
+/* Denominators of a chunk, as they are. */
+static void denominators(const Call *call, long n, const Weights *w, Rows q, const float *scores, float *below)
+{
+    const long c = call->c, own = call->own, d = call->d;
+    if (!own) {
+        const float *row = call->rows + n * d;
+        for (long i = 0; i < c; i++) {
+            lanes sum = {0};
+            for (long j = 0; j <= i; j += LANES) /* zeros follow */
+                sum += *(const lanes *)(scores + i * CHUNK + j);
+            below[i] = w->before[i] * dot(q.at + i * q.stride, row, d) + total(sum);
+        }
+        return;
+    }
+    const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
+    float seen[MOST] ALIGNED;
+    memcpy(seen, call->rows + n * own, own * sizeof(float));
+    for (long i = 0; i < c; i++) {
+        const float s = w->step[i], here = own_weight(w, i);
+        lanes sum = {0};
+        for (long m = 0; m < own; m += LANES) {
+            const lanes x = s * *(const lanes *)(seen + m) + here * *(const lanes *)(keys.at + i * keys.stride + m);
+            *(lanes *)(seen + m) = x;
+            sum += x * *(const lanes *)(queries.at + i * queries.stride + m);
+        }
+        below[i] = total(sum);
+    }
+}
+
+/* Gradients of the own features of a chunk [c own]. */
+static void pull_denominators(const Call *call, long n, const Weights *w, float *dq, float *dk)
+{
+    const long c = call->c, own = call->own;
+    const float *less = call->less + n * c, *later = call->grad_rows + n * own;
+    const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
+    float sum[MOST] ALIGNED;
+    memcpy(sum, call->rows + n * own, own * sizeof(float));
+    for (long i = 0; i < c; i++) {
+        const float s = w->step[i], here = own_weight(w, i);
+        for (long m = 0; m < own; m += LANES) {
+            const lanes x = s * *(const lanes *)(sum + m) + here * *(const lanes *)(keys.at + i * keys.stride + m);
+            *(lanes *)(sum + m) = x;
+            *(lanes *)(dq + i * own + m) = -less[i] * x;
+        }
+    }
+    memset(sum, 0, own * sizeof(float));
+    for (long i = c - 1; i >= 0; i--) {
+        const float s = i + 1 < c ? w->step[i + 1] : 0, here = own_weight(w, i), end = w->after[i];
+        for (long m = 0; m < own; m += LANES) {
+            const lanes x = s * *(const lanes *)(sum + m) + less[i] * *(const lanes *)(queries.at + i * queries.stride + m);
+            *(lanes *)(sum + m) = x;
+            *(lanes *)(dk + i * own + m) = -(here * x + end * *(const lanes *)(later + m));
+        }
+    }
+}
+
+static void forward_chunk(const Call *call, long n)
+{
+    const long c = call->c, d = call->d, e = call->e;
+    const float *state = call->states + n * d * e;
+    const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
+    float turned[MOST * CHUNK] ALIGNED, inside[CHUNK * CHUNK] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, below[CHUNK];
+    float *out = rows_of(call, &call->out, n);
+    Weights w;
+    make_weights(call, n, &w);
+    make_inside(&w, c, inside);
+    transpose(k, c, d, turned, CHUNK);
+    weigh(q, turned, d, w.query ? inside : 0, 0, c, scores);
+    if (call->denominator) {
+        float *into = rows_of(call, &call->below, n);
+        denominators(call, n, &w, q, scores, below);
+        for (long i = 0; i < c; i++) {
+            if (call->divide && __builtin_fabsf(below[i]) < SMALL)
+                below[i] = __builtin_copysignf(SMALL, below[i]);
+            into[i * call->below.token] = below[i];
+        }
+    }
+    for (long i = 0; i < c; i += ROWS) {
+        const long to = i + ROWS < c ? i + ROWS : c;
+        float weight[ROWS] = {0};
+        for (long r = i; r < to; r++)
+            weight[r - i] = w.before[r];
+        block(out + i * call->out.token, call->out.token, to - i, e, (Product){q.at + i * q.stride, q.stride, 1, state, e, d}, weight,
+              (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to});
+        if (call->divide)
+            for (long r = i; r < to; r++)
+                for (long m = 0; m < e; m += LANES)
+                    *(lanes *)(out + r * call->out.token + m) /= below[r];
+    }
+}
+
+/* Gradients of a chunk's sums [c e], and of its denominators. */
+static void make_grads(const Call *call, long n)
+{
+    const long c = call->c, e = call->e;
+    const float *grad = rows_of(call, &call->grad, n);
+    float *grads = call->grads + n * blocks(c) * e;
+    for (long i = 0; i < c; i++) {
+        const float *from = grad + i * call->grad.token;
+        float *to = grads + i * e;
+        if (!call->divide) {
+            memcpy(to, from, e * sizeof(float));
+            if (call->denominator)
+                call->less[n * c + i] = -from[e];
+            continue;
+        }
+        const float *out = rows_of(call, &call->out, n) + i * call->out.token;
+        const float below = rows_of(call, &call->below, n)[i * call->below.token];
+        lanes sum = {0};
+        for (long m = 0; m < e; m += LANES) {
+            const lanes g = *(const lanes *)(from + m) / below;
+            sum += g * *(const lanes *)(out + m);
+            *(lanes *)(to + m) = g;
+        }
+        call->less[n * c + i] = __builtin_fabsf(below) <= SMALL ? 0 : total(sum);
+    }
+    memset(grads + c * e, 0, (blocks(c) - c) * e * sizeof(float));
+}
+
+static void backward_chunk(const Call *call, long n)
+{
+    const long c = call->c, d = call->d, e = call->e, own = call->own;
+    const float *less = call->denominator ? call->less + n * c : 0;
+    const float *state = call->states + n * d * e, *grad_state = call->grad_states + n * d * e;
+    const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
+    const Rows grad = {call->grads + n * blocks(c) * e, e};
+    float turned[MOST * MOST] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, grad_scores[CHUNK * CHUNK] ALIGNED;
+    float dq[CHUNK * MOST] ALIGNED, dk[CHUNK * MOST] ALIGNED, dv[CHUNK * MOST] ALIGNED;
+    float dq_own[CHUNK * MOST] ALIGNED, dk_own[CHUNK * MOST] ALIGNED, inside[CHUNK * CHUNK] ALIGNED;
+    Weights w;
+    make_weights(call, n, &w);
+    make_inside(&w, c, inside);
+    transpose(k, c, d, turned, CHUNK);
+    weigh(q, turned, d, w.query ? inside : 0, 0, c, scores);
+    transpose(v, c, e, turned, CHUNK);
+    weigh(grad, turned, e, w.query ? inside : 0, own ? 0 : less, c, grad_scores);
+    transpose((Rows){grad_state, e}, d, e, turned, d);
+    for (long i = 0; i < c; i += ROWS) {
+        const long to = i + ROWS < c ? i + ROWS : c, from = i * CHUNK + i, rows = to - i;
+        float near[ROWS] = {0}, far[ROWS] = {0};
+        for (long r = i; r < to; r++)
+            near[r - i] = w.before[r], far[r - i] = w.after[r];
+        block(dq + i * d, d, rows, d, (Product){grad.at + i * e, e, 1, state, d, e}, near,
+              (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to});
+        block(dk + i * d, d, rows, d, (Product){v.at + i * v.stride, v.stride, 1, turned, d, e}, far,
+              (Product){grad_scores + from, 1, CHUNK, q.at + i * q.stride, q.stride, c - i});
+        block(dv + i * e, e, rows, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, d}, far,
+              (Product){scores + from, 1, CHUNK, grad.at + i * e, e, c - i});
+    }
+    if (less && own)
+        pull_denominators(call, n, &w, dq_own, dk_own);
+    else if (less) {
+        const float *row = call->rows + n * d, *later = call->grad_rows + n * d;
+        for (long i = 0; i < c; i++)
+            for (long m = 0; m < d; m += LANES) {
+                *(lanes *)(dq + i * d + m) -= w.before[i] * less[i] * *(const lanes *)(row + m);
+                *(lanes *)(dk + i * d + m) -= w.after[i] * *(const lanes *)(later + m);
+            }
+    }
+    if (call->q.grad_decay) /* weights <q, k> exp(g_q - g_k): as if q and k were scaled */
+        for (long i = 0; i < c; i++) {
+            double of_q = dot(dq + i * d, q.at + i * q.stride, d), of_k = dot(dk + i * d, k.at + i * k.stride, d);
+            if (less && own) {
+                const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
+                of_q += dot(dq_own + i * own, queries.at + i * queries.stride, own);
+                of_k += dot(dk_own + i * own, keys.at + i * keys.stride, own);
+            }
+            call->q.grad_decay[n * c + i] = of_q, call->k.grad_decay[n * c + i] = -of_k;
+        }
+    pull(call, &call->q, n, d, dq, less && own ? dq_own : 0);
+    pull(call, &call->k, n, d, dk, less && own ? dk_own : 0);
+    pull(call, &call->v, n, e, dv, 0);
+}
+
+/* --- tiles --- */
+
+long isopos_call_size(void)
+{
+    return sizeof(Call);
+}
+
+static void make_all_features(const Call *call, long n)
+{
+    make_features(call, &call->q, n, call->d);
+    make_features(call, &call->k, n, call->d);
+    make_features(call, &call->v, n, call->e);
+}
+
+static Rows below_features(const Call *call, const Operand *o, long n)
+{
+    return call->own ? own_at(call, o, n) : features_at(call, o, n, call->d);
+}
+
+void isopos_forward(const Call *call)
+{
+    const long c = call->c, d = call->d, e = call->e, size = call->own ? call->own : d;
+#pragma omp parallel num_threads(call->threads)
+    {
+#pragma omp for
+        for (long n = 0; n < call->chunks; n++) {
+            Weights w;
+            make_weights(call, n, &w);
+            call->across[n] = w.across;
+            make_all_features(call, n);
+            outer(features_at(call, &call->k, n, d), features_at(call, &call->v, n, e), w.after, c, d, e, call->states + n * d * e);
+            if (call->denominator)
+                sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
+        }
+#pragma omp for
+        for (long head = 0; head < call->chunks / call->count; head++) {
+            scan(call, head, call->across, call->state, call->states, d * e, 0);
+            if (call->denominator)
+                scan(call, head, call->across, call->row, call->rows, size, 0);
+        }
+#pragma omp for
+        for (long n = 0; n < call->chunks; n++)
+            forward_chunk(call, n);
+    }
+}
+
+void isopos_backward(const Call *call)
+{
+    const long c = call->c, d = call->d, e = call->e, size = call->own ? call->own : d;
+#pragma omp parallel num_threads(call->threads)
+    {
+#pragma omp for
+        for (long n = 0; n < call->chunks; n++) {
+            Weights w;
+            make_weights(call, n, &w);
+            call->across[n] = w.across;
+            make_all_features(call, n);
+            make_grads(call, n);
+            const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d);
+            const Rows v = features_at(call, &call->v, n, e), grad = {call->grads + n * blocks(c) * e, e};
+            outer(v, k, w.after, c, e, d, call->states + n * d * e);
+            outer(q, grad, w.before, c, d, e, call->grad_states + n * d * e);
+            if (call->denominator) {
+                sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
+                sum_rows(below_features(call, &call->q, n), w.before, call->less + n * c, c, size, call->grad_rows + n * size);
+            }
+        }
+#pragma omp for
+        for (long head = 0; head < call->chunks / call->count; head++) {
+            scan(call, head, call->across, call->state, call->states, d * e, 0);
+            scan(call, head, call->across, call->grad_state, call->grad_states, d * e, 1);
+            if (call->denominator) {
+                scan(call, head, call->across, call->row, call->rows, size, 0);
+                scan(call, head, call->across, call->grad_row, call->grad_rows, size, 1);
+            }
+        }
+#pragma omp for
+        for (long n = 0; n < call->chunks; n++)
+            backward_chunk(call, n);
+    }
+}

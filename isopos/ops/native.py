@@ -1,0 +1,205 @@
+"""The compiled tile, native.c: for float32 on Linux and x86-64, where installation found gcc.
+
+It computes what `Walk` of tiles.py says with separate PyTorch operations, which serve everything else. Loads whose `formula`
+it knows are part of it; others leave their operands in rows.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from isopos.ops.tiles import Decays, Operand, Room, Span, Upstream
+
+LANES, WIDEST = 16, 256  # of features: a multiple, and what its buffers hold
+PHI = {name: n for n, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp"))}
+KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
+
+
+class _View(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("sample", "head", "token")))
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = (
+        *((name, _View) for name in ("x", "own", "grad", "grad_own", "kept", "normal", "table")),
+        *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add")),
+        *((name, ctypes.c_void_p) for name in ("rows", "own_rows", "grad_decay")),
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("chunks", "count", "heads", "c", "d", "e", "own")),
+        *((name, ctypes.c_long) for name in ("threads", "denominator", "divide", "begins")),
+        *((name, _View) for name in ("g_q", "g_k")),
+        *((name, ctypes.c_void_p) for name in ("state", "row", "states", "rows", "across")),
+        *((name, _View) for name in ("out", "below", "grad")),
+        *((name, ctypes.c_void_p) for name in ("grad_state", "grad_row", "grad_states", "grad_rows", "grads", "less")),
+        *((name, _Operand) for name in ("q", "k", "v")),
+    )
+
+
+@functools.cache
+def library() -> tuple[ctypes.CDLL | None, str]:
+    """The library for the instructions that PyTorch uses here, and what it is or why there is none."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    stem = Path(__file__).with_name(f"_native_{instructions.lower()}")
+    paths = [path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := Path(f"{stem}{suffix}")).exists()]
+    if not paths:
+        return None, f"none for {instructions}: installation builds it for AVX2 and AVX512 on Linux, where it finds gcc"
+    try:
+        lib = ctypes.CDLL(str(paths[0]))
+    except OSError as error:
+        return None, f"none: {error}"
+    if lib.isopos_call_size() != ctypes.sizeof(_Call):
+        return None, f"none: {paths[0].name} is of another version; install isopos again"
+    return lib, instructions
+
+
+def serves(device: torch.device) -> bool:
+    """Whether there is a library for tensors there."""
+    return device.type == "cpu" and library()[0] is not None
+
+
+def _view(x: Tensor) -> _View:
+    """x ``[*b h t .]`` with one or two leading axes longer than 1, as a group of a plan has."""
+    sample, head, token = (x.stride(-n) if x.ndim >= n and x.shape[-n] > 1 else 0 for n in (4, 3, 2))
+    return _View(x.data_ptr(), sample, head, token)
+
+
+class Tile:
+    """One tile, described for the library. Tensors that it points to live as long as it does."""
+
+    def __init__(self, operands: Sequence["Operand"], n: int, span: "Span", room: "Room"):
+        self.operands, self.n, self.span, self.room = operands, n, span, room
+        self.leading = operands[0].xs[n].shape[:-2]
+        self.held: list[Tensor] = []
+        self.call = _Call(heads=self.leading[-1], c=span.chunk, count=(span.stop - span.start) // span.chunk)
+        self.call.chunks = self.call.count * self.leading.numel()
+        self.rows: list[list[Tensor] | None] = []
+        widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
+        (self.call.d, own_q), (d, own_k), (self.call.e, _) = widths
+        self.widths = (d, self.call.d, self.call.e, own_q or LANES, own_k or LANES)
+        self.call.own = own_k
+        self.sizes = (self.call.d, self.call.e, own_k or self.call.d)
+
+    def _parts(self) -> tuple[_Operand, ...]:
+        return self.call.q, self.call.k, self.call.v
+
+    @property
+    def fits(self) -> bool:
+        """Whether the library knows these widths."""
+        return all(width % LANES == 0 and width <= WIDEST for width in self.widths)
+
+    def _hold(self, x: Tensor) -> Tensor:
+        self.held.append(x)
+        return x
+
+    def _room(self, name: str, *shape: int) -> int:
+        return self.room(f"native {name}", *shape).data_ptr()
+
+    def _operand(self, operand: "Operand", part: _Operand) -> tuple[int, int]:
+        """Describe an operand; its width, and that of its own features or 0."""
+        formula = operand.formula(self.n, self.span)
+        x = operand.xs[self.n]
+        chunks, tokens = self.call.chunks, -(-self.span.chunk // 4) * 4
+        if formula is None:
+            rows = operand.read(self.n, self.span)
+            self.rows.append(list(rows))
+            part.x, part.width = _view(self._hold(rows[0])), rows[0].shape[-1]
+            own = 0
+            for x in rows[1:]:
+                part.own, own = _view(self._hold(x)), x.shape[-1]
+            if self.span.chunk % 4:
+                part.rows = operand.room("native", chunks, tokens, part.width).data_ptr()
+            return part.width, own
+        self.rows.append(None)
+        x = self._hold(x if x.stride(-1) == 1 else x.contiguous())
+        part.x, part.width, part.phi, part.kind = _view(x), x.shape[-1], PHI[formula.phi], KIND[formula.kind]
+        if formula.normal is not None:
+            part.normal = _view(self._hold(formula.normal.contiguous()))
+        if formula.table is not None:
+            table = formula.table if formula.kind == "gather" else formula.table.flatten(-2)
+            part.table = _view(self._hold(table if table.stride(-1) == 1 else table.contiguous()))
+        if formula.kept is not None:
+            part.kept = _view(formula.kept)
+        moved, width = formula.kind != "none" or formula.normal is not None, part.width
+        out = 2 * width if formula.kind == "lift" else width
+        part.rows = operand.room("native", chunks, tokens, out).data_ptr()
+        if not formula.own:
+            return out, 0
+        if moved:
+            part.own_rows = operand.room("native own", chunks, tokens, width).data_ptr()
+        elif formula.phi == "identity" and formula.kept is None:
+            part.own = part.x
+        else:
+            part.own_rows = part.rows
+        return out, width
+
+    def _prepare(self, g: "Decays", states: Sequence[Tensor], denominator: bool) -> ctypes.CDLL:
+        call, (lib, _) = self.call, library()
+        assert lib is not None
+        call.threads, call.denominator = torch.get_num_threads(), denominator
+        call.begins, call.across = self.span.start == 0, self._room("across", call.chunks)
+        if g is not None:
+            call.g_q, call.g_k = (_view(x[..., self.span.start : self.span.stop, None]) for x in g)
+        call.state, call.states = states[0].data_ptr(), self._room("states", call.chunks, call.d, call.e)
+        if denominator:
+            call.row, call.rows = states[1].data_ptr(), self._room("rows", call.chunks, call.own or call.d)
+        return lib
+
+    def forward(self, g: "Decays", states: Sequence[Tensor], out: Tensor, below: Tensor | None, *, divide: bool) -> None:
+        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after the tile."""
+        lib = self._prepare(g, states, below is not None)
+        self.call.out, self.call.divide = _view(out), divide
+        if below is not None:
+            self.call.below = _view(below)
+        lib.isopos_forward(ctypes.byref(self.call))
+
+    def backward(
+        self, g: "Decays", before: Sequence[Tensor], grads: Sequence[Tensor], upstream: "Upstream", decays: bool
+    ) -> Sequence[Tensor]:
+        """Write gradients of the operands, and return those of log decays ``[*b h t]`` if they are wanted.
+
+        `before` holds the states before the tile; `grads` are gradients of those after it and become those of `before`.
+        """
+        call, room = self.call, self._room
+        turned = [x.contiguous() for x in (before[0].mT, *(row.clone() for row in before[1:]))]
+        lib = self._prepare(g, turned, len(before) > 1)
+        grad, out, below = (None if part is None else part[self.n] for part in upstream.parts)
+        assert grad is not None
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        call.grad = _view(grad)
+        if out is not None and below is not None:
+            call.out, call.below, call.divide = _view(out), _view(below), 1
+        call.grad_state, call.grad_states = grads[0].data_ptr(), room("grad states", call.chunks, call.d, call.e)
+        call.grads = room("grads", call.chunks, -(-call.c // 4) * 4, call.e)
+        if len(before) > 1:
+            call.grad_row, call.grad_rows = grads[1].data_ptr(), room("grad rows", call.chunks, call.own or call.d)
+            call.less = room("less", call.chunks, call.c)
+        pulled: list[list[Tensor] | None] = []
+        for operand, part, rows in zip(self.operands, self._parts(), self.rows, strict=True):
+            if rows is None:
+                assert operand.rooms is not None
+                part.grad, part.add = _view(operand.rooms[self.n]), not operand.first
+                pulled.append(None)
+            else:
+                pulled.append([operand.room(f"native grad {m}", *x.shape) for m, x in enumerate(rows)])
+                views = [_view(x) for x in pulled[-1] or ()]
+                part.grad, part.grad_own = views[0], views[-1] if len(views) > 1 else _View()
+        shape = (*self.leading, self.span.stop - self.span.start)
+        grad_g = tuple(torch.empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
+        for part, x in zip(self._parts(), grad_g, strict=False):
+            part.grad_decay = x.data_ptr()
+        lib.isopos_backward(ctypes.byref(call))
+        for operand, own in zip(self.operands, pulled, strict=True):
+            if own is not None:
+                operand.pull(self.n, self.span, own)
+        return grad_g

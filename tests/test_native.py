@@ -1,0 +1,214 @@
+"""native.c beside the PyTorch operations that it replaces, and the same in float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import SCHEMES, inputs_of, ordered
+
+from isopos import positions, schemes
+from isopos.feature_maps import FEATURE_MAPS, Favor
+from isopos.functional import linear_attention
+from isopos.ops import native
+
+NEEDED = pytest.mark.skipif(native.library()[0] is None, reason=f"compiled sums: {native.library()[1]}")
+SHAPES = [
+    (1, 1, 64, 16, 16),
+    (2, 3, 200, 32, 48),
+    (1, 2, 131, 64, 64),
+    (2, 2, 5, 64, 32),
+    (1, 3, 700, 80, 112),
+    (1, 1, 70, 256, 256),
+]
+
+
+def options(name, b, h, t, d):
+    g = -torch.rand(h, t, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).cumsum(-1) / 10
+    steady = -torch.arange(t, dtype=torch.float64) * torch.linspace(0.01, 1, h, dtype=torch.float64)[:, None]
+    scheme = schemes.REGISTRY[name](d, h).at(positions.sequence(t)) if name in schemes.REGISTRY else {}
+    ids = (torch.arange(t) // 37).expand(b, t)
+    mask = torch.rand(b, t, generator=torch.Generator().manual_seed(3)) > 0.3
+    rope = schemes.REGISTRY["rope"](d).at(positions.sequence(t))
+    own = {
+        "no denominator": {"denominator": None},
+        "encoded": rope | {"denominator": "encoded"},
+        "drawn decay": {"decay": g},
+        "drawn decay, plain": rope | {"decay": g},
+        "steady decay, plain": rope | {"decay": steady},
+        "decays of queries and keys": rope | {"decay": (g - 0.01, g)},
+        "both ways with a decay": rope | {"decay": g, "causal": False},
+        "packed": rope | {"segment_ids": ids},
+        "masked": rope | {"mask": mask},
+        "masked decay, encoded": rope | {"mask": mask, "decay": steady, "denominator": "encoded"},
+        "favor": {"feature_map": Favor(d, 48), "denominator": "plain"},
+        "identity": rope | {"feature_map": None, "denominator": None},
+        **{phi: rope | {"feature_map": FEATURE_MAPS[phi]} for phi in ("relu", "relu2", "exp")},
+    }
+    return {"feature_map": FEATURE_MAPS["elu+1"], "causal": True} | own.get(name, scheme)
+
+
+NAMES = [
+    "no denominator",
+    "encoded",
+    "drawn decay",
+    "drawn decay, plain",
+    "steady decay, plain",
+    "decays of queries and keys",
+]
+NAMES += ["both ways with a decay", "packed", "masked", "masked decay, encoded", "favor", "identity", "relu", "relu2", "exp"]
+NAMES += ["permuteformer", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "retnet", "cosformer"]
+
+
+def run(inputs, dtype, given, grad):
+    inputs = [x.to(dtype).requires_grad_() for x in inputs]
+    decay = given.get("decay")
+    learned = (
+        []
+        if decay is None
+        else [g.detach().clone().requires_grad_() for g in (decay if isinstance(decay, tuple) else (decay,))]
+    )
+    given = given | ({} if decay is None else {"decay": tuple(learned) if isinstance(decay, tuple) else learned[0]})
+    out = linear_attention(*inputs, **given)
+    return [out.detach(), *torch.autograd.grad(out, [*inputs, *learned], grad.to(dtype))]
+
+
+@NEEDED
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
+    b, h, t, d, e = shape
+    if d == native.WIDEST and name in ("lrpe-unitary", "cosformer"):
+        pytest.skip("features twice as wide as its buffers")
+    given = options(name, b, h, t, d)
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)]
+    grad = torch.randn(b, h, t, e, generator=draw)
+    calls = []
+    forward = native.Tile.forward
+    monkeypatch.setattr(native.Tile, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw))
+    with torch.random.fork_rng():
+        ours = run(inputs, torch.float32, given, grad)
+    assert calls
+    monkeypatch.setattr(native, "library", lambda: (None, "off"))
+    other, exact = run(inputs, torch.float32, given, grad), run(inputs, torch.float64, given, grad)
+    for a, b_, c in zip(ours, other, exact, strict=True):
+        largest = c.abs().max().clamp_min(exact[0].abs().max())  # a decay of queries divides out
+        error, usual = ((x.double() - c).abs().max() / largest for x in (a, b_))
+        assert error < 3 * usual + 3e-6
+
+
+@NEEDED
+@pytest.mark.parametrize("case", [case for case in SCHEMES if "linear" in case.kinds], ids=lambda case: case.id)
+def test_every_scheme_agrees(monkeypatch, case):
+    scheme = case.build(32, 2)
+    x = ordered(case.group, t=70, least=1)
+    inputs = inputs_of(scheme, 1, t=x.shape[-2])
+    with torch.no_grad():
+        given = scheme.at(x) | {"causal": True}
+        ours = linear_attention(*inputs, **given)
+        monkeypatch.setattr(native, "library", lambda: (None, "off"))
+        torch.testing.assert_close(ours, linear_attention(*inputs, **given), rtol=1e-4, atol=1e-4)
+
+
+@NEEDED
+@pytest.mark.parametrize("layout", ["heads last", "columns", "expanded", "cut"])
+def test_inputs_may_be_views(layout):
+    make = {
+        "heads last": lambda: torch.randn(2, 100, 3, 16).transpose(1, 2),
+        "columns": lambda: torch.randn(2, 3, 16, 100).mT,
+        "expanded": lambda: torch.randn(2, 1, 100, 16).expand(2, 3, 100, 16),
+        "cut": lambda: torch.randn(2, 4, 130, 20)[:, 1:, 15:115, 2:18],
+    }[layout]
+    q, k, v, grad = (make() for _ in range(4))
+    given = options("steady decay, plain", 2, 3, 100, 16)
+    strided = run((q, k, v), torch.float32, given, grad)
+    whole = run([x.contiguous() for x in (q, k, v)], torch.float32, given, grad.contiguous())
+    for a, b in zip(strided, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@NEEDED
+def test_threads_change_nothing():
+    inputs, grad, given = (
+        torch.randn(3, 2, 3, 300, 32),
+        torch.randn(2, 3, 300, 32),
+        options("drawn decay, plain", 2, 3, 300, 32),
+    )
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(run(inputs, torch.float32, given, grad))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@NEEDED
+@pytest.mark.parametrize("phi", ["elu+1", "relu", "relu2", "exp"])
+def test_features_of_extreme_numbers(monkeypatch, phi):
+    x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 5, -5, 30, -80, -100, -200, 80, 1e-3, -1e-3, 1, -1, 0.5]).repeat(40, 1)[
+        None, None
+    ]
+    q = torch.ones_like(x)
+    given = {"feature_map": FEATURE_MAPS[phi], "causal": True, "denominator": None}
+    ours = linear_attention(q, x, q, **given)
+    monkeypatch.setattr(native, "library", lambda: (None, "off"))
+    torch.testing.assert_close(ours, linear_attention(q, x, q, **given), rtol=2e-6, atol=0)
+
+
+@NEEDED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_a_number_stays_where_it_belongs(bad):
+    q, k, v = torch.randn(3, 1, 2, 150, 16)
+    k[0, 1, 100, 3] = bad
+    out = linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True)
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1, :100].isfinite().all()
+    if bad > 0 or bad != bad:
+        assert not out[0, 1, 100:].isfinite().all(-1).any()
+
+
+CHECK = """
+import torch
+from isopos.ops import native
+from isopos.feature_maps import FEATURE_MAPS
+from isopos.functional import linear_attention
+from isopos import positions, schemes
+print(native.library()[1])
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 2, 3, 150, 48)
+q.requires_grad_()
+given = schemes.REGISTRY["rope"](48, 3, decay="retnet").at(positions.sequence(150)) | {"causal": True}
+out = linear_attention(q, k, v, **given)
+exact = linear_attention(q.double(), k.double(), v.double(), **given)
+grads = [torch.autograd.grad(x.square().sum(), q)[0] for x in (out, exact)]
+assert (out - exact).abs().max() < 1e-5 and (grads[0] - grads[1]).abs().max() < 1e-3 * grads[1].abs().max()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instructions", ["avx512", "avx2", "default"])
+def test_each_instruction_set(instructions):
+    if instructions.upper() not in (torch.backends.cpu.get_cpu_capability(), "AVX2", "DEFAULT"):
+        pytest.skip(f"this machine has no {instructions}")
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": instructions}
+    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("none for DEFAULT" if instructions == "default" else instructions.upper())
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch):
+    if native.library()[0] is None:
+        pytest.skip(native.library()[1])
+    native.library.cache_clear()
+    monkeypatch.setattr(native.ctypes, "sizeof", lambda kind: 1)
+    try:
+        lib, why = native.library()
+    finally:
+        native.library.cache_clear()
+    assert lib is None
+    assert "install isopos again" in why
