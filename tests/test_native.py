@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 from cases import SCHEMES, inputs_of, ordered
+from torch.autograd import forward_ad
 
 from isopos import positions, schemes
 from isopos.feature_maps import FEATURE_MAPS, Favor
 from isopos.functional import linear_attention
 from isopos.ops import native
+from isopos.ops.rotate import lift, rotate, unlift, unrotate
 
 NEEDED = pytest.mark.skipif(native.library()[0] is None, reason=f"compiled sums: {native.library()[1]}")
 SHAPES = [
@@ -170,6 +172,45 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
     assert out[0, 1, :100].isfinite().all()
     if bad > 0 or bad != bad:
         assert not out[0, 1, 100:].isfinite().all(-1).any()
+
+
+@NEEDED
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, of forward mode
+@pytest.mark.parametrize("layout", ["whole", "heads last", "table a head", "table a sample"])
+@pytest.mark.parametrize("turn", [rotate, unrotate, lift, unlift])
+def test_large_rotations(monkeypatch, turn, layout):
+    lifted = turn in (lift, unlift)
+    x = torch.randn(2, 70, 3, 64 if turn is unlift else 32).transpose(1, 2)
+    x = (x if layout == "heads last" else x.contiguous()).requires_grad_()
+    leading = {"table a head": (3,), "table a sample": (2, 1)}.get(layout, ())
+    table, tangent = torch.randn(*leading, 70, 32 if lifted else 16, 2), torch.randn_like(x)
+
+    def everything():
+        out = turn(x, table)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with forward_ad.dual_level():
+            along = forward_ad.unpack_dual(turn(forward_ad.make_dual(x.detach(), tangent), table)).tangent
+        return out, grad, *torch.autograd.grad(grad.square().sum(), x), along
+
+    usual = everything()
+    monkeypatch.setattr(native, "PAST", 0)
+    large = everything()
+    assert "Turned" in type(large[0].grad_fn).__name__
+    for a, b in zip(large, usual, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    wrapped = torch.func.vmap(lambda x: turn(x, table))(x.detach()[None])
+    torch.testing.assert_close(wrapped[0], usual[0].detach())
+
+
+@NEEDED
+def test_small_or_learned_rotations_stay_as_they_are(monkeypatch):
+    x, table = torch.randn(2, 3, 70, 32, requires_grad=True), torch.randn(70, 16, 2)
+    assert "Turned" not in type(rotate(x, table).grad_fn).__name__
+    monkeypatch.setattr(native, "PAST", 0)
+    for other in (table.requires_grad_(), torch.randn(2, 2, 1, 1, 70, 16, 2)):
+        assert "Turned" not in type(rotate(x, other).grad_fn).__name__
+    assert "Turned" not in type(rotate(x.double(), table.detach().double()).grad_fn).__name__
+    assert "Turned" not in type(rotate(x[..., :24], table.detach()[:, :12]).grad_fn).__name__
 
 
 CHECK = """

@@ -6,6 +6,7 @@
 
    Built once per instruction set; native.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
+#include <immintrin.h>
 #include <string.h>
 
 #ifdef __AVX512F__
@@ -799,5 +800,59 @@ void isopos_backward(const Call *call)
 #pragma omp for
         for (long n = 0; n < call->chunks; n++)
             backward_chunk(call, n);
+    }
+}
+
+/* --- rotations alone --- */
+
+/* Tokens of x times their rows of a table, or of its adjoint, into out [all tokens .]: heads of all samples. */
+typedef struct {
+    View x, table;
+    float *out;
+    long all, heads, tokens, back, threads;
+    Operand operand; /* its kind and width */
+} Turn;
+
+long isopos_turn_size(void)
+{
+    return sizeof(Turn);
+}
+
+/* Past the cache, which could not hold the result: without reading what is overwritten. */
+INLINE void stream(const float *x, float *out, long width)
+{
+    for (long m = 0; m < width; m += LANES)
+#if LANES == 16
+        _mm512_stream_ps(out + m, (__m512) * (const lanes *)(x + m));
+#else
+        _mm256_stream_ps(out + m, (__m256) * (const lanes *)(x + m));
+#endif
+}
+
+static void turn_tokens(const Turn *turn, long head, long from, long to)
+{
+    const Operand *o = &turn->operand;
+    const long width = o->kind == LIFT && !turn->back ? 2 * o->width : o->width;
+    const long sample = head / turn->heads, own = head % turn->heads;
+    const float *x = (const float *)turn->x.first + sample * turn->x.sample + own * turn->x.head + from * turn->x.token;
+    const float *table = (const float *)turn->table.first + sample * turn->table.sample + own * turn->table.head;
+    float *out = turn->out + (head * turn->tokens + from) * width, room[2 * MOST] ALIGNED;
+    table += from * turn->table.token;
+    for (long i = from; i < to; i++, x += turn->x.token, table += turn->table.token, out += width) {
+        if (turn->back)
+            move_back(o, x, table, room);
+        else
+            move(o, x, table, room);
+        stream(room, out, width);
+    }
+}
+
+void isopos_turn(const Turn *turn)
+{
+    const long pieces = (turn->tokens + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads(turn->threads)
+    for (long n = 0; n < turn->all * pieces; n++) {
+        const long from = n % pieces * CHUNK, to = from + CHUNK < turn->tokens ? from + CHUNK : turn->tokens;
+        turn_tokens(turn, n / pieces, from, to);
     }
 }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from isopos.ops.tiles import Decays, Operand, Room, Span, Upstream
 
 LANES, WIDEST = 16, 256  # of features: a multiple, and what its buffers hold
+PAST = 1 << 24  # bytes of a result that is written past the cache
 PHI = {name: n for n, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp"))}
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
@@ -58,14 +59,18 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         lib = ctypes.CDLL(str(paths[0]))
     except OSError as error:
         return None, f"none: {error}"
-    if lib.isopos_call_size() != ctypes.sizeof(_Call):
+    if lib.isopos_call_size() != ctypes.sizeof(_Call) or lib.isopos_turn_size() != ctypes.sizeof(_Turn):
         return None, f"none: {paths[0].name} is of another version; install isopos again"
     return lib, instructions
 
 
-def serves(device: torch.device) -> bool:
-    """Whether there is a library for tensors there."""
-    return device.type == "cpu" and library()[0] is not None
+def serves(*tensors: Tensor) -> bool:
+    """Whether there is a library for these: numbers in a CPU's memory, no fake ones, none that torch.func has wrapped."""
+    return (
+        library()[0] is not None
+        and all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _view(x: Tensor) -> _View:
@@ -203,3 +208,43 @@ class Tile:
             if own is not None:
                 operand.pull(self.n, self.span, own)
         return grad_g
+
+
+class _Turn(ctypes.Structure):
+    _fields_ = (
+        *((name, _View) for name in ("x", "table")),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("all", "heads", "tokens", "back", "threads")),
+        ("operand", _Operand),
+    )
+
+
+def turns(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
+    """Whether `turn` serves these: where the result is larger than what a cache holds."""
+    width, moved = table.shape[-2] * (1 if lifted else 2), lifted and not back
+    return (
+        4 * x.shape[:-1].numel() * width * (1 + moved) > PAST
+        and serves(x, table)
+        and x.dtype == table.dtype == torch.float32
+        and width % LANES == 0
+        and width <= WIDEST
+        and x.ndim > 2
+        and not any(n > 1 for n in x.shape[:-4])
+        and torch.broadcast_shapes(x.shape[:-1], table.shape[:-2]) == x.shape[:-1]
+    )
+
+
+def turn(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> Tensor:
+    """x ``[*b h t .]`` rotated or lifted by a table ``[*b h t f 2]``, or back; without a graph."""
+    lib, width, shape = library()[0], table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
+    assert lib is not None
+    x, table = (a if a.stride(-1) == 1 else a.contiguous() for a in (x, table.flatten(-2)))
+    out = torch.empty(*shape, 2 * width if lifted and not back else width)
+    call = _Turn(_view(x), _view(table.expand(*shape, -1)), out.data_ptr(), shape[:-1].numel(), shape[-2], shape[-1], back)
+    call.threads, call.operand.kind, call.operand.width = (
+        torch.get_num_threads(),
+        KIND["lift" if lifted else "rotation"],
+        width,
+    )
+    lib.isopos_turn(ctypes.byref(call))
+    return out

@@ -1,7 +1,11 @@
 """Rotations, permutations and dense maps of features: what isometries do to a tensor."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from isopos.ops import native
 
 BLOCK = 1 << 14  # tokens whose angles are formed at a time
 
@@ -49,6 +53,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """`rotate_naive` as one complex product: pairs and table are viewed as complex, nothing but the result is made."""
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
+    if _large(x, table, lifted=False, back=False):
+        return _Turned.apply(x, table, False, False)
     if x.stride(-1) != 1 or any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -57,20 +63,54 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def unrotate(x: Tensor, table: Tensor) -> Tensor:
     """The inverse of `rotate`, which is its adjoint."""
+    if _large(x, table, lifted=False, back=True):
+        return _Turned.apply(x, table, False, True)
     return rotate(x, table * table.new_tensor([1, -1]))
 
 
 def lift(x: Tensor, table: Tensor) -> Tensor:
     """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
+    if _large(x, table, lifted=True, back=False):
+        return _Turned.apply(x, table, True, False)
     cos, sin = table.unbind(-1)
     return torch.cat((x * cos, x * sin), -1)
 
 
 def unlift(x: Tensor, table: Tensor) -> Tensor:
     """The adjoint of `lift`: (a, b) ``[*b h t 2d]`` -> a cos + b sin ``[*b h t d]``, which undoes it."""
+    if _large(x, table, lifted=True, back=True):
+        return _Turned.apply(x, table, True, True)
     cos, sin = table.unbind(-1)
     first, second = x.chunk(2, -1)
     return first * cos + second * sin
+
+
+class _Turned(torch.autograd.Function):
+    """A map of `_TURNS`, by a table that needs no gradient: `native.turn`, and back through the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, lifted: bool, back: bool) -> Tensor:
+        ctx.save_for_backward(table)
+        ctx.save_for_forward(table)
+        ctx.lifted, ctx.back = lifted, back
+        return native.turn(x, table, lifted=lifted, back=back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _TURNS[ctx.lifted, not ctx.back](grads[0], *ctx.saved_tensors), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _TURNS[ctx.lifted, ctx.back](tangents[0], *ctx.saved_tensors)
+
+
+def _large(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
+    """Whether `_Turned` serves these and is faster: where the result is larger than a cache."""
+    eager = not torch.compiler.is_compiling() and not table.requires_grad
+    return eager and native.turns(x, table, lifted=lifted, back=back)
+
+
+_TURNS = {(False, False): rotate, (False, True): unrotate, (True, False): lift, (True, True): unlift}
 
 
 def permute(x: Tensor, index: Tensor) -> Tensor:

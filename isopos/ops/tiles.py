@@ -504,7 +504,8 @@ class Walk:
         for operand in operands:
             operand.split(plan.sizes)
         self.weights: dict[Tile, list[Weights]] = {}
-        self.native = room.dtype == torch.float32 and not reverse and native.serves(operands[0].x.device)
+        tensors = [tensor for operand in operands for tensor in (operand.x, *operand.tensors)]
+        self.native = room.dtype == torch.float32 and not reverse and native.serves(*tensors, *(g or ()))
 
     def _weights(self, span: Span) -> Weights:
         """Those of a tile, or of one before that had the same: steady decays, and none at all inside packed sequences."""
