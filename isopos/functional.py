@@ -26,7 +26,7 @@ from isopos.arguments import (
 from isopos.exact import broadcast, full_precision
 from isopos.feature_maps import FEATURE_MAPS, IN_PLACE, Favor, FeatureMap, identity, sides
 from isopos.isometries import Chain, Gather, Identity, Isometry, Reflection, Rotation
-from isopos.ops import clipped, linear
+from isopos.ops import clipped, linear, native
 from isopos.ops.tiles import Formula, Place, Room
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
@@ -273,6 +273,8 @@ def _streamed(
     terms: Sequence[Term],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the next tokens of a stream, and what is kept of all of them."""
+    if not terms and (stepped := _stepped(q, k, v, loads, g, before, state, denominator)) is not None:
+        return stepped
     queries, keys, (value,) = (load(x, load.tensors) for load, x in zip(loads, (q, k, v), strict=True))
     values = _and_ones(value, loads[2].kept, denominator is not None)
     sums = [values] if len(queries) == 1 else values.split((value.shape[-1], 1), -1)
@@ -291,6 +293,39 @@ def _streamed(
     else:
         out = total if denominator is None else linear.divide(total)
     return out, kept
+
+
+def _stepped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    loads: tuple["_Features", "_Features", "_Features"],
+    g: tuple[Tensor, Tensor] | None,
+    before: Tensor | None,
+    state: State,
+    denominator: str | None,
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """`_streamed` for a token without gradients, where compiled code serves it."""
+    sums = [x for name in ("sum0", "sum1") if (x := state[name]) is not None]
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *sums, *(g or ())))
+    if q.shape[-2] > 1 or not sums or graph or denominator == "complex" or torch.compiler.is_compiling():
+        return None
+    if not all(load.direct for load in loads) or (g is not None and (g[0] is not g[1] or before is None)):
+        return None
+    formulas = [formula for load in loads if (formula := load.formula()) is not None]
+    if len(formulas) < len(loads):
+        return None
+    across = None
+    if g is not None and before is not None:
+        across = (g[1][..., 0] - before).exp().to(torch.float32).expand(q.shape[:-2]).contiguous()
+    divided = denominator is not None
+    found = native.step((q, k, v), formulas, sums, across, denominator=divided, in_place=state.in_place)
+    if found is None:
+        return None
+    out, after, below = found
+    if below is not None:
+        linear.count(below)
+    return out, {f"sum{n}": x for n, x in enumerate(after)}
 
 
 def _clipped_stream(
@@ -567,21 +602,22 @@ class _Features:
         return _Features(self.rho.part(place), self.phi, self.parts, self.dtype, kept)
 
     def formula(self) -> Formula | None:
-        first, last = (self.rho.first, self.rho.second) if isinstance(self.rho, Chain) else (Identity(), self.rho)
-        if isinstance(last, Reflection) and isinstance(first, Identity):
+        first, last = (self.rho.first, self.rho.second) if type(self.rho) is Chain else (Identity(), self.rho)
+        if type(last) is Reflection and type(first) is Identity:
             first, last = last, first
-        normal = first.normal if isinstance(first, Reflection) else None
-        if isinstance(last, Rotation):
-            kind, table = "lift" if last.lifted else "rotation", last.table
-        elif isinstance(last, Gather):
-            kind, table = "gather", last.index
-        else:
-            kind, table = "none", None
-        known = isinstance(first, Identity | Reflection) and (table is not None or isinstance(last, Identity))
-        dtypes = {self.dtype, *(x.dtype for x in (normal, table) if x is not None and x.dtype != torch.int64)}
-        if not known or dtypes != {torch.float32}:
+        if type(first) not in (Identity, Reflection) or self.dtype != torch.float32:
             return None
-        return Formula(_NAMES[self.phi], kind, table, normal, self.kept, self.parts == 2)
+        normal = first.normal if type(first) is Reflection else None
+        own, phi = self.parts == 2, _NAMES[self.phi]
+        if type(last) is Identity:
+            known = Formula(phi, "none", None, normal, self.kept, own)
+        elif type(last) is Rotation and last.table.dtype == torch.float32:
+            known = Formula(phi, "lift" if last.lifted else "rotation", last.table, normal, self.kept, own)
+        elif type(last) is Gather:
+            known = Formula(phi, "gather", last.index, normal, self.kept, own)
+        else:
+            return None
+        return known if normal is None or normal.dtype == torch.float32 else None
 
     def write(self, x: Tensor, room: Room) -> tuple[Tensor, ...]:
         plain = room("plain", *x.shape)

@@ -13,7 +13,9 @@ from isopos import positions, schemes
 from isopos.feature_maps import FEATURE_MAPS, Favor
 from isopos.functional import linear_attention
 from isopos.ops import native
+from isopos.ops.linear import Clamped
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
+from isopos.state import State
 
 NEEDED = pytest.mark.skipif(native.library()[0] is None, reason=f"compiled sums: {native.library()[1]}")
 SHAPES = [
@@ -112,6 +114,51 @@ def test_every_scheme_agrees(monkeypatch, case):
         ours = linear_attention(*inputs, **given)
         monkeypatch.setattr(native, "library", lambda: (None, "off"))
         torch.testing.assert_close(ours, linear_attention(*inputs, **given), rtol=1e-4, atol=1e-4)
+
+
+STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "cosformer", "none"]
+
+
+@NEEDED
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+@pytest.mark.parametrize("name", STREAMED)
+def test_streams_agree_with_the_whole(monkeypatch, name, denominator, in_place):
+    scheme = schemes.REGISTRY[name](32, 3, denominator=denominator)
+    x, draw = positions.sequence(9), torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 3, 9, width, generator=draw) for width in (32, 32, 48))
+    calls, step = [], native.step
+    monkeypatch.setattr(native, "step", lambda *args, **kw: calls.append(step(*args, **kw)) or calls[-1])
+    with torch.no_grad():
+        whole = linear_attention(*(a.double() for a in (q, k, v)), **scheme.at(x), causal=True)
+        state, found = State(in_place=in_place), []
+        for i in range(9):
+            token = (a[..., i : i + 1, :] for a in (q, k, v))
+            out, state = linear_attention(*token, **scheme.at(x[i : i + 1], state=state), causal=True, return_state=True)
+            found.append(out)
+    assert sum(call is not None for call in calls) == 8
+    torch.testing.assert_close(torch.cat(found, -2), whole.float(), rtol=1e-4, atol=1e-4)
+
+
+@NEEDED
+def test_a_step_leaves_the_state_before_alone():
+    q, k, v = torch.randn(3, 2, 3, 1, 32)
+    with torch.no_grad():
+        _, state = linear_attention(q, k, v, causal=True, return_state=True, state=State())
+        copies = {name: x.clone() for name, x in state.tensors.items()}
+        first = linear_attention(q, k, v, causal=True, return_state=True, state=state)[0]
+        again = linear_attention(q, k, v, causal=True, return_state=True, state=state)[0]
+    assert torch.equal(first, again)
+    assert all(torch.equal(x, copies[name]) for name, x in state.tensors.items())
+
+
+@NEEDED
+def test_a_step_counts_clamped_denominators():
+    q, k, v = torch.ones(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), torch.ones(1, 2, 1, 16)
+    with torch.no_grad(), Clamped() as clamped:
+        _, state = linear_attention(q, k, v, causal=True, return_state=True, state=State())
+        linear_attention(q, k, v, causal=True, return_state=True, state=state)
+    assert (clamped.count, clamped.total) == (4, 4)
 
 
 @NEEDED

@@ -69,7 +69,7 @@ class Clamped:
 _CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # of each thread its own
 
 
-def _count(denominator: Tensor) -> None:
+def count(denominator: Tensor) -> None:
     """Tell the counter, if there is one; compiled code has clamped them by then."""
     if not torch.compiler.is_compiling() and (counter := _CLAMPED.get()) is not None:
         counter.small.append((denominator.abs() <= EPS).sum())
@@ -78,7 +78,7 @@ def _count(denominator: Tensor) -> None:
 
 def clamp(denominator: Tensor) -> Tensor:
     """The denominator with a magnitude of at least 1e-6 and its own sign."""
-    _count(denominator)
+    count(denominator)
     eager = not torch.compiler.is_compiling() and denominator.device.type == "cpu"
     if eager and not denominator.requires_grad and denominator.amin() >= EPS:
         return denominator  # the usual case, in one pass
@@ -183,7 +183,7 @@ def _forward(walks: Sequence[Walk | Whole], out: Tensor, denominator: Tensor, *,
             states += before if keep else []
             if total is None:
                 if divide and walk is walks[-1]:
-                    _count(belows[n])
+                    count(belows[n])
                 continue
             if walk is not walks[0]:
                 total, below = total.add_(outs[n]), below if below is None else below + belows[n]

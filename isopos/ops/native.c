@@ -414,34 +414,47 @@ static Rows own_at(const Call *call, const Operand *o, long n)
     return (Rows){o->own_rows + n * blocks(call->c) * call->own, call->own};
 }
 
+INLINE int moves(const Operand *o)
+{
+    return o->kind != NONE || o->normal.first;
+}
+
+/* The features of token i of a chunk, phi's own on the way: where nothing moves them these are the same. */
+INLINE void make_token(const Call *call, const Operand *o, long n, long i, long d, float *plain, float *features)
+{
+    const long width = o->width;
+    if (dropped(call, o, n, i)) { /* whatever it holds */
+        memset(plain, 0, width * sizeof(float));
+        memset(features, 0, d * sizeof(float));
+        return;
+    }
+    map(o->phi, rows_of(call, &o->x, n) + i * o->x.token, plain, width);
+    if (!moves(o))
+        return;
+    const float *y = plain;
+    float room[MOST] ALIGNED;
+    if (o->normal.first) {
+        float *turned = o->kind == NONE ? features : room;
+        memcpy(turned, plain, width * sizeof(float));
+        reflect((const float *)o->normal.first + index_of(call, &o->normal, n), turned, width);
+        y = turned;
+    }
+    if (o->kind != NONE)
+        move(o, y, table_of(call, o, n, i), features);
+}
+
 static void make_features(const Call *call, const Operand *o, long n, long d)
 {
-    const long c = call->c, width = o->width;
+    const long c = call->c;
     if (ready(o, c))
         return;
-    const int own = o->own_rows && !o->own.first, moved = o->kind != NONE || o->normal.first;
-    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
-    float *rows = o->rows + n * blocks(c) * d, *plain = o->own_rows + n * blocks(c) * call->own, room[MOST] ALIGNED;
-    for (long i = 0; i < c; i++, rows += d) {
-        float *y = own ? plain + i * call->own : moved ? room : rows;
-        if (dropped(call, o, n, i)) { /* whatever it holds */
-            memset(y, 0, width * sizeof(float));
-            memset(rows, 0, d * sizeof(float));
-            continue;
-        }
-        map(o->phi, rows_of(call, &o->x, n) + i * o->x.token, y, width);
-        if (normal) {
-            float *turned = o->kind == NONE ? rows : room;
-            if (turned != y)
-                memcpy(turned, y, width * sizeof(float));
-            reflect(normal, y = turned, width);
-        }
-        if (o->kind != NONE)
-            move(o, y, table_of(call, o, n, i), rows);
-        else if (y != rows)
-            memcpy(rows, y, width * sizeof(float));
+    const int own = o->own_rows && !o->own.first;
+    float *rows = o->rows + n * blocks(c) * d, room[MOST] ALIGNED;
+    for (long i = 0; i < c; i++) {
+        float *features = rows + i * d, *plain = own ? o->own_rows + (n * blocks(c) + i) * call->own : room;
+        make_token(call, o, n, i, d, moves(o) ? plain : features, features);
     }
-    memset(rows, 0, (blocks(c) - c) * d * sizeof(float));
+    memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
 }
 
 /* Gradients of x from those of its features [c d] and of its own ones [c own], which are overwritten. */
@@ -800,6 +813,50 @@ void isopos_backward(const Call *call)
 #pragma omp for
         for (long n = 0; n < call->chunks; n++)
             backward_chunk(call, n);
+    }
+}
+
+/* A token a head, of a stream: states [heads d e], of one column more where that is the sum of k, into `states`, which may be
+   the same. `across` holds weights of the states before, or is null; `row` and `rows` are sums of own k. */
+void isopos_step(const Call *call)
+{
+    const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominator && !own);
+#pragma omp parallel for num_threads(call->threads) if (call->chunks * d * columns > 1 << 17)
+    for (long n = 0; n < call->chunks; n++) {
+        float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
+        float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(call, &call->out, n);
+        const float across = call->across ? call->across[n] : 1;
+        make_token(call, &call->q, n, 0, d, moves(&call->q) ? q_plain : q, q);
+        make_token(call, &call->k, n, 0, d, moves(&call->k) ? k_plain : k, k);
+        make_token(call, &call->v, n, 0, e, v, v);
+        v[e] = 1;
+        memset(sum, 0, sizeof sum);
+        for (long i = 0; i < d; i++) {
+            const float *from = call->state + (n * d + i) * columns, a = k[i], b = q[i];
+            float *to = call->states + (n * d + i) * columns;
+#pragma omp simd
+            for (long j = 0; j < columns; j++) {
+                const float x = across * from[j] + a * v[j];
+                to[j] = x;
+                sum[j] += b * x;
+            }
+        }
+        float below = sum[e];
+        if (own) {
+            const float *key = moves(&call->k) ? k_plain : k, *query = moves(&call->q) ? q_plain : q;
+            below = 0;
+            for (long m = 0; m < own; m++) {
+                const float x = across * call->row[n * own + m] + key[m];
+                call->rows[n * own + m] = x;
+                below += query[m] * x;
+            }
+        }
+        if (__builtin_fabsf(below) < SMALL)
+            below = __builtin_copysignf(SMALL, below);
+        if (call->below.first)
+            *rows_of(call, &call->below, n) = below;
+        for (long j = 0; j < e; j++)
+            out[j] = call->denominator ? sum[j] / below : sum[j];
     }
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from isopos.ops.tiles import Decays, Operand, Room, Span, Upstream
+    from isopos.ops.tiles import Decays, Formula, Operand, Room, Span, Upstream
 
 LANES, WIDEST = 16, 256  # of features: a multiple, and what its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
@@ -75,8 +75,28 @@ def serves(*tensors: Tensor) -> bool:
 
 def _view(x: Tensor) -> _View:
     """x ``[*b h t .]`` with one or two leading axes longer than 1, as a group of a plan has."""
-    sample, head, token = (x.stride(-n) if x.ndim >= n and x.shape[-n] > 1 else 0 for n in (4, 3, 2))
-    return _View(x.data_ptr(), sample, head, token)
+    sizes, strides, n = x.shape, x.stride(), x.ndim
+    sample = strides[-4] if n > 3 and sizes[-4] > 1 else 0
+    head = strides[-3] if n > 2 and sizes[-3] > 1 else 0
+    return _View(x.data_ptr(), sample, head, strides[-2] if sizes[-2] > 1 else 0)
+
+
+def _describe(part: _Operand, x: Tensor, formula: "Formula") -> tuple[int, list[Tensor]]:
+    """Say in `part` what makes features of x; their width, and the tensors that must live on."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    part.x, part.width, part.phi, part.kind = _view(x), x.shape[-1], PHI[formula.phi], KIND[formula.kind]
+    held = [x]
+    if formula.normal is not None:
+        held.append(formula.normal.contiguous())
+        part.normal = _view(held[-1])
+    if formula.table is not None:
+        table = formula.table if formula.kind == "gather" else formula.table.flatten(-2)
+        held.append(table if table.stride(-1) == 1 else table.contiguous())
+        part.table = _view(held[-1])
+    if formula.kept is not None:
+        held.append(formula.kept)
+        part.kept = _view(formula.kept)
+    return x.shape[-1] * (2 if formula.kind == "lift" else 1), held
 
 
 class Tile:
@@ -103,50 +123,37 @@ class Tile:
         """Whether the library knows these widths."""
         return all(width % LANES == 0 and width <= WIDEST for width in self.widths)
 
-    def _hold(self, x: Tensor) -> Tensor:
-        self.held.append(x)
-        return x
-
     def _room(self, name: str, *shape: int) -> int:
         return self.room(f"native {name}", *shape).data_ptr()
 
     def _operand(self, operand: "Operand", part: _Operand) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
         formula = operand.formula(self.n, self.span)
-        x = operand.xs[self.n]
         chunks, tokens = self.call.chunks, -(-self.span.chunk // 4) * 4
         if formula is None:
             rows = operand.read(self.n, self.span)
             self.rows.append(list(rows))
-            part.x, part.width = _view(self._hold(rows[0])), rows[0].shape[-1]
+            self.held += rows
+            part.x, part.width = _view(rows[0]), rows[0].shape[-1]
             own = 0
             for x in rows[1:]:
-                part.own, own = _view(self._hold(x)), x.shape[-1]
+                part.own, own = _view(x), x.shape[-1]
             if self.span.chunk % 4:
                 part.rows = operand.room("native", chunks, tokens, part.width).data_ptr()
             return part.width, own
         self.rows.append(None)
-        x = self._hold(x if x.stride(-1) == 1 else x.contiguous())
-        part.x, part.width, part.phi, part.kind = _view(x), x.shape[-1], PHI[formula.phi], KIND[formula.kind]
-        if formula.normal is not None:
-            part.normal = _view(self._hold(formula.normal.contiguous()))
-        if formula.table is not None:
-            table = formula.table if formula.kind == "gather" else formula.table.flatten(-2)
-            part.table = _view(self._hold(table if table.stride(-1) == 1 else table.contiguous()))
-        if formula.kept is not None:
-            part.kept = _view(formula.kept)
-        moved, width = formula.kind != "none" or formula.normal is not None, part.width
-        out = 2 * width if formula.kind == "lift" else width
+        out, held = _describe(part, operand.xs[self.n], formula)
+        self.held += held
         part.rows = operand.room("native", chunks, tokens, out).data_ptr()
         if not formula.own:
             return out, 0
-        if moved:
-            part.own_rows = operand.room("native own", chunks, tokens, width).data_ptr()
+        if formula.kind != "none" or formula.normal is not None:
+            part.own_rows = operand.room("native own", chunks, tokens, part.width).data_ptr()
         elif formula.phi == "identity" and formula.kept is None:
             part.own = part.x
         else:
             part.own_rows = part.rows
-        return out, width
+        return out, part.width
 
     def _prepare(self, g: "Decays", states: Sequence[Tensor], denominator: bool) -> ctypes.CDLL:
         call, (lib, _) = self.call, library()
@@ -208,6 +215,46 @@ class Tile:
             if own is not None:
                 operand.pull(self.n, self.span, own)
         return grad_g
+
+
+def step(
+    inputs: Sequence[Tensor],
+    formulas: Sequence["Formula"],
+    sums: Sequence[Tensor],
+    across: Tensor | None,
+    *,
+    denominator: bool,
+    in_place: bool,
+) -> tuple[Tensor, list[Tensor], Tensor | None] | None:
+    """The output ``[*b h 1 e]`` of the next token of a stream, its sums, and its denominators.
+
+    `sums` are those of the tokens before: of k v^T ``[*b h d e]`` and of own k ``[*b h d 1]``, or of both with one more
+    column; `across` ``[*b h]`` are their weights. None where the library does not serve these. No graph.
+    """
+    lib, (q, k, v), leading = library()[0], inputs, inputs[0].shape[:-2]
+    if lib is None or not serves(*inputs, *sums) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
+        return None
+    if any(x.shape[:-2] != leading for x in inputs) or any(n > 1 for n in leading[:-2]):
+        return None
+    call = _Call(leading.numel(), 1, leading[-1], 1, own=q.shape[-1] if formulas[0].own else 0, denominator=denominator)
+    parts = zip((call.q, call.k, call.v), inputs, formulas, strict=True)
+    (call.d, *of_q), (d, *of_k), (call.e, *of_v) = (_describe(part, x, formula) for part, x, formula in parts)
+    widths = (d, call.d, call.e, q.shape[-1], k.shape[-1])
+    if any(width % LANES or width > WIDEST for width in widths) or not all(x.is_contiguous() for x in sums):
+        return None
+    after = list(sums) if in_place else [torch.empty_like(x) for x in sums]
+    out, below = torch.empty(v.shape), torch.empty(*leading, 1, 1) if denominator else None
+    call.threads, call.out = torch.get_num_threads(), _view(out)
+    call.state, call.states = sums[0].data_ptr(), after[0].data_ptr()
+    if len(sums) > 1:
+        call.row, call.rows = sums[1].data_ptr(), after[1].data_ptr()
+    if below is not None:
+        call.below = _view(below)
+    if across is not None:
+        call.across = across.data_ptr()
+    lib.isopos_step(ctypes.byref(call))
+    del of_q, of_k, of_v  # which had to live until now
+    return out, after, below
 
 
 class _Turn(ctypes.Structure):
