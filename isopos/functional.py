@@ -312,9 +312,7 @@ def _stepped(
         return None
     if not all(load.direct for load in loads) or (g is not None and (g[0] is not g[1] or before is None)):
         return None
-    formulas = [formula for load in loads if (formula := load.formula()) is not None]
-    if len(formulas) < len(loads):
-        return None
+    formulas = [load.formula() for load in loads]
     across = None
     if g is not None and before is not None:
         across = (g[1][..., 0] - before).exp().to(torch.float32).expand(q.shape[:-2]).contiguous()

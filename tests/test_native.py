@@ -3,15 +3,20 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from cases import SCHEMES, inputs_of, ordered
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from isopos import positions, schemes
 from isopos.feature_maps import FEATURE_MAPS, Favor
 from isopos.functional import linear_attention
+from isopos.isometries import Chain, Gather, Reflection
 from isopos.ops import native
 from isopos.ops.linear import Clamped
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
@@ -219,6 +224,78 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
     assert out[0, 1, :100].isfinite().all()
     if bad > 0 or bad != bad:
         assert not out[0, 1, 100:].isfinite().all(-1).any()
+
+
+@NEEDED
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+@pytest.mark.parametrize("name", ["lrpe-unitary", "lrpe-orthogonal", "permuteformer"])
+@pytest.mark.parametrize("d", [8, 24, 40, 120])
+def test_widths_that_it_does_not_serve(name, d, denominator):
+    given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
+    inputs, grad = torch.randn(3, 1, 2, 70, d), torch.randn(1, 2, 70, d)
+    for ours, exact in zip(*(run(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64)), strict=True):
+        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
+@NEEDED
+def test_operations_are_seen_by_who_watches_them():
+    q, k, v = torch.randn(3, 1, 2, 70, 16)
+
+    def attend(q, k, v):
+        return linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True, denominator=None)
+
+    with FlopCounterMode(display=False) as counter:
+        expected = attend(q, k, v)
+    assert counter.get_total_flops() > 2 * 2 * 70 * 16 * 16
+    torch.testing.assert_close(make_fx(attend)(q, k, v)(q, k, v), expected)
+    with FakeTensorMode() as mode:
+        assert attend(*(mode.from_tensor(x) for x in (q, k, v))).shape == v.shape
+
+
+@NEEDED
+def test_threads_with_small_stacks():
+    inputs, grad, given = torch.randn(3, 1, 2, 150, 128), torch.randn(1, 2, 150, 128), options("rope", 1, 2, 150, 128)
+    found, before = [], threading.stack_size(256 * 1024)
+    try:
+        worker = threading.Thread(target=lambda: found.append(run(inputs, torch.float32, given, grad)))
+        worker.start()
+        worker.join()
+    finally:
+        threading.stack_size(before)
+    for a, b in zip(found[0], run(inputs, torch.float32, given, grad), strict=True):
+        assert torch.equal(a, b)
+
+
+@NEEDED
+@pytest.mark.parametrize("place", [16, -1, 1 << 40])
+def test_an_index_out_of_range_is_an_error(place):
+    index = torch.arange(16).repeat(2, 1, 1)
+    index[1, 0, 5] = place
+    q = torch.randn(1, 2, 70, 16)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        linear_attention(q, q, q, isometry=Gather(index, constant=True), causal=True)
+
+
+@NEEDED
+def test_isometries_of_another_width_are_an_error():
+    q, rope = torch.randn(1, 2, 70, 16), schemes.REGISTRY["rope"](8).at(positions.sequence(70))["isometry"]
+    normal = torch.nn.functional.normalize(torch.randn(2, 1, 16), dim=-1)
+    with pytest.raises(RuntimeError, match="size"):
+        linear_attention(q, q, q, isometry=Chain(Reflection(normal), rope), causal=True)
+
+
+@NEEDED
+def test_lazily_negated_numbers():
+    inputs, grad = torch.randn(3, 1, 2, 70, 16), torch.randn(1, 2, 70, 16)
+    given = options("drawn decay", 1, 2, 70, 16)
+    other = given | {"decay": torch._neg_view(-given["decay"])}
+    one = run(inputs, torch.float32, given, grad)[:4]
+    with torch.no_grad():
+        negated = [torch._neg_view(-x) for x in inputs]
+    leaves = [x.requires_grad_() for x in negated]
+    out = linear_attention(*leaves, **other)
+    for a, b in zip(one, [out, *torch.autograd.grad(out, leaves, torch._neg_view(-grad))], strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @NEEDED

@@ -7,6 +7,7 @@
    Built once per instruction set; native.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
 #include <immintrin.h>
+#include <omp.h>
 #include <string.h>
 
 #ifdef __AVX512F__
@@ -56,6 +57,8 @@ typedef struct {
     View out, below;      /* sums, divided or not, and denominators */
     View grad;
     float *grad_state, *grad_row, *grad_states, *grad_rows, *grads, *less; /* less: [n c], minus gradients of denominators */
+    float *scratch; /* room [threads scratch_size]: threads may have small stacks */
+    long scratch_size, *out_of_range; /* becomes 1 where an index of a gather is no feature's */
     Operand q, k, v;
 } Call;
 
@@ -220,10 +223,11 @@ INLINE lanes exponential(lanes x)
    and across it. No exponent exceeds zero: r^i and r^-j, which overflow, are never formed. */
 typedef struct {
     float before[CHUNK], after[CHUNK], step[CHUNK], across;
-    const double *query, *key;
-    long query_token, key_token;
+    double query[CHUNK], key[CHUNK];
+    int fades; /* whether any weight is not 1 */
 } Weights;
 
+/* Of whole vectors: the last one may hold anything behind. */
 static void raise_all(float *x, long count)
 {
     for (long i = 0; i < count; i += LANES)
@@ -233,40 +237,53 @@ static void raise_all(float *x, long count)
 static void make_weights(const Call *call, long n, Weights *w)
 {
     const long c = call->c;
-    memset(w, 0, sizeof *w);
+    w->fades = 0;
     if (call->g_q.first) {
-        w->query = (const double *)call->g_q.first + index_of(call, &call->g_q, n), w->query_token = call->g_q.token;
-        w->key = (const double *)call->g_k.first + index_of(call, &call->g_k, n), w->key_token = call->g_k.token;
+        const double *query = (const double *)call->g_q.first + index_of(call, &call->g_q, n);
+        const double *key = (const double *)call->g_k.first + index_of(call, &call->g_k, n);
         const int first = call->begins && n % call->count == 0; /* then the state before is zero */
-        const double start = w->key[first ? 0 : -w->key_token], end = w->key[(c - 1) * w->key_token];
+        const double start = key[first ? 0 : -call->g_k.token], end = key[(c - 1) * call->g_k.token];
         for (long i = 0; i < c; i++) {
-            const double query = w->query[i * w->query_token];
-            w->before[i] = query - start;
-            w->after[i] = end - w->key[i * w->key_token];
-            w->step[i] = query - (i ? w->query[(i - 1) * w->query_token] : start);
+            w->query[i] = query[i * call->g_q.token];
+            w->key[i] = key[i * call->g_k.token];
+            w->fades |= w->query[i] != start || w->key[i] != start;
+        }
+        for (long i = 0; w->fades && i < c; i++) {
+            w->before[i] = w->query[i] - start;
+            w->after[i] = end - w->key[i];
+            w->step[i] = w->query[i] - (i ? w->query[i - 1] : start);
         }
         w->across = end - start;
     }
-    raise_all(w->before, 3 * CHUNK);
-    lanes across = {w->across};
-    w->across = exponential(across)[0];
+    if (w->fades) {
+        raise_all(w->before, c);
+        raise_all(w->after, c);
+        raise_all(w->step, c);
+        w->across = exponential((lanes){w->across})[0];
+        return;
+    }
+    for (long i = 0; i < CHUNK; i++)
+        w->before[i] = w->after[i] = w->step[i] = 1;
+    w->across = 1;
 }
 
 /* The weight of a token's own key. */
 INLINE float own_weight(const Weights *w, long i)
 {
-    return w->query == w->key ? 1 : exponential((lanes){w->query[i * w->query_token] - w->key[i * w->key_token]})[0];
+    return w->fades && w->query[i] != w->key[i] ? exponential((lanes){w->query[i] - w->key[i]})[0] : 1;
 }
 
-/* Weights inside a chunk [c CHUNK], for those that a query sees. */
-static void make_inside(const Weights *w, long c, float *out)
+/* Weights inside a chunk [c CHUNK], for those that a query sees; null where all are 1. */
+static const float *make_inside(const Weights *w, long c, float *out)
 {
-    for (long i = 0; w->query && i < c; i++) {
-        const double query = w->query[i * w->query_token];
+    if (!w->fades)
+        return 0;
+    for (long i = 0; i < c; i++) {
         for (long j = 0; j <= i; j++)
-            out[i * CHUNK + j] = query - w->key[j * w->key_token];
+            out[i * CHUNK + j] = w->query[i] - w->key[j];
         raise_all(out + i * CHUNK, i + 1);
     }
+    return out;
 }
 
 INLINE lanes feature(long phi, lanes x)
@@ -329,6 +346,14 @@ INLINE void reflect(const float *normal, float *x, long width)
     const float twice = 2 * dot(x, normal, width);
     for (long m = 0; m < width; m += LANES)
         *(lanes *)(x + m) -= twice * *(const lanes *)(normal + m);
+}
+
+INLINE int in_range(const long *index, long width)
+{
+    int bad = 0;
+    for (long m = 0; m < width; m++)
+        bad |= (unsigned long)index[m] >= (unsigned long)width;
+    return !bad;
 }
 
 INLINE void gather(const float *x, const long *index, float *y, long width)
@@ -439,7 +464,10 @@ INLINE void make_token(const Call *call, const Operand *o, long n, long i, long 
         reflect((const float *)o->normal.first + index_of(call, &o->normal, n), turned, width);
         y = turned;
     }
-    if (o->kind != NONE)
+    if (o->kind == GATHER && !in_range(table_of(call, o, n, i), width)) {
+        *call->out_of_range = 1;
+        memset(features, 0, d * sizeof(float));
+    } else if (o->kind != NONE)
         move(o, y, table_of(call, o, n, i), features);
 }
 
@@ -469,7 +497,7 @@ static void pull(const Call *call, const Operand *o, long n, long d, float *grad
     for (long i = 0; i < call->c; i++, grad += d) {
         const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
         float *out = rows_of(call, &o->grad, n) + i * o->grad.token, room[MOST] ALIGNED;
-        if (o->kind != NONE) {
+        if (o->kind != NONE && !*call->out_of_range) {
             move_back(o, grad, table_of(call, o, n, i), room);
             from = room;
         }
@@ -509,10 +537,21 @@ static void sum_rows(Rows x, const float *weight, const float *other, long c, lo
     }
 }
 
-/* a [c x]^T times weight * b [c y]: what a chunk adds to a state [x y]. */
-static void outer(Rows a, Rows b, const float *weight, long c, long x, long y, float *out)
+INLINE float *scratch_of(const Call *call)
 {
-    float scaled[CHUNK * MOST] ALIGNED;
+    return call->scratch + omp_get_thread_num() * call->scratch_size;
+}
+
+INLINE float *take(float **room, long count)
+{
+    float *taken = *room;
+    *room += count;
+    return taken;
+}
+
+/* a [c x]^T times weight * b [c y]: what a chunk adds to a state [x y]. */
+static void outer(Rows a, Rows b, const float *weight, long c, long x, long y, float *scaled, float *out)
+{
     for (long i = 0; i < c; i++)
         for (long m = 0; m < y; m += LANES)
             *(lanes *)(scaled + i * y + m) = weight[i] * *(const lanes *)(b.at + i * b.stride + m);
@@ -621,13 +660,13 @@ static void forward_chunk(const Call *call, long n)
     const long c = call->c, d = call->d, e = call->e;
     const float *state = call->states + n * d * e;
     const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
-    float turned[MOST * CHUNK] ALIGNED, inside[CHUNK * CHUNK] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, below[CHUNK];
+    float *turned = scratch_of(call), room[CHUNK * CHUNK] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, below[CHUNK];
     float *out = rows_of(call, &call->out, n);
     Weights w;
     make_weights(call, n, &w);
-    make_inside(&w, c, inside);
+    const float *inside = make_inside(&w, c, room);
     transpose(k, c, d, turned, CHUNK);
-    weigh(q, turned, d, w.query ? inside : 0, 0, c, scores);
+    weigh(q, turned, d, inside, 0, c, scores);
     if (call->denominator) {
         float *into = rows_of(call, &call->below, n);
         denominators(call, n, &w, q, scores, below);
@@ -686,16 +725,17 @@ static void backward_chunk(const Call *call, long n)
     const float *state = call->states + n * d * e, *grad_state = call->grad_states + n * d * e;
     const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
     const Rows grad = {call->grads + n * blocks(c) * e, e};
-    float turned[MOST * MOST] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, grad_scores[CHUNK * CHUNK] ALIGNED;
-    float dq[CHUNK * MOST] ALIGNED, dk[CHUNK * MOST] ALIGNED, dv[CHUNK * MOST] ALIGNED;
-    float dq_own[CHUNK * MOST] ALIGNED, dk_own[CHUNK * MOST] ALIGNED, inside[CHUNK * CHUNK] ALIGNED;
+    float scores[CHUNK * CHUNK] ALIGNED, grad_scores[CHUNK * CHUNK] ALIGNED, room[CHUNK * CHUNK] ALIGNED;
+    float *rest = scratch_of(call), *turned = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
+    float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
+    float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
     Weights w;
     make_weights(call, n, &w);
-    make_inside(&w, c, inside);
+    const float *inside = make_inside(&w, c, room);
     transpose(k, c, d, turned, CHUNK);
-    weigh(q, turned, d, w.query ? inside : 0, 0, c, scores);
+    weigh(q, turned, d, inside, 0, c, scores);
     transpose(v, c, e, turned, CHUNK);
-    weigh(grad, turned, e, w.query ? inside : 0, own ? 0 : less, c, grad_scores);
+    weigh(grad, turned, e, inside, own ? 0 : less, c, grad_scores);
     transpose((Rows){grad_state, e}, d, e, turned, d);
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c, from = i * CHUNK + i, rows = to - i;
@@ -764,7 +804,7 @@ void isopos_forward(const Call *call)
             make_weights(call, n, &w);
             call->across[n] = w.across;
             make_all_features(call, n);
-            outer(features_at(call, &call->k, n, d), features_at(call, &call->v, n, e), w.after, c, d, e, call->states + n * d * e);
+            outer(features_at(call, &call->k, n, d), features_at(call, &call->v, n, e), w.after, c, d, e, scratch_of(call), call->states + n * d * e);
             if (call->denominator)
                 sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
         }
@@ -794,8 +834,8 @@ void isopos_backward(const Call *call)
             make_grads(call, n);
             const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d);
             const Rows v = features_at(call, &call->v, n, e), grad = {call->grads + n * blocks(c) * e, e};
-            outer(v, k, w.after, c, e, d, call->states + n * d * e);
-            outer(q, grad, w.before, c, d, e, call->grad_states + n * d * e);
+            outer(v, k, w.after, c, e, d, scratch_of(call), call->states + n * d * e);
+            outer(q, grad, w.before, c, d, e, scratch_of(call), call->grad_states + n * d * e);
             if (call->denominator) {
                 sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
                 sum_rows(below_features(call, &call->q, n), w.before, call->less + n * c, c, size, call->grad_rows + n * size);

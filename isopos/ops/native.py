@@ -9,10 +9,11 @@ import functools
 import importlib.machinery
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 if TYPE_CHECKING:
     from isopos.ops.tiles import Decays, Formula, Operand, Room, Span, Upstream
@@ -42,7 +43,12 @@ class _Call(ctypes.Structure):
         *((name, _View) for name in ("g_q", "g_k")),
         *((name, ctypes.c_void_p) for name in ("state", "row", "states", "rows", "across")),
         *((name, _View) for name in ("out", "below", "grad")),
-        *((name, ctypes.c_void_p) for name in ("grad_state", "grad_row", "grad_states", "grad_rows", "grads", "less")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("grad_state", "grad_row", "grad_states", "grad_rows", "grads", "less", "scratch")
+        ),
+        ("scratch_size", ctypes.c_long),
+        ("out_of_range", ctypes.POINTER(ctypes.c_long)),
         *((name, _Operand) for name in ("q", "k", "v")),
     )
 
@@ -65,38 +71,63 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether there is a library for these: numbers in a CPU's memory, no fake ones, none that torch.func has wrapped."""
+    """Whether there is a library for these: numbers in a CPU's memory, which nothing wraps or watches."""
     return (
         library()[0] is not None
         and all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
         and not torch._C._are_functorch_transforms_active()
+        and _get_current_dispatch_mode() is None
     )
 
 
 def _view(x: Tensor) -> _View:
-    """x ``[*b h t .]`` with one or two leading axes longer than 1, as a group of a plan has."""
+    """x ``[*b h t .]`` with one or two leading axes longer than 1, as a group of a plan has; `_flat` if it may be any."""
     sizes, strides, n = x.shape, x.stride(), x.ndim
     sample = strides[-4] if n > 3 and sizes[-4] > 1 else 0
     head = strides[-3] if n > 2 and sizes[-3] > 1 else 0
     return _View(x.data_ptr(), sample, head, strides[-2] if sizes[-2] > 1 else 0)
 
 
+def _flat(x: Tensor) -> Tensor:
+    """x with its numbers as they are, a token's next to each other."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _known(formula: "Formula | None", width: int) -> "Formula | None":
+    """The formula if its parts have this width; PyTorch's operations say what is wrong with others."""
+    if formula is None:
+        return None
+    normal, table = formula.normal, formula.table
+    features = width if table is None else table.shape[-1] if formula.kind == "gather" else table.shape[-2] * table.shape[-1]
+    fits = features == width * (2 if formula.kind == "lift" else 1) and (normal is None or normal.shape[-1] == width)
+    return formula if fits else None
+
+
 def _describe(part: _Operand, x: Tensor, formula: "Formula") -> tuple[int, list[Tensor]]:
     """Say in `part` what makes features of x; their width, and the tensors that must live on."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = _flat(x)
     part.x, part.width, part.phi, part.kind = _view(x), x.shape[-1], PHI[formula.phi], KIND[formula.kind]
     held = [x]
     if formula.normal is not None:
-        held.append(formula.normal.contiguous())
+        held.append(_flat(formula.normal))
         part.normal = _view(held[-1])
     if formula.table is not None:
-        table = formula.table if formula.kind == "gather" else formula.table.flatten(-2)
-        held.append(table if table.stride(-1) == 1 else table.contiguous())
+        held.append(_flat(formula.table if formula.kind == "gather" else formula.table.flatten(-2)))
         part.table = _view(held[-1])
     if formula.kept is not None:
         held.append(formula.kept)
         part.kept = _view(formula.kept)
     return x.shape[-1] * (2 if formula.kind == "lift" else 1), held
+
+
+def _run(function: Any, call: _Call) -> None:
+    """Call the library; IndexError where a gather's index is no feature's."""
+    out_of_range = ctypes.c_long(0)
+    call.out_of_range = ctypes.pointer(out_of_range)
+    function(ctypes.byref(call))
+    if out_of_range.value:
+        raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
 
 
 class Tile:
@@ -111,7 +142,7 @@ class Tile:
         self.rows: list[list[Tensor] | None] = []
         widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
         (self.call.d, own_q), (d, own_k), (self.call.e, _) = widths
-        self.widths = (d, self.call.d, self.call.e, own_q or LANES, own_k or LANES)
+        self.widths = (d, self.call.d, self.call.e, own_q or LANES, own_k or LANES, *(part.width for part in self._parts()))
         self.call.own = own_k
         self.sizes = (self.call.d, self.call.e, own_k or self.call.d)
 
@@ -128,11 +159,12 @@ class Tile:
 
     def _operand(self, operand: "Operand", part: _Operand) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
-        formula = operand.formula(self.n, self.span)
+        formula = _known(operand.formula(self.n, self.span), operand.x.shape[-1])
         chunks, tokens = self.call.chunks, -(-self.span.chunk // 4) * 4
         if formula is None:
             rows = operand.read(self.n, self.span)
-            self.rows.append(list(rows))
+            rows = [_flat(x) for x in rows]
+            self.rows.append(rows)
             self.held += rows
             part.x, part.width = _view(rows[0]), rows[0].shape[-1]
             own = 0
@@ -161,7 +193,13 @@ class Tile:
         call.threads, call.denominator = torch.get_num_threads(), denominator
         call.begins, call.across = self.span.start == 0, self._room("across", call.chunks)
         if g is not None:
-            call.g_q, call.g_k = (_view(x[..., self.span.start : self.span.stop, None]) for x in g)
+            decays = [x.resolve_neg()[..., None] for x in g]  # of all tokens: the one before the tile counts, too
+            self.held += decays
+            call.g_q, call.g_k = (_view(x) for x in decays)
+            for view in (call.g_q, call.g_k):
+                view.first += 8 * view.token * self.span.start
+        call.scratch_size = max(64, call.d) * max(call.d, call.e) + 64 * (2 * call.d + call.e + 2 * call.own)
+        call.scratch = self._room("scratch", call.threads, call.scratch_size)
         call.state, call.states = states[0].data_ptr(), self._room("states", call.chunks, call.d, call.e)
         if denominator:
             call.row, call.rows = states[1].data_ptr(), self._room("rows", call.chunks, call.own or call.d)
@@ -173,7 +211,7 @@ class Tile:
         self.call.out, self.call.divide = _view(out), divide
         if below is not None:
             self.call.below = _view(below)
-        lib.isopos_forward(ctypes.byref(self.call))
+        _run(lib.isopos_forward, self.call)
 
     def backward(
         self, g: "Decays", before: Sequence[Tensor], grads: Sequence[Tensor], upstream: "Upstream", decays: bool
@@ -187,7 +225,7 @@ class Tile:
         lib = self._prepare(g, turned, len(before) > 1)
         grad, out, below = (None if part is None else part[self.n] for part in upstream.parts)
         assert grad is not None
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grad = _flat(grad)
         call.grad = _view(grad)
         if out is not None and below is not None:
             call.out, call.below, call.divide = _view(out), _view(below), 1
@@ -210,7 +248,7 @@ class Tile:
         grad_g = tuple(torch.empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
-        lib.isopos_backward(ctypes.byref(call))
+        _run(lib.isopos_backward, call)
         for operand, own in zip(self.operands, pulled, strict=True):
             if own is not None:
                 operand.pull(self.n, self.span, own)
@@ -219,7 +257,7 @@ class Tile:
 
 def step(
     inputs: Sequence[Tensor],
-    formulas: Sequence["Formula"],
+    formulas: Sequence["Formula | None"],
     sums: Sequence[Tensor],
     across: Tensor | None,
     *,
@@ -236,10 +274,13 @@ def step(
         return None
     if any(x.shape[:-2] != leading for x in inputs) or any(n > 1 for n in leading[:-2]):
         return None
-    call = _Call(leading.numel(), 1, leading[-1], 1, own=q.shape[-1] if formulas[0].own else 0, denominator=denominator)
-    parts = zip((call.q, call.k, call.v), inputs, formulas, strict=True)
+    known = [f for x, formula in zip(inputs, formulas, strict=True) if (f := _known(formula, x.shape[-1])) is not None]
+    if len(known) < len(inputs):
+        return None
+    call = _Call(leading.numel(), 1, leading[-1], 1, own=q.shape[-1] if known[0].own else 0, denominator=denominator)
+    parts = zip((call.q, call.k, call.v), inputs, known, strict=True)
     (call.d, *of_q), (d, *of_k), (call.e, *of_v) = (_describe(part, x, formula) for part, x, formula in parts)
-    widths = (d, call.d, call.e, q.shape[-1], k.shape[-1])
+    widths = (d, call.d, call.e, q.shape[-1], k.shape[-1], v.shape[-1])
     if any(width % LANES or width > WIDEST for width in widths) or not all(x.is_contiguous() for x in sums):
         return None
     after = list(sums) if in_place else [torch.empty_like(x) for x in sums]
@@ -252,7 +293,7 @@ def step(
         call.below = _view(below)
     if across is not None:
         call.across = across.data_ptr()
-    lib.isopos_step(ctypes.byref(call))
+    _run(lib.isopos_step, call)
     del of_q, of_k, of_v  # which had to live until now
     return out, after, below
 
@@ -285,7 +326,7 @@ def turn(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> Tensor:
     """x ``[*b h t .]`` rotated or lifted by a table ``[*b h t f 2]``, or back; without a graph."""
     lib, width, shape = library()[0], table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
     assert lib is not None
-    x, table = (a if a.stride(-1) == 1 else a.contiguous() for a in (x, table.flatten(-2)))
+    x, table = _flat(x), _flat(table.flatten(-2))
     out = torch.empty(*shape, 2 * width if lifted and not back else width)
     call = _Turn(_view(x), _view(table.expand(*shape, -1)), out.data_ptr(), shape[:-1].numel(), shape[-2], shape[-1], back)
     call.threads, call.operand.kind, call.operand.width = (
