@@ -33,7 +33,7 @@ format: .venv/.installed-dev    ## format the code and repair what ruff can
 	@$(BIN)/ruff format
 
 clean:     ## remove .venv, caches and build files; runs/ stays
-	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv build dist *.egg-info isopos/ops/*.so .pytest_cache .ruff_cache .hypothesis
 	@find isopos tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
