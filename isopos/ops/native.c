@@ -227,9 +227,11 @@ typedef struct {
     int fades; /* whether any weight is not 1 */
 } Weights;
 
-/* Of whole vectors: the last one may hold anything behind. */
+/* The exponentials of x, and of zeros up to a whole vector. */
 static void raise_all(float *x, long count)
 {
+    for (long i = count; i % LANES; i++)
+        x[i] = 0;
     for (long i = 0; i < count; i += LANES)
         *(lanes *)(x + i) = exponential(*(const lanes *)(x + i));
 }
