@@ -90,6 +90,22 @@ class AdaptiveHead(nn.Module):
         return self.softmax(x.flatten(0, -2), targets.flatten()).loss
 
 
+def _embeddings(vocabulary: int, model_dim: int, scheme: Scheme) -> nn.Embedding:
+    """Vectors of tokens, of the width of the scheme's own embedding where it has one."""
+    if scheme.embedding is not None and scheme.embedding.model_dim != model_dim:
+        raise ValueError(f"model_dim: expected the {scheme.embedding.model_dim} of the scheme's embedding, got {model_dim}")
+    tokens = nn.Embedding(vocabulary, model_dim)
+    nn.init.normal_(tokens.weight, std=TOKEN_STD)
+    return tokens
+
+
+def _enter(x: Tensor, scheme: Scheme, positions: Tensor, state: State | None = None) -> tuple[Tensor, dict[str, Any]]:
+    """Embedded tokens with what a scheme adds to them, and what it gives attention."""
+    if scheme.embedding is not None:
+        x = x + scheme.embedding(positions, x.dtype)
+    return x, scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 class Decoder(nn.Module):
     """A causal language model; its layers share one scheme, evaluated once a forward.
 
@@ -128,12 +144,7 @@ class Decoder(nn.Module):
         recompute: bool = False,
     ):
         super().__init__()
-        if scheme.embedding is not None and scheme.embedding.model_dim != model_dim:
-            raise ValueError(
-                f"model_dim: expected the {scheme.embedding.model_dim} of the scheme's embedding, got {model_dim}"
-            )
-        self.tokens = nn.Embedding(vocabulary, model_dim)
-        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
+        self.tokens = _embeddings(vocabulary, model_dim, scheme)
         options: dict[str, Any] = {"hidden_dim": hidden_dim, "dropout": dropout}
         self.blocks = nn.ModuleList(Block(model_dim, scheme, **options) for _ in range(layers))
         self.recompute = recompute
@@ -148,7 +159,7 @@ class Decoder(nn.Module):
         logits of an adaptive softmax are logarithms of probabilities.
         """
         positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
-        x, at = self._enter(tokens, positions, None)
+        x, at = _enter(self.tokens(tokens), self.scheme, positions)
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
             x = checkpoint(block, x, at, causal=True, use_reentrant=False) if recompute else block(x, at, causal=True)
@@ -171,7 +182,7 @@ class Decoder(nn.Module):
         """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
         stream = stream or Stream(0, (State(),) * len(self.blocks))
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
-        x, at = self._enter(tokens, positions, stream.states[0])
+        x, at = _enter(self.tokens(tokens), self.scheme, positions, stream.states[0])
         states = []
         for block, state in zip(self.blocks, stream.states, strict=True):
             own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])
@@ -183,12 +194,6 @@ class Decoder(nn.Module):
         """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it."""
         logits, stream = self.prefill(token[:, None], stream)
         return logits[:, 0], stream
-
-    def _enter(self, tokens: Tensor, positions: Tensor, state: State | None) -> tuple[Tensor, dict[str, Any]]:
-        x = self.tokens(tokens)
-        if self.scheme.embedding is not None:
-            x = x + self.scheme.embedding(positions, x.dtype)
-        return x, self.scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class Encoder(nn.Module):
@@ -220,8 +225,7 @@ class Encoder(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, model_dim)
-        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
+        self.tokens = _embeddings(vocabulary, model_dim, scheme)
         options: dict[str, Any] = {"hidden_dim": hidden_dim, "dropout": dropout}
         self.blocks = nn.ModuleList(Block(model_dim, scheme, **options) for _ in range(layers))
         self.norm, self.head, self.scheme = nn.LayerNorm(model_dim), nn.Linear(model_dim, vocabulary), scheme
@@ -229,10 +233,7 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1)."""
         positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
-        x = self.tokens(tokens)
-        if self.scheme.embedding is not None:
-            x = x + self.scheme.embedding(positions, x.dtype)
-        at = self.scheme.at(positions, dtype=torch.promote_types(x.dtype, torch.float32))
+        x, at = _enter(self.tokens(tokens), self.scheme, positions)
         for block in self.blocks:
             x = block(x, at, causal=False)
         return self.head(self.norm(x))

@@ -188,3 +188,9 @@ def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
     assert ((model(later) - y).abs() > 1e-6).any(-1).all()
     shifted = model(x, sequence(T) + 50)
     assert torch.allclose(shifted, y, atol=1e-4) == (name != "sinusoidal")
+
+
+@pytest.mark.parametrize("model", [Decoder, Encoder])
+def test_an_embedding_of_another_width_is_refused(model):
+    with pytest.raises(ValueError, match="model_dim: expected the 16 of the scheme's embedding, got 32"):
+        model(50, 32, 1, schemes.build("sinusoidal", 8, 2, {}))
