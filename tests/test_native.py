@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isopos import positions, schemes
 from isopos.feature_maps import FEATURE_MAPS, Favor
 from isopos.functional import linear_attention
-from isopos.isometries import Chain, Gather, Reflection
+from isopos.isometries import Chain, Gather, Identity, Reflection
 from isopos.ops import native
 from isopos.ops.linear import Clamped
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
@@ -282,6 +282,43 @@ def test_isometries_of_another_width_are_an_error():
     normal = torch.nn.functional.normalize(torch.randn(2, 1, 16), dim=-1)
     with pytest.raises(RuntimeError, match="size"):
         linear_attention(q, q, q, isometry=Chain(Reflection(normal), rope), causal=True)
+
+
+@NEEDED
+def test_queries_and_keys_of_other_widths_are_an_error():
+    q = torch.randn(1, 2, 70, 16)
+    lifted = schemes.REGISTRY["lrpe-unitary"](16, 2).at(positions.sequence(70))["isometry"]
+    _, state = linear_attention(q[..., :1, :], q[..., :1, :], q[..., :1, :], causal=True, return_state=True, state=State())
+    for tokens, more in ((70, {}), (1, {"state": state, "return_state": True})):
+        some = q[..., :tokens, :]
+        rho = lifted.tokens(0, tokens)
+        with pytest.raises((RuntimeError, ValueError), match=r"size|state"):
+            linear_attention(some, some, some, isometry=(rho, Identity()), causal=True, denominator=None, **more)
+
+
+@NEEDED
+def test_the_default_dtype_changes_nothing(monkeypatch):
+    monkeypatch.setattr(native, "PAST", 0)
+    q, k, v = torch.randn(3, 1, 2, 70, 16)
+    given = options("drawn decay, plain", 1, 2, 70, 16)
+    expected = run((q, k, v), torch.float32, given, v)
+    table = torch.randn(70, 8, 2)
+    turned = rotate(q, table)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for a, b in zip(run((q, k, v), torch.float32, given, v), expected, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(rotate(q, table), turned)
+        with torch.no_grad():
+            _, state = linear_attention(
+                q[..., :1, :], k[..., :1, :], v[..., :1, :], state=State(), return_state=True, causal=True
+            )
+            out = linear_attention(q[..., :1, :], k[..., :1, :], v[..., :1, :], state=state, return_state=True, causal=True)[
+                0
+            ]
+        assert out.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @NEEDED

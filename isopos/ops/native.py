@@ -130,8 +130,18 @@ def _run(function: Any, call: _Call) -> None:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
 
 
+def _fit(*widths: int) -> bool:
+    """Whether the library serves these numbers of features."""
+    return all(width % LANES == 0 and width <= WIDEST for width in widths)
+
+
 class Tile:
-    """One tile, described for the library. Tensors that it points to live as long as it does."""
+    """One tile, described for the library. Tensors that it points to live as long as it does.
+
+    Attributes:
+        fits: Whether the library serves it; otherwise PyTorch's operations do, or say what is wrong.
+        sizes: Features of keys, of values, and of the keys that a denominator sums up.
+    """
 
     def __init__(self, operands: Sequence["Operand"], n: int, span: "Span", room: "Room"):
         self.operands, self.n, self.span, self.room = operands, n, span, room
@@ -141,18 +151,14 @@ class Tile:
         self.call.chunks = self.call.count * self.leading.numel()
         self.rows: list[list[Tensor] | None] = []
         widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
-        (self.call.d, own_q), (d, own_k), (self.call.e, _) = widths
-        self.widths = (d, self.call.d, self.call.e, own_q or LANES, own_k or LANES, *(part.width for part in self._parts()))
-        self.call.own = own_k
-        self.sizes = (self.call.d, self.call.e, own_k or self.call.d)
+        of_q, of_k, (self.call.e, _) = widths
+        self.call.d, self.call.own = of_k
+        self.sizes = (self.call.d, self.call.e, self.call.own or self.call.d)
+        inputs = (part.width for part in self._parts())
+        self.fits = of_q == of_k and _fit(self.call.d, self.call.e, self.call.own, *inputs)
 
     def _parts(self) -> tuple[_Operand, ...]:
         return self.call.q, self.call.k, self.call.v
-
-    @property
-    def fits(self) -> bool:
-        """Whether the library knows these widths."""
-        return all(width % LANES == 0 and width <= WIDEST for width in self.widths)
 
     def _room(self, name: str, *shape: int) -> int:
         return self.room(f"native {name}", *shape).data_ptr()
@@ -245,7 +251,7 @@ class Tile:
                 views = [_view(x) for x in pulled[-1] or ()]
                 part.grad, part.grad_own = views[0], views[-1] if len(views) > 1 else _View()
         shape = (*self.leading, self.span.stop - self.span.start)
-        grad_g = tuple(torch.empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
+        grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
         _run(lib.isopos_backward, call)
@@ -269,7 +275,7 @@ def step(
     `sums` are those of the tokens before: of k v^T ``[*b h d e]`` and of own k ``[*b h d 1]``, or of both with one more
     column; `across` ``[*b h]`` are their weights. None where the library does not serve these. No graph.
     """
-    lib, (q, k, v), leading = library()[0], inputs, inputs[0].shape[:-2]
+    lib, (q, _, v), leading = library()[0], inputs, inputs[0].shape[:-2]
     if lib is None or not serves(*inputs, *sums) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
         return None
     if any(x.shape[:-2] != leading for x in inputs) or any(n > 1 for n in leading[:-2]):
@@ -280,11 +286,13 @@ def step(
     call = _Call(leading.numel(), 1, leading[-1], 1, own=q.shape[-1] if known[0].own else 0, denominator=denominator)
     parts = zip((call.q, call.k, call.v), inputs, known, strict=True)
     (call.d, *of_q), (d, *of_k), (call.e, *of_v) = (_describe(part, x, formula) for part, x, formula in parts)
-    widths = (d, call.d, call.e, q.shape[-1], k.shape[-1], v.shape[-1])
-    if any(width % LANES or width > WIDEST for width in widths) or not all(x.is_contiguous() for x in sums):
+    shapes = [(*leading, d, call.e + (denominator and not call.own)), *[(*leading, call.own, 1)] * bool(call.own)]
+    if d != call.d or not _fit(d, call.e, *(x.shape[-1] for x in inputs)) or [tuple(x.shape) for x in sums] != shapes:
+        return None
+    if not all(x.is_contiguous() for x in sums):
         return None
     after = list(sums) if in_place else [torch.empty_like(x) for x in sums]
-    out, below = torch.empty(v.shape), torch.empty(*leading, 1, 1) if denominator else None
+    out, below = v.new_empty(v.shape), v.new_empty(*leading, 1, 1) if denominator else None
     call.threads, call.out = torch.get_num_threads(), _view(out)
     call.state, call.states = sums[0].data_ptr(), after[0].data_ptr()
     if len(sums) > 1:
@@ -314,8 +322,7 @@ def turns(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
         4 * x.shape[:-1].numel() * width * (1 + moved) > PAST
         and serves(x, table)
         and x.dtype == table.dtype == torch.float32
-        and width % LANES == 0
-        and width <= WIDEST
+        and _fit(width)
         and x.ndim > 2
         and not any(n > 1 for n in x.shape[:-4])
         and torch.broadcast_shapes(x.shape[:-1], table.shape[:-2]) == x.shape[:-1]
@@ -327,7 +334,7 @@ def turn(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> Tensor:
     lib, width, shape = library()[0], table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
     assert lib is not None
     x, table = _flat(x), _flat(table.flatten(-2))
-    out = torch.empty(*shape, 2 * width if lifted and not back else width)
+    out = x.new_empty(*shape, 2 * width if lifted and not back else width)
     call = _Turn(_view(x), _view(table.expand(*shape, -1)), out.data_ptr(), shape[:-1].numel(), shape[-2], shape[-1], back)
     call.threads, call.operand.kind, call.operand.width = (
         torch.get_num_threads(),
