@@ -180,10 +180,17 @@ static void transpose(Rows x, long rows, long columns, float *out, long stride)
 
 INLINE float total(lanes x)
 {
-    float sum = 0;
-    for (int l = 0; l < LANES; l++)
-        sum += x[l];
-    return sum;
+#define HALF8(l) ((l) ^ 8)
+#define HALF4(l) ((l) ^ 4)
+#define HALF2(l) ((l) ^ 2)
+#define HALF1(l) ((l) ^ 1)
+#if LANES == 16
+    x += __builtin_shuffle(x, (order)LANES_LIST(HALF8));
+#endif
+    x += __builtin_shuffle(x, (order)LANES_LIST(HALF4));
+    x += __builtin_shuffle(x, (order)LANES_LIST(HALF2));
+    x += __builtin_shuffle(x, (order)LANES_LIST(HALF1));
+    return x[0];
 }
 
 INLINE float dot(const float *x, const float *y, long width)
@@ -616,17 +623,22 @@ static void denominators(const Call *call, long n, const Weights *w, Rows q, con
         return;
     }
     const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
-    float seen[MOST] ALIGNED;
-    memcpy(seen, call->rows + n * own, own * sizeof(float));
-    for (long i = 0; i < c; i++) {
-        const float s = w->step[i], here = own_weight(w, i);
-        lanes sum = {0};
-        for (long m = 0; m < own; m += LANES) {
-            const lanes x = s * *(const lanes *)(seen + m) + here * *(const lanes *)(keys.at + i * keys.stride + m);
-            *(lanes *)(seen + m) = x;
-            sum += x * *(const lanes *)(queries.at + i * queries.stride + m);
+    memset(below, 0, c * sizeof(float));
+    for (long m = 0; m < own; m += WIDE * LANES) {
+        lanes seen[WIDE];
+        const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
+        for (int v = 0; v < wide; v++)
+            seen[v] = *(const lanes *)(call->rows + n * own + m + v * LANES);
+        for (long i = 0; i < c; i++) {
+            const float s = w->step[i], here = own_weight(w, i);
+            const float *key = keys.at + i * keys.stride + m, *query = queries.at + i * queries.stride + m;
+            lanes sum = {0};
+            for (int v = 0; v < wide; v++) {
+                seen[v] = s * seen[v] + here * *(const lanes *)(key + v * LANES);
+                sum += seen[v] * *(const lanes *)(query + v * LANES);
+            }
+            below[i] += total(sum);
         }
-        below[i] = total(sum);
     }
 }
 
@@ -636,23 +648,26 @@ static void pull_denominators(const Call *call, long n, const Weights *w, float 
     const long c = call->c, own = call->own;
     const float *less = call->less + n * c, *later = call->grad_rows + n * own;
     const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
-    float sum[MOST] ALIGNED;
-    memcpy(sum, call->rows + n * own, own * sizeof(float));
-    for (long i = 0; i < c; i++) {
-        const float s = w->step[i], here = own_weight(w, i);
-        for (long m = 0; m < own; m += LANES) {
-            const lanes x = s * *(const lanes *)(sum + m) + here * *(const lanes *)(keys.at + i * keys.stride + m);
-            *(lanes *)(sum + m) = x;
-            *(lanes *)(dq + i * own + m) = -less[i] * x;
+    for (long m = 0; m < own; m += WIDE * LANES) {
+        lanes sum[WIDE], end[WIDE];
+        const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
+        for (int v = 0; v < wide; v++)
+            sum[v] = *(const lanes *)(call->rows + n * own + m + v * LANES);
+        for (long i = 0; i < c; i++) {
+            const float s = w->step[i], here = own_weight(w, i), l = -less[i];
+            for (int v = 0; v < wide; v++) {
+                sum[v] = s * sum[v] + here * *(const lanes *)(keys.at + i * keys.stride + m + v * LANES);
+                *(lanes *)(dq + i * own + m + v * LANES) = l * sum[v];
+            }
         }
-    }
-    memset(sum, 0, own * sizeof(float));
-    for (long i = c - 1; i >= 0; i--) {
-        const float s = i + 1 < c ? w->step[i + 1] : 0, here = own_weight(w, i), end = w->after[i];
-        for (long m = 0; m < own; m += LANES) {
-            const lanes x = s * *(const lanes *)(sum + m) + less[i] * *(const lanes *)(queries.at + i * queries.stride + m);
-            *(lanes *)(sum + m) = x;
-            *(lanes *)(dk + i * own + m) = -(here * x + end * *(const lanes *)(later + m));
+        for (int v = 0; v < wide; v++)
+            sum[v] = (lanes){0}, end[v] = *(const lanes *)(later + m + v * LANES);
+        for (long i = c - 1; i >= 0; i--) {
+            const float s = i + 1 < c ? w->step[i + 1] : 0, here = own_weight(w, i), a = w->after[i], l = less[i];
+            for (int v = 0; v < wide; v++) {
+                sum[v] = s * sum[v] + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
+                *(lanes *)(dk + i * own + m + v * LANES) = -(here * sum[v] + a * end[v]);
+            }
         }
     }
 }

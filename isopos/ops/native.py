@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 if TYPE_CHECKING:
     from isopos.ops.tiles import Decays, Formula, Operand, Room, Span, Upstream
 
-LANES, WIDEST = 16, 256  # of features: a multiple, and what its buffers hold
+LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: what numbers of features are multiples of
+WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
 PHI = {name: n for n, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp"))}
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
@@ -54,26 +55,39 @@ class _Call(ctypes.Structure):
 
 
 @functools.cache
-def library() -> tuple[ctypes.CDLL | None, str]:
-    """The library for the instructions that PyTorch uses here, and what it is or why there is none."""
+def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
+    """The libraries for this processor by lanes, the most first; and which they are, or why there is none."""
+    known = list(LANES)
     instructions = torch.backends.cpu.get_cpu_capability()
-    stem = Path(__file__).with_name(f"_native_{instructions.lower()}")
-    paths = [path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := Path(f"{stem}{suffix}")).exists()]
-    if not paths:
-        return None, f"none for {instructions}: installation builds it for AVX2 and AVX512 on Linux, where it finds gcc"
-    try:
-        lib = ctypes.CDLL(str(paths[0]))
-    except OSError as error:
-        return None, f"none: {error}"
-    if lib.isopos_call_size() != ctypes.sizeof(_Call) or lib.isopos_turn_size() != ctypes.sizeof(_Turn):
-        return None, f"none: {paths[0].name} is of another version; install isopos again"
-    return lib, instructions
+    found, missing = {}, []
+    for name in known[known.index(instructions) :] if instructions in known else ():
+        stem = Path(__file__).with_name(f"_native_{name.lower()}")
+        paths = [path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := Path(f"{stem}{suffix}")).exists()]
+        try:
+            lib = ctypes.CDLL(str(paths[0])) if paths else None
+        except OSError as error:
+            missing.append(str(error))
+            continue
+        if lib is None:
+            missing.append(f"installation builds {name} on Linux, where it finds gcc")
+        elif lib.isopos_call_size() != ctypes.sizeof(_Call) or lib.isopos_turn_size() != ctypes.sizeof(_Turn):
+            missing.append(f"{paths[0].name} is of another version; install isopos again")
+        else:
+            found[LANES[name]] = lib
+    names = [name for name, lanes in LANES.items() if lanes in found]
+    return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"
+
+
+def _library(*widths: int) -> ctypes.CDLL | None:
+    """The library that serves these numbers of features, if one does."""
+    fitting = (lib for lanes, lib in libraries()[0].items() if all(width % lanes == 0 for width in widths))
+    return next(fitting, None) if max(widths) <= WIDEST else None
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether there is a library for these: numbers in a CPU's memory, which nothing wraps or watches."""
     return (
-        library()[0] is not None
+        bool(libraries()[0])
         and all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
         and not torch._C._are_functorch_transforms_active()
         and _get_current_dispatch_mode() is None
@@ -130,16 +144,11 @@ def _run(function: Any, call: _Call) -> None:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
 
 
-def _fit(*widths: int) -> bool:
-    """Whether the library serves these numbers of features."""
-    return all(width % LANES == 0 and width <= WIDEST for width in widths)
-
-
 class Tile:
     """One tile, described for the library. Tensors that it points to live as long as it does.
 
     Attributes:
-        fits: Whether the library serves it; otherwise PyTorch's operations do, or say what is wrong.
+        library: What serves it; where none does PyTorch's operations do, or say what is wrong.
         sizes: Features of keys, of values, and of the keys that a denominator sums up.
     """
 
@@ -155,7 +164,7 @@ class Tile:
         self.call.d, self.call.own = of_k
         self.sizes = (self.call.d, self.call.e, self.call.own or self.call.d)
         inputs = (part.width for part in self._parts())
-        self.fits = of_q == of_k and _fit(self.call.d, self.call.e, self.call.own, *inputs)
+        self.library = _library(self.call.d, self.call.e, self.call.own, *inputs) if of_q == of_k else None
 
     def _parts(self) -> tuple[_Operand, ...]:
         return self.call.q, self.call.k, self.call.v
@@ -194,7 +203,7 @@ class Tile:
         return out, part.width
 
     def _prepare(self, g: "Decays", states: Sequence[Tensor], denominator: bool) -> ctypes.CDLL:
-        call, (lib, _) = self.call, library()
+        call, lib = self.call, self.library
         assert lib is not None
         call.threads, call.denominator = torch.get_num_threads(), denominator
         call.begins, call.across = self.span.start == 0, self._room("across", call.chunks)
@@ -275,8 +284,8 @@ def step(
     `sums` are those of the tokens before: of k v^T ``[*b h d e]`` and of own k ``[*b h d 1]``, or of both with one more
     column; `across` ``[*b h]`` are their weights. None where the library does not serve these. No graph.
     """
-    lib, (q, _, v), leading = library()[0], inputs, inputs[0].shape[:-2]
-    if lib is None or not serves(*inputs, *sums) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
+    (q, _, v), leading = inputs, inputs[0].shape[:-2]
+    if not serves(*inputs, *sums) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
         return None
     if any(x.shape[:-2] != leading for x in inputs) or any(n > 1 for n in leading[:-2]):
         return None
@@ -287,9 +296,8 @@ def step(
     parts = zip((call.q, call.k, call.v), inputs, known, strict=True)
     (call.d, *of_q), (d, *of_k), (call.e, *of_v) = (_describe(part, x, formula) for part, x, formula in parts)
     shapes = [(*leading, d, call.e + (denominator and not call.own)), *[(*leading, call.own, 1)] * bool(call.own)]
-    if d != call.d or not _fit(d, call.e, *(x.shape[-1] for x in inputs)) or [tuple(x.shape) for x in sums] != shapes:
-        return None
-    if not all(x.is_contiguous() for x in sums):
+    lib = _library(d, call.e, *(x.shape[-1] for x in inputs))
+    if lib is None or d != call.d or [tuple(x.shape) for x in sums] != shapes or not all(x.is_contiguous() for x in sums):
         return None
     after = list(sums) if in_place else [torch.empty_like(x) for x in sums]
     out, below = v.new_empty(v.shape), v.new_empty(*leading, 1, 1) if denominator else None
@@ -322,7 +330,7 @@ def turns(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
         4 * x.shape[:-1].numel() * width * (1 + moved) > PAST
         and serves(x, table)
         and x.dtype == table.dtype == torch.float32
-        and _fit(width)
+        and _library(width) is not None
         and x.ndim > 2
         and not any(n > 1 for n in x.shape[:-4])
         and torch.broadcast_shapes(x.shape[:-1], table.shape[:-2]) == x.shape[:-1]
@@ -331,7 +339,8 @@ def turns(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
 
 def turn(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> Tensor:
     """x ``[*b h t .]`` rotated or lifted by a table ``[*b h t f 2]``, or back; without a graph."""
-    lib, width, shape = library()[0], table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
+    width, shape = table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
+    lib = _library(width)
     assert lib is not None
     x, table = _flat(x), _flat(table.flatten(-2))
     out = x.new_empty(*shape, 2 * width if lifted and not back else width)

@@ -544,7 +544,7 @@ class Walk:
         """Tile n for native.c, if that serves it."""
         if self.native:
             tile = native.Tile(self.operands, n, self.plan.spans[n], self.room)
-            if tile.fits:
+            if tile.library is not None:
                 return tile
             self.native = False
         return None
