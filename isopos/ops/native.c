@@ -503,6 +503,8 @@ static void pull(const Call *call, const Operand *o, long n, long d, float *grad
             memcpy(rows_of(call, &o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
         grad_own = 0;
     }
+    const float *kept = moves(o) ? o->own_rows : o->rows; /* phi's features, if they were */
+    kept = kept ? kept + n * blocks(call->c) * o->width : 0;
     for (long i = 0; i < call->c; i++, grad += d) {
         const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
         float *out = rows_of(call, &o->grad, n) + i * o->grad.token, room[MOST] ALIGNED;
@@ -524,7 +526,7 @@ static void pull(const Call *call, const Operand *o, long n, long d, float *grad
                 g = (lanes){0};
             else if (o->phi != IDENTITY) {
                 const lanes a = *(const lanes *)(x + m);
-                g *= slope(o->phi, a, feature(o->phi, a));
+                g *= slope(o->phi, a, kept ? *(const lanes *)(kept + i * o->width + m) : feature(o->phi, a));
             }
             if (o->add)
                 g += *(const lanes *)(out + m);
