@@ -307,7 +307,8 @@ def _stepped(
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """`_streamed` for a token without gradients, where compiled code serves it."""
     sums = [x for name in ("sum0", "sum1") if (x := state[name]) is not None]
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *sums, *(g or ())))
+    held = (q, k, v, *sums, *(g or ()), *(x for load in loads for x in load.tensors))
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in held)
     if q.shape[-2] > 1 or not sums or graph or denominator == "complex" or torch.compiler.is_compiling():
         return None
     if not all(load.direct for load in loads) or (g is not None and (g[0] is not g[1] or before is None)):

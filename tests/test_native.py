@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isopos import positions, schemes
 from isopos.feature_maps import FEATURE_MAPS, Favor
 from isopos.functional import linear_attention
-from isopos.isometries import Chain, Gather, Identity, Reflection
+from isopos.isometries import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import native
 from isopos.ops.linear import Clamped
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
@@ -155,6 +156,51 @@ def test_a_step_leaves_the_state_before_alone():
         again = linear_attention(q, k, v, causal=True, return_state=True, state=state)[0]
     assert torch.equal(first, again)
     assert all(torch.equal(x, copies[name]) for name, x in state.tensors.items())
+
+
+def one_token(state, rho=None, **more):
+    q, k, v = torch.randn(3, 1, 2, 1, 16, generator=torch.Generator().manual_seed(3))
+    return linear_attention(q, k, v, isometry=rho, causal=True, state=state, return_state=True, **more)
+
+
+@NEEDED
+def test_a_step_keeps_gradients_of_tables_and_tangents():
+    table = torch.randn(1, 8, 2, requires_grad=True)
+    with torch.no_grad():
+        _, state = one_token(State(), Rotation(table))
+    assert one_token(state, Rotation(table))[0].requires_grad
+    with pytest.raises(RuntimeError, match="device"):
+        one_token(state, Rotation(table.detach().to("meta")))
+
+
+@NEEDED
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_step_of_a_gather(monkeypatch, dtype):
+    index, bad = torch.arange(16, dtype=dtype).flip(0).expand(2, 1, 16), torch.full((2, 1, 16), 17, dtype=dtype)
+    with torch.no_grad():
+        _, state = one_token(State(in_place=True), Gather(index, constant=True))
+        before = {name: x.clone() for name, x in state.tensors.items()}
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            one_token(state, Gather(bad, constant=True))
+        assert all(torch.equal(x, before[name]) for name, x in state.tensors.items())
+        version = state.tensors["sum0"]._version
+        ours, state = one_token(state, Gather(index, constant=True))
+        assert state.tensors["sum0"]._version > version
+        monkeypatch.setattr(native, "libraries", lambda: ({}, "off"))
+        usual, _ = one_token(State(tensors=before, kind=state.kind, in_place=True), Gather(index, constant=True))
+    torch.testing.assert_close(ours, usual)
+
+
+@NEEDED
+def test_a_traced_step_has_its_operations():
+    with torch.no_grad():
+        _, state = one_token(State())
+        attend = lambda q: linear_attention(q, q, q, causal=True, state=state, return_state=True)[0]  # noqa: E731
+        q = torch.randn(1, 2, 1, 16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(attend, q, check_trace=False)
+            torch.testing.assert_close(traced(2 * q), attend(2 * q))
 
 
 @NEEDED
@@ -361,6 +407,25 @@ def test_large_rotations(monkeypatch, turn, layout):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
     wrapped = torch.func.vmap(lambda x: turn(x, table))(x.detach()[None])
     torch.testing.assert_close(wrapped[0], usual[0].detach())
+
+
+@NEEDED
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("turn", [rotate, unrotate, lift, unlift])
+def test_large_rotations_of_another_width_are_an_error(monkeypatch, turn, width):
+    monkeypatch.setattr(native, "PAST", 0)
+    with pytest.raises(RuntimeError, match="size"):
+        turn(torch.randn(1, 2, 5, 16), torch.randn(5, width // 2, 2))
+
+
+@NEEDED
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_tangents_of_tables_are_kept(monkeypatch):
+    monkeypatch.setattr(native, "PAST", 0)
+    x, table, tangent = torch.randn(1, 2, 5, 16), torch.randn(5, 8, 2), torch.randn(5, 8, 2)
+    with forward_ad.dual_level():
+        along = forward_ad.unpack_dual(rotate(x, forward_ad.make_dual(table, tangent))).tangent
+    torch.testing.assert_close(along, rotate(x, tangent))
 
 
 @NEEDED

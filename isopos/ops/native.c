@@ -880,6 +880,12 @@ void isopos_backward(const Call *call)
 void isopos_step(const Call *call)
 {
     const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominator && !own);
+    for (long n = 0; n < call->chunks; n++) /* before a state is written over */
+        for (const Operand *o = &call->q; o <= &call->v; o++)
+            if (o->kind == GATHER && !in_range(table_of(call, o, n, 0), o->width)) {
+                *call->out_of_range = 1;
+                return;
+            }
 #pragma omp parallel for num_threads(call->threads) if (call->chunks * d * columns > 1 << 17)
     for (long n = 0; n < call->chunks; n++) {
         float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def serves(*tensors: Tensor) -> bool:
         and all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
         and not torch._C._are_functorch_transforms_active()
         and _get_current_dispatch_mode() is None
+        and forward_ad._current_level < 0
+        and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
@@ -110,7 +113,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _known(formula: "Formula | None", width: int) -> "Formula | None":
     """The formula if its parts have this width; PyTorch's operations say what is wrong with others."""
-    if formula is None:
+    if formula is None or (formula.table is not None and formula.kind == "gather" and formula.table.dtype != torch.int64):
         return None
     normal, table = formula.normal, formula.table
     features = width if table is None else table.shape[-1] if formula.kind == "gather" else table.shape[-2] * table.shape[-1]
@@ -285,7 +288,8 @@ def step(
     column; `across` ``[*b h]`` are their weights. None where the library does not serve these. No graph.
     """
     (q, _, v), leading = inputs, inputs[0].shape[:-2]
-    if not serves(*inputs, *sums) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
+    tables = [x for f in formulas if f is not None for x in (f.table, f.normal, f.kept) if x is not None]
+    if not serves(*inputs, *sums, *tables) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
         return None
     if any(x.shape[:-2] != leading for x in inputs) or any(n > 1 for n in leading[:-2]):
         return None
@@ -311,6 +315,8 @@ def step(
         call.across = across.data_ptr()
     _run(lib.isopos_step, call)
     del of_q, of_k, of_v  # which had to live until now
+    if in_place:
+        torch.autograd.graph.increment_version(after)
     return out, after, below
 
 
@@ -332,6 +338,7 @@ def turns(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
         and x.dtype == table.dtype == torch.float32
         and _library(width) is not None
         and x.ndim > 2
+        and x.shape[-1] == width * (2 if lifted and back else 1)
         and not any(n > 1 for n in x.shape[:-4])
         and torch.broadcast_shapes(x.shape[:-1], table.shape[:-2]) == x.shape[:-1]
     )

@@ -91,17 +91,12 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, lifted: bool, back: bool) -> Tensor:
         ctx.save_for_backward(table)
-        ctx.save_for_forward(table)
         ctx.lifted, ctx.back = lifted, back
         return native.turn(x, table, lifted=lifted, back=back)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _TURNS[ctx.lifted, not ctx.back](grads[0], *ctx.saved_tensors), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _TURNS[ctx.lifted, ctx.back](tangents[0], *ctx.saved_tensors)
 
 
 def _large(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
