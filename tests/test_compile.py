@@ -79,7 +79,9 @@ def test_one_graph_equals_eager(case, kind):
 def test_every_row_compiles(case, kind, causal):
     module = Attend(case, kind, causal)
     mask = torch.rand(2, 70) < 0.7
-    compare(module, torch.compile(module, fullgraph=True, backend="aot_eager"), mask=mask)
+    vanishing = case.id == "permuteformer-orthogonal"  # whose denominators change sign: gradients are as large as 1e11
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    compare(module, compiled, mask=mask, roundings=16384 if vanishing else 2048)
 
 
 def lengths_share_graphs(module, **options):
