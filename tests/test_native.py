@@ -457,6 +457,7 @@ assert (out - exact).abs().max() < 1e-5 and (grads[0] - grads[1]).abs().max() < 
 """
 
 
+@NEEDED
 @pytest.mark.slow
 @pytest.mark.parametrize("instructions", ["avx512", "avx2", "default"])
 def test_each_instruction_set(instructions):
