@@ -800,8 +800,11 @@ long isopos_call_size(void)
     return sizeof(Call);
 }
 
-static void make_all_features(const Call *call, long n)
+/* What both passes do first with a chunk. */
+static void begin_chunk(const Call *call, long n, Weights *w)
 {
+    make_weights(call, n, w);
+    call->across[n] = w->across;
     make_features(call, &call->q, n, call->d);
     make_features(call, &call->k, n, call->d);
     make_features(call, &call->v, n, call->e);
@@ -812,6 +815,16 @@ static Rows below_features(const Call *call, const Operand *o, long n)
     return call->own ? own_at(call, o, n) : features_at(call, o, n, call->d);
 }
 
+/* Both states of a head, or their gradients the other way. */
+static void scan_head(const Call *call, long head, int back)
+{
+    scan(call, head, call->across, back ? call->grad_state : call->state, back ? call->grad_states : call->states,
+         call->d * call->e, back);
+    if (call->denominator)
+        scan(call, head, call->across, back ? call->grad_row : call->row, back ? call->grad_rows : call->rows,
+             call->own ? call->own : call->d, back);
+}
+
 void isopos_forward(const Call *call)
 {
     const long c = call->c, d = call->d, e = call->e, size = call->own ? call->own : d;
@@ -820,19 +833,14 @@ void isopos_forward(const Call *call)
 #pragma omp for
         for (long n = 0; n < call->chunks; n++) {
             Weights w;
-            make_weights(call, n, &w);
-            call->across[n] = w.across;
-            make_all_features(call, n);
+            begin_chunk(call, n, &w);
             outer(features_at(call, &call->k, n, d), features_at(call, &call->v, n, e), w.after, c, d, e, scratch_of(call), call->states + n * d * e);
             if (call->denominator)
                 sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
         }
 #pragma omp for
-        for (long head = 0; head < call->chunks / call->count; head++) {
-            scan(call, head, call->across, call->state, call->states, d * e, 0);
-            if (call->denominator)
-                scan(call, head, call->across, call->row, call->rows, size, 0);
-        }
+        for (long head = 0; head < call->chunks / call->count; head++)
+            scan_head(call, head, 0);
 #pragma omp for
         for (long n = 0; n < call->chunks; n++)
             forward_chunk(call, n);
@@ -847,9 +855,7 @@ void isopos_backward(const Call *call)
 #pragma omp for
         for (long n = 0; n < call->chunks; n++) {
             Weights w;
-            make_weights(call, n, &w);
-            call->across[n] = w.across;
-            make_all_features(call, n);
+            begin_chunk(call, n, &w);
             make_grads(call, n);
             const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d);
             const Rows v = features_at(call, &call->v, n, e), grad = {call->grads + n * blocks(c) * e, e};
@@ -862,12 +868,8 @@ void isopos_backward(const Call *call)
         }
 #pragma omp for
         for (long head = 0; head < call->chunks / call->count; head++) {
-            scan(call, head, call->across, call->state, call->states, d * e, 0);
-            scan(call, head, call->across, call->grad_state, call->grad_states, d * e, 1);
-            if (call->denominator) {
-                scan(call, head, call->across, call->row, call->rows, size, 0);
-                scan(call, head, call->across, call->grad_row, call->grad_rows, size, 1);
-            }
+            scan_head(call, head, 0);
+            scan_head(call, head, 1);
         }
 #pragma omp for
         for (long n = 0; n < call->chunks; n++)
