@@ -311,12 +311,14 @@ def _stepped(
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in held)
     if q.shape[-2] > 1 or not sums or graph or denominator == "complex" or torch.compiler.is_compiling():
         return None
-    if not all(load.direct for load in loads) or (g is not None and (g[0] is not g[1] or before is None)):
+    if not native.serves(*held) or not all(load.direct for load in loads):
         return None
-    formulas = [load.formula() for load in loads]
     across = None
-    if g is not None and before is not None:
+    if g is not None:
+        if g[0] is not g[1] or before is None:
+            return None
         across = (g[1][..., 0] - before).exp().to(torch.float32).expand(q.shape[:-2]).contiguous()
+    formulas = [load.formula() for load in loads]
     divided = denominator is not None
     found = native.step((q, k, v), formulas, sums, across, denominator=divided, in_place=state.in_place)
     if found is None:

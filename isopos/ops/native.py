@@ -285,11 +285,11 @@ def step(
     """The output ``[*b h 1 e]`` of the next token of a stream, its sums, and its denominators.
 
     `sums` are those of the tokens before: of k v^T ``[*b h d e]`` and of own k ``[*b h d 1]``, or of both with one more
-    column; `across` ``[*b h]`` are their weights. None where the library does not serve these. No graph.
+    column; `across` ``[*b h]`` are their weights. None where no library has these shapes and dtypes; `serves` says whether
+    it may read the tensors at all. No graph.
     """
     (q, _, v), leading = inputs, inputs[0].shape[:-2]
-    tables = [x for f in formulas if f is not None for x in (f.table, f.normal, f.kept) if x is not None]
-    if not serves(*inputs, *sums, *tables) or any(x.dtype != torch.float32 for x in (*inputs, *sums)):
+    if any(x.dtype != torch.float32 for x in (*inputs, *sums)):
         return None
     if any(x.shape[:-2] != leading for x in inputs) or any(n > 1 for n in leading[:-2]):
         return None
