@@ -21,9 +21,9 @@ from isopos.catalog import CATALOG
 
 if TYPE_CHECKING:
     from isopos.attention import Attention as Attention
-    from isopos.functional import linear_attention as linear_attention
-    from isopos.functional import softmax_attention as softmax_attention
-    from isopos.lab.train import load as load
+    from isopos.attention import linear_attention as linear_attention
+    from isopos.attention import softmax_attention as softmax_attention
+    from isopos.lab.training.run import load as load
     from isopos.models import Decoder as Decoder
     from isopos.ops.linear import Clamped as Clamped
     from isopos.positions import forest as forest
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "linear_attention": "functional",
-    "softmax_attention": "functional",
+    "linear_attention": "attention",
+    "softmax_attention": "attention",
     "sequence": "positions",
     "ring": "positions",
     "grid": "positions",
@@ -81,12 +81,12 @@ _HOME = {
     "Attention": "attention",
     "Decoder": "models",
     "Scheme": "scheme",
-    "load": "lab.train",
+    "load": "lab.training.run",
     **{name.replace("-", "_"): "schemes" for name in CATALOG},
 }
 _MODULES = (
     *("attention", "bases", "biases", "catalog", "couplings", "decays", "embeddings", "encodings", "feature_maps"),
-    *("functional", "isometries", "laws", "models", "ops", "positions", "schemes", "state", "terms"),
+    *("laws", "maps", "models", "ops", "positions", "schemes", "state", "terms"),
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isopos.exact import ExactModule
-from isopos.isometries import Gather, Isometry, Matrix, OnPairs, Reflection
+from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
 from isopos.ops.rotate import skew_exponential
 
 __all__ = ["Basis", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs"]

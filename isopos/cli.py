@@ -226,7 +226,7 @@ def _list() -> int:
 
 
 def _generate(command: Generate) -> int:
-    from isopos.lab.generate import generate
+    from isopos.lab.commands.generate import generate
 
     choice = {"temperature": command.temperature, "top_p": command.top_p}
     pieces = generate(command.run, command.prompt, command.tokens, command.seed, **choice)
@@ -238,36 +238,36 @@ def _generate(command: Generate) -> int:
 
 
 def _compare(comparison: Comparison) -> int:
-    from isopos.lab.compare import compare
+    from isopos.lab.commands.compare import compare
 
     return compare(comparison, _console())
 
 
 def _table(command: TableRun, arguments: list[str]) -> int:
-    from isopos.lab.papers import load_table
+    from isopos.lab.tables.loader import load_table
 
     load_table(command.table)  # before torch is imported
-    from isopos.lab.reproduce import reproduce
+    from isopos.lab.commands.table import reproduce
 
     return reproduce(command, arguments, _console())
 
 
 def _train(command: Train) -> int:
-    from isopos.lab.launch import launch
+    from isopos.lab.commands.train import launch
 
     name = command.name or command.recipe
     return launch(name, command.change, _console(), resume=command.resume, overwrite=command.overwrite)
 
 
 def _evaluate(command: Evaluation) -> int:
-    from isopos.lab.overview import evaluate_run
+    from isopos.lab.commands.eval import evaluate_run
 
     choice = {"split": command.split, "scored": command.scored}
     return evaluate_run(command.run, command.length, command.tokens, _console(), **choice)
 
 
 def _runs(command: Runs) -> int:
-    from isopos.lab.overview import list_runs
+    from isopos.lab.commands.eval import list_runs
 
     return list_runs(command.folder, _console())
 
@@ -322,15 +322,15 @@ def _made(name: str, subject: Any) -> Any:
 
 
 def _show(show: Show) -> int:
-    from isopos.lab import pictures
+    from isopos.lab.reports import plots
 
     size = {"head_dim": show.head_dim, "heads": show.heads, "reach": show.reach}
-    print(pictures.show(show.scheme, show.out, overwrite=show.overwrite, **size))
+    print(plots.show(show.scheme, show.out, overwrite=show.overwrite, **size))
     return 0
 
 
 def _bench(command: Bench) -> int:
-    from isopos.lab.bench import bench
+    from isopos.lab.commands.bench import bench
 
     if command.compiled and command.section != "exactness":
         raise ValueError(f"compiled: expected the section exactness, got {command.section}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Held, constant, full_precision, normal
-from isopos.isometries import Affine, Append, Chain, Isometry, Matrices, Rotation, Scaling
+from isopos.maps import Affine, Append, Chain, Isometry, Matrices, Rotation, Scaling
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotations
 from isopos.positions import Group, Line, Product

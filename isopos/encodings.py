@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isopos import isometries
+from isopos import maps
 from isopos.bases import Basis
 from isopos.exact import ExactModule, constant, once
-from isopos.isometries import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Powers, Rotation
+from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Powers, Rotation
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
@@ -107,7 +107,7 @@ class Identity(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """The identity map."""
         self.group.check(x)
-        return isometries.Identity()
+        return maps.Identity()
 
 
 class Rotary(Encoding):
@@ -468,4 +468,4 @@ class Partial(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """The encoding beside the identity."""
-        return BlockSum((self.encoding(x, dtype), isometries.Identity()), (self.encoding.features, self.rest))
+        return BlockSum((self.encoding(x, dtype), maps.Identity()), (self.encoding.features, self.rest))

@@ -14,7 +14,7 @@ from isopos.decays import RATES, Decay
 from isopos.embeddings import Learned, Sinusoidal, TreeStack
 from isopos.encodings import Coupling, Encoding, InBasis, Rotary
 from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, sides
-from isopos.isometries import Isometry, Mapped
+from isopos.maps import Isometry, Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from isopos import bases, encodings, schemes
+from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.feature_maps import sides
-from isopos.functional import linear_attention, softmax_attention
-from isopos.isometries import Identity
+from isopos.maps import Identity
 from isopos.positions import Group, Line, Product, Ring, Tree, grid
 from isopos.state import State
 from isopos.terms import Clipped

@@ -24,9 +24,8 @@ from cases import (
 from torch import nn
 
 from isopos import Attention, bases, couplings, encodings, schemes
-from isopos.attention import absorb, convert_layout
+from isopos.attention import absorb, convert_layout, softmax_attention
 from isopos.encodings import rope_frequencies
-from isopos.functional import softmax_attention
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab import bench
-from isopos.lab.bench import figures, kernels, page, peers, processes, races, report, run, timing
+from isopos.lab.bench import figures, kernels, peers, processes, races, report, run, timing
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
+from isopos.lab.commands import bench
+from tools import performance_page as page
 
 SMALL = 32
 SHAPE = kernels.Shape(SMALL, batch=2, heads=2, head_dim=8)

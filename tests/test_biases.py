@@ -8,9 +8,9 @@ import torch
 from cases import HEAD_DIM, HEADS, close, inputs, perturb
 
 from isopos import biases
+from isopos.attention import linear_attention, softmax_attention
 from isopos.biases import T5, ClippedKeys, DeBERTa, Shaw
 from isopos.feature_maps import elu1
-from isopos.functional import linear_attention, softmax_attention
 from isopos.positions import grid, sequence
 
 T, S = 6, 9

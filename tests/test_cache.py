@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isopos.lab import cache
+from isopos.lab.data import cache
 
 
 def write(text, calls=None):

@@ -7,11 +7,11 @@ import torch
 from cases import ENCODINGS, HEAD_DIM, HEADS, SCHEMES, close, ids, inputs, is_grid, perturb, scheme_case, shifted, with_kinds
 
 from isopos import bases, biases, couplings, encodings, schemes
-from isopos.canonical import canonical, score
+from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
 from isopos.feature_maps import sides
-from isopos.functional import linear_attention, softmax_attention
-from isopos.isometries import Identity
+from isopos.laws.canonical import canonical, score
+from isopos.maps import Identity
 from isopos.positions import Line, Ring, Tree, grid, sequence, tree
 
 ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute")

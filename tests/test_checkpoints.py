@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from isopos.lab import checkpoints
+from isopos.lab.runs import checkpoints
 
 
 def _state(value):
@@ -84,7 +84,7 @@ def test_nothing_but_tensors_and_plain_values_is_unpickled(tmp_path):
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from isopos.lab import checkpoints
+from isopos.lab.runs import checkpoints
 run = Path(sys.argv[1])
 checkpoints.save(run, {"model": torch.zeros(10)}, 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # as a disk that is full after 1 MiB
@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path):
 ENDLESS = """
 import sys, torch
 from pathlib import Path
-from isopos.lab import checkpoints
+from isopos.lab.runs import checkpoints
 for step in range(1, 10_000):
     checkpoints.save(Path(sys.argv[1]), {"model": torch.full((200_000,), float(step))}, step)
     print(step, flush=True)

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from isopos.lab import compare
+from isopos.lab.commands import compare
 
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
 
@@ -118,14 +118,15 @@ def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monk
 def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monkeypatch):
     import torch
 
+    from isopos.lab.training import trainer
+
     original = compare.train
-    from isopos.lab import engine
 
     def poisoned(recipe, *rest):
         if recipe.scheme != "rope":
             return original(recipe, *rest)
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "loss_of", lambda model, *_: next(model.parameters()).sum() * torch.nan)
+            patch.setattr(trainer, "loss_of", lambda model, *_: next(model.parameters()).sum() * torch.nan)
             return original(recipe, *rest)
 
     monkeypatch.setattr(compare, "train", poisoned)

@@ -5,7 +5,7 @@ import torch
 from cases import HEADS, PRESETS, SCHEMES, close, ids, inputs, ordered, perturb, scheme_case, with_kinds
 from torch import nn
 
-from isopos.functional import linear_attention, softmax_attention
+from isopos.attention import linear_attention, softmax_attention
 from isopos.models import Decoder
 from isopos.ops import linear
 from isopos.positions import Line, sequence

@@ -17,9 +17,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab import corpora, prepare
-from isopos.lab.corpora import Corpus, load
-from isopos.lab.tokenizers import BPE, Bytes, Words, load_tokenizer
+from isopos.lab.data import corpora, prepare
+from isopos.lab.data.corpora import Corpus, load
+from isopos.lab.data.tokenizers import BPE, Bytes, Words, load_tokenizer
 
 PROSE = "".join(f"line {n} of a text with café and words number {n % 7}\n" for n in range(300))
 
@@ -225,7 +225,7 @@ def test_two_books_are_too_few(tmp_path):
 
 
 def test_byte_order_marks_and_crlf_go_wherever_blocks_end(tmp_path):
-    from isopos.lab.sources import _normal
+    from isopos.lab.data.sources import _normal
 
     text = b"\xef\xbb\xbfone\r\ntwo\rthree\r\n\r\nend"
     for size in range(1, len(text) + 1):
@@ -379,7 +379,7 @@ def test_progress_is_shown_on_a_console(tmp_path):
 
 PREPARE = """
 import sys
-from isopos.lab import corpora
+from isopos.lab.data import corpora
 read = corpora.load(sys.argv[1], 8, tokenizer="words")
 print(read.sha256, len(read.train), int(read.train.sum()))
 """
@@ -488,7 +488,7 @@ def test_bad_datasets(hub, tmp_path, monkeypatch):
 
 MEMORY = """
 import resource, sys
-from isopos.lab import corpora
+from isopos.lab.data import corpora
 words = [f"word{n:05}" for n in range(50_000)]
 with open(sys.argv[1], "w") as file:
     for n in range(int(sys.argv[2])):

@@ -8,11 +8,11 @@ import torch
 from cases import HEAD_DIM, HEADS, close, generator, inputs, perturb
 
 from isopos import couplings
+from isopos.attention import linear_attention
 from isopos.couplings import Absolute, Constrained, ConvSPE, SineSPE, TransformerXL, XPos
 from isopos.encodings import Exponential, Rotary, rope_frequencies
 from isopos.feature_maps import Favor
-from isopos.functional import linear_attention
-from isopos.isometries import Mapped
+from isopos.maps import Mapped
 from isopos.ops.noise import gaussian
 from isopos.positions import grid, sequence
 

@@ -24,7 +24,8 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isopos import bases, encodings, isometries
+from isopos import bases, encodings, maps
+from isopos.attention import linear_attention
 from isopos.encodings import (
     Coupling,
     DirectSum,
@@ -38,7 +39,6 @@ from isopos.encodings import (
     long_orders,
     rope_frequencies,
 )
-from isopos.functional import linear_attention
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = pytest.mark.parametrize("case", ENCODINGS, ids=ids)
@@ -478,7 +478,7 @@ def test_long_sequences_hold_no_index(columns, monkeypatch):
     held = encoding(x)
     monkeypatch.setattr(encodings, "LONG", 69)
     powers = encoding(x)
-    assert (type(held), type(powers)) == (isometries.Gather, isometries.Powers)
+    assert (type(held), type(powers)) == (maps.Gather, maps.Powers)
     assert torch.equal(powers(q), held(q))
     assert torch.equal(powers.tokens(3, 9)(q[..., 3:9, :]), held(q)[..., 3:9, :])
     assert (powers.length, powers.leading, powers.features) == (held.length, held.leading, held.features)

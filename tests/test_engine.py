@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isopos.lab import checkpoints, corpora, engine, train
-from isopos.lab.folders import Interrupted, read_rows
+from isopos.lab.data import corpora
 from isopos.lab.recipes import Recipe
+from isopos.lab.runs import checkpoints
+from isopos.lab.runs.folders import Interrupted, read_rows
+from isopos.lab.training import run as train
+from isopos.lab.training import trainer
 
 TINY = Recipe(
     steps=12, length=32, batch=4, layers=1, model_dim=16, heads=2, validation_tokens=512, dropout=0.1, save_every=4
@@ -35,7 +38,7 @@ def run(source, tmp_path):
 @pytest.mark.parametrize(("accumulate", "ranks"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_the_batch_of_a_step_does_not_depend_on_who_computes_it(source, accumulate, ranks):
     recipe = replace(TINY, accumulate=accumulate)
-    parts = [engine.Batches(recipe, source, 5, rank, ranks) for rank in range(ranks)]
+    parts = [trainer.Batches(recipe, source, 5, rank, ranks) for rank in range(ranks)]
     assert all(len(part) == (TINY.steps - 5) * accumulate for part in parts)
     for step in (6, 12):
         items = [part[(step - 6) * accumulate + n] for part in parts for n in range(accumulate)]
@@ -49,15 +52,15 @@ def test_the_batch_of_a_step_does_not_depend_on_who_computes_it(source, accumula
 
 def test_randomness_tells_seed_step_rank_and_part_apart():
     places = [(seed, step, rank, part) for seed in (0, 1) for step in (1, 2) for rank in (0, 1) for part in (0, 1)]
-    assert len({engine.randomness(*place) for place in places}) == len(places)
-    assert engine.randomness(1, 2, 3, 4) == engine.randomness(1, 2, 3, 4)
+    assert len({trainer.randomness(*place) for place in places}) == len(places)
+    assert trainer.randomness(1, 2, 3, 4) == trainer.randomness(1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "polynomial", "inverse-sqrt", "constant"])
 @pytest.mark.parametrize("warmup", [-1, 0, 40])
 def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
     recipe = Recipe(steps=100, schedule=schedule, warmup=warmup)
-    shares = [engine.share(recipe, step) for step in range(1, 101)]
+    shares = [trainer.share(recipe, step) for step in range(1, 101)]
     warm = 10 if warmup == -1 else warmup
     assert shares[:warm] == pytest.approx([step / warm for step in range(1, warm + 1)])
     assert shares[max(warm - 1, 0)] == 1
@@ -66,10 +69,10 @@ def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
 
 def test_the_schedules_are_those_of_their_names():
     at = {
-        name: engine.share(Recipe(steps=100, schedule=name, power=2.0), 56) for name in ("cosine", "polynomial", "constant")
+        name: trainer.share(Recipe(steps=100, schedule=name, power=2.0), 56) for name in ("cosine", "polynomial", "constant")
     }
     assert at == pytest.approx({"cosine": 0.5, "polynomial": 0.25, "constant": 1})
-    assert engine.share(Recipe(steps=100, schedule="inverse-sqrt"), 40) == 0.5
+    assert trainer.share(Recipe(steps=100, schedule="inverse-sqrt"), 40) == 0.5
 
 
 def test_accumulated_parts_are_one_update(run):

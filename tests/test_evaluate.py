@@ -8,10 +8,10 @@ import torch
 from cases import perturb
 
 from isopos import Decoder, schemes
-from isopos.lab import evaluate
-from isopos.lab.corpora import Corpus
-from isopos.lab.evaluate import length_table, perplexity
-from isopos.lab.tokenizers import Bytes, Words
+from isopos.lab.data.corpora import Corpus
+from isopos.lab.data.tokenizers import Bytes, Words
+from isopos.lab.tasks import perplexity as evaluate
+from isopos.lab.tasks.perplexity import length_table, perplexity
 
 LENGTH = 12
 

@@ -7,7 +7,8 @@ from rich.console import Console
 
 import isopos
 from isopos.catalog import CATALOG
-from isopos.lab import accuracy, bench, exactness
+from isopos.lab.bench import accuracy, exactness
+from isopos.lab.commands import bench
 
 COMMITTED = Path(isopos.__file__).parent.parent / "docs" / "exactness.md"
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # four to ten times what was measured

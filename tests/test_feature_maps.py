@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from cases import close, inputs, quadratic, same_everywhere
 
+from isopos.attention import linear_attention
 from isopos.feature_maps import FEATURE_MAPS, Favor
-from isopos.functional import linear_attention
 
 X = torch.cat((torch.linspace(-50, 50, 41), torch.tensor([0.0, -1e4, 1e4]))).double()
 DEFINITIONS = {

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from isopos.lab import folders
 from isopos.lab.recipes import Recipe
+from isopos.lab.runs import folders
 
 
 def test_a_run_folder_is_never_replaced_unasked(tmp_path):

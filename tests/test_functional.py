@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from isopos import schemes
+from isopos.attention import linear_attention, naive_linear_attention, softmax_attention
 from isopos.bases import Householder
 from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS, elu1
-from isopos.functional import linear_attention, naive_linear_attention, softmax_attention
 from isopos.ops import tiles
 from isopos.positions import sequence
 

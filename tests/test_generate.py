@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
-from isopos.lab.generate import choose, generate
+from isopos.lab.commands.generate import choose, generate
+from isopos.lab.data.tokenizers import BPE, Words
 from isopos.lab.recipes import Recipe
-from isopos.lab.tokenizers import BPE, Words
-from isopos.lab.train import build_model
+from isopos.lab.training.run import build_model
 from isopos.models import Decoder
 
 
@@ -108,7 +108,7 @@ def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
     recipe = Recipe(layers=1, model_dim=16, heads=2)
     model = Decoder(tokenizer.size, 16, 1, build_model(recipe).scheme, cutoffs=cutoffs).eval()
     save_model(model, str(tmp_path / "model.safetensors"))
-    monkeypatch.setattr("isopos.lab.generate.load_run", lambda folder: (recipe, model))
+    monkeypatch.setattr("isopos.lab.commands.generate.load_run", lambda folder: (recipe, model))
     with pytest.raises(ValueError, match=f"expected a tokenizer of the model's {tokenizer.size} tokens .*, got 256"):
         generate(str(tmp_path), "the cat", 1, 0)
     tokenizer.save(tmp_path)

@@ -5,7 +5,7 @@ import torch
 from cases import close
 
 from isopos.encodings import Permutation
-from isopos.isometries import (
+from isopos.maps import (
     Affine,
     Append,
     BlockSum,

@@ -6,7 +6,7 @@ from cases import PRESETS, SCHEMES
 
 import isopos
 from isopos.catalog import CATALOG
-from isopos.lab.kernels import REACH, fill_zeros, panels, paths, scores
+from isopos.lab.reports.kernels import REACH, fill_zeros, panels, paths, scores
 from isopos.positions import Line, Product, Ring, Tree, depths
 from isopos.schemes import REGISTRY
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import isopos as library
-from isopos.lab import checkpoints, launch
-from isopos.lab.folders import read_rows
+from isopos.lab.commands import train as launch
+from isopos.lab.runs import checkpoints
+from isopos.lab.runs.folders import read_rows
 
 TINY = ["--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512", "--device=cpu"]
 TRAIN = ["train", "quickstart", "--steps=6", "--save-every=2", *TINY]

@@ -5,7 +5,7 @@ import torch
 from cases import ENCODINGS, SCHEMES, ids, scheme_case, tree_generator
 
 import isopos
-from isopos import couplings, encodings, isometries, laws
+from isopos import couplings, encodings, laws, maps
 from isopos.positions import Line, Ring, Tree
 
 OF_SCORES = {"relative", "precision", "batch", "gradient"}
@@ -75,7 +75,7 @@ class _Growing(_Broken):
     """Twice as long: not an isometry."""
 
     def forward(self, x, dtype=torch.float32):
-        return isometries.Chain(self.inner(x, dtype), isometries.Matrix(2 * torch.eye(4, dtype=dtype)[None]))
+        return maps.Chain(self.inner(x, dtype), maps.Matrix(2 * torch.eye(4, dtype=dtype)[None]))
 
 
 class _Late(_Broken):
@@ -90,7 +90,7 @@ class _Rounded(_Broken):
 
     def forward(self, x, dtype=torch.float32):
         angle = (0.3 * x.to(dtype))[..., None, :, :].expand(*x.shape[:-2], 1, -1, 2)
-        return isometries.Rotation(torch.stack((angle.cos(), angle.sin()), -1))
+        return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1))
 
 
 class _Coarse(_Broken):
@@ -98,7 +98,7 @@ class _Coarse(_Broken):
 
     def forward(self, x, dtype=torch.float32):
         rho = self.inner(x, dtype)
-        return isometries.Rotation(rho.table.bfloat16().to(dtype) if dtype == torch.float32 else rho.table)
+        return maps.Rotation(rho.table.bfloat16().to(dtype) if dtype == torch.float32 else rho.table)
 
 
 class _Dead(_Broken):
@@ -117,14 +117,14 @@ class _Headless(_Broken):
 
     def forward(self, x, dtype=torch.float32):
         rho = self.inner(x, dtype)
-        return isometries.Rotation(rho.table.squeeze(-4))
+        return maps.Rotation(rho.table.squeeze(-4))
 
 
 class _TokenMatrix(_Broken):
     """A matrix a token, whose tokens stand where heads belong."""
 
     def forward(self, x, dtype=torch.float32):
-        return isometries.Matrix(torch.eye(4, dtype=dtype).expand(*x.shape[:-1], 4, 4))
+        return maps.Matrix(torch.eye(4, dtype=dtype).expand(*x.shape[:-1], 4, 4))
 
 
 class _OneAxis(_Dead):
@@ -136,7 +136,7 @@ class _OneAxis(_Dead):
 
     def forward(self, x, dtype=torch.float32):
         angle = x.double()[..., None, :, :] * self.unused.double()
-        return isometries.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+        return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
 
 
 class _Backwards(encodings.Encoding):
@@ -151,7 +151,7 @@ class _Backwards(encodings.Encoding):
         generators, nodes = self.generators.to(dtype), x.flatten(0, -3).tolist() if x.ndim > 2 else [x.tolist()]
         samples = [torch.stack([self.operator(generators, rows, row) for row in rows], 1) for rows in nodes]
         matrices = torch.stack(samples)
-        return isometries.Matrices(matrices if x.ndim > 2 else matrices[0])
+        return maps.Matrices(matrices if x.ndim > 2 else matrices[0])
 
     def operator(self, generators, rows, row):
         parent, branch = row
@@ -289,7 +289,7 @@ class _Coarse(_Broken):
 
     def forward(self, x, dtype=torch.float32):
         angle = x.float()[..., None, :, :] * torch.tensor([1.0, 0.1])
-        return isometries.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+        return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
 
 
 class _Clamped(_Broken):

@@ -14,21 +14,21 @@ LAYERS = [
     {"exact", "trees", "catalog"},
     {"ops"},
     {"positions", "feature_maps"},
-    {"isometries", "terms", "state"},
-    {"arguments", "bases", "decays", "embeddings", "biases"},
-    {"functional", "encodings"},
+    {"maps", "terms", "state"},
+    {"bases", "decays", "embeddings", "biases"},
+    {"encodings"},
     {"couplings"},
     {"scheme"},
-    {"schemes", "canonical"},
-    {"attention", "laws"},
-    {"models"},
+    {"schemes"},
+    {"attention"},
+    {"laws", "models"},
     {"lab"},
     {"cli"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
-TORCH_FREE = [name for name in ("catalog.py", "cli.py", "lab/recipes.py", "lab/folders.py") if (ROOT / name).exists()]
+TORCH_FREE = [name for name in ("catalog.py", "cli.py", "lab/recipes.py", "lab/runs/folders.py") if (ROOT / name).exists()]
 
 
 def imports(tree: ast.AST, package: str) -> set[str]:

@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from isopos import positions, schemes
+from isopos.attention import linear_attention
 from isopos.feature_maps import FEATURE_MAPS, Favor
-from isopos.functional import linear_attention
-from isopos.isometries import Chain, Gather, Identity, Reflection, Rotation
+from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import native
 from isopos.ops.linear import Clamped
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
@@ -443,7 +443,7 @@ CHECK = """
 import torch
 from isopos.ops import native
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.functional import linear_attention
+from isopos.attention import linear_attention
 from isopos import positions, schemes
 print(native.libraries()[1])
 torch.manual_seed(0)

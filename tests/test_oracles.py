@@ -14,7 +14,7 @@ import isopos
 from isopos.biases import T5, DeBERTa
 from isopos.decays import alibi_rates
 from isopos.feature_maps import Favor
-from isopos.lab import accuracy
+from isopos.lab.bench import accuracy
 
 pytestmark = [
     pytest.mark.oracles,

@@ -1,7 +1,7 @@
 import pytest
 from matplotlib import image
 
-from isopos.lab.pictures import places, show
+from isopos.lab.reports.plots import places, show
 from isopos.positions import Line, Product, Ring, Tree
 from isopos.schemes import REGISTRY
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from isopos.lab import checkpoints
-from isopos.lab.folders import read_rows
+from isopos.lab.runs import checkpoints
+from isopos.lab.runs.folders import read_rows
 
 pytestmark = pytest.mark.slow
 TINY = [

@@ -60,7 +60,7 @@ def test_the_best_weights_come_from_checkpoints():
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_named_recipes_are_complete_and_their_schemes_build(name, scale):
-    from isopos.lab.train import build_scheme
+    from isopos.lab.training.run import build_scheme
 
     recipe = RECIPES[name](scale)
     recipe.check()
@@ -96,7 +96,7 @@ def test_options_may_use_dashes():
     assert split_spec("rope:rotary-dim=8")[1] == {"rotary_dim": "8"}
 
 
-@pytest.mark.parametrize("module", ["isopos.lab.recipes", "isopos.cli", "isopos.lab.table", "isopos.catalog"])
+@pytest.mark.parametrize("module", ["isopos.lab.recipes", "isopos.cli", "isopos.lab.reports.table", "isopos.catalog"])
 def test_torch_is_not_imported_for_help(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -31,8 +31,8 @@ from cases import (
 
 import isopos
 from isopos import biases, encodings, schemes
+from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
-from isopos.functional import linear_attention, softmax_attention
 from isopos.ops import tiles
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 

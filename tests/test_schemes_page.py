@@ -4,7 +4,7 @@ import pytest
 
 import isopos
 from isopos.catalog import CATALOG
-from isopos.lab import schemes_page
+from tools import schemes_page
 
 ROOT = Path(isopos.__file__).parent.parent
 COMMITTED = ROOT / "docs" / "schemes.md"

@@ -31,8 +31,8 @@ from hypothesis import strategies as st
 
 import isopos
 from isopos import packed, sequence
+from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import RATES, Decay
-from isopos.functional import linear_attention, softmax_attention
 from isopos.positions import Line
 
 T, PAD, GROUPS = 11, 3, 3

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 
 import isopos
 from isopos import State, sequence
+from isopos.attention import linear_attention, softmax_attention
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.functional import linear_attention, softmax_attention
 from isopos.schemes import REGISTRY
 
 SLACK = 1000 * TOLERANCE  # some denominators almost vanish

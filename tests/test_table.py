@@ -3,7 +3,7 @@ from types import MappingProxyType
 
 import pytest
 
-from isopos.lab.table import NUMBERS, cells, header, notes, render, rows_of
+from isopos.lab.reports.table import NUMBERS, cells, header, notes, render, rows_of
 
 CHOICES = {"attention": "linear", "decay": "none", "denominator": "plain", "feature_map": "elu+1"}
 

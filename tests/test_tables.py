@@ -10,12 +10,14 @@ import time
 
 import pytest
 
-from isopos.lab import claims, findings, reproduce
-from isopos.lab.checks import check_recipe
-from isopos.lab.claims import claimed, holder
-from isopos.lab.papers import FOLDER, TABLES, load_table
+from isopos.lab.commands import table as reproduce
 from isopos.lab.recipes import SCALES, Recipe
-from isopos.lab.train import build_scheme
+from isopos.lab.reports import paper
+from isopos.lab.runs import claims
+from isopos.lab.runs.claims import claimed, holder
+from isopos.lab.tables.loader import FOLDER, TABLES, load_table
+from isopos.lab.training.checks import check_recipe
+from isopos.lab.training.run import build_scheme
 
 ROWS = "Base,Rope,Type2"
 TINY = ["--scale", "tiny", "--rows", ROWS]
@@ -70,15 +72,15 @@ def test_a_damaged_table_is_one_clear_error(tmp_path, old, new, message):
 
 
 def test_spearman_with_ties():
-    assert findings.spearman([1, 2, 3], [3, 2, 1]) == -1
-    assert findings.spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
-    assert findings.spearman([1, 1], [1, 2]) != findings.spearman([1, 1], [1, 2])
+    assert paper.spearman([1, 2, 3], [3, 2, 1]) == -1
+    assert paper.spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
+    assert paper.spearman([1, 1], [1, 2]) != paper.spearman([1, 1], [1, 2])
 
 
 def test_a_claim_is_one_process_at_a_time(tmp_path):
     path = tmp_path / "claims" / "cell.claim"
     code = (
-        "import sys; from pathlib import Path; from isopos.lab.claims import claimed\n"
+        "import sys; from pathlib import Path; from isopos.lab.runs.claims import claimed\n"
         "with claimed(Path(sys.argv[1])) as mine: sys.exit(10 + mine)"
     )
 

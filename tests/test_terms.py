@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import HEADS, bucket_of, close, inputs, rows_of, same_everywhere, term_scores
 
-from isopos.functional import linear_attention, softmax_attention
+from isopos.attention import linear_attention, softmax_attention
 from isopos.positions import grid, sequence
 from isopos.terms import SIDES, Clipped, Indexed, Term
 

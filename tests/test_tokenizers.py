@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from isopos.lab.tokenizers import BPE, Bytes, Words, load_tokenizer
+from isopos.lab.data.tokenizers import BPE, Bytes, Words, load_tokenizer
 
 TEXTS = ["the cat sat on the mat .\nthe end\n", "\n a café ,  spaced \n\n日本語 and no end"]
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isopos.lab import corpora, train
+from isopos.lab.data import corpora
 from isopos.lab.recipes import Recipe
+from isopos.lab.training import run as train
 
 TINY = Recipe(steps=12, length=32, batch=2, layers=1, model_dim=16, heads=2, validation_tokens=512, save_every=0)
 

@@ -157,7 +157,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        once("linear_attention", "isopos.functional.naive_linear_attention")
+        once("linear_attention", "isopos.attention.naive_linear_attention")
         q, k, v, g_q, g_k, out, denominator, *rest = ctx.saved_tensors
         count = sum(len(load.tensors) for load in ctx.loads)
         operands, room = _operands((q, k, v), ctx.loads, rest[:count], ctx.needs_input_grad[8:])
@@ -345,7 +345,7 @@ def linear(
         except RuntimeError as error:
             if "functorch" not in str(error):
                 raise
-            remedy = "use isopos.functional.naive_linear_attention there"
+            remedy = "use isopos.attention.naive_linear_attention there"
             raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {remedy}") from None
     queries, keys, (values,) = (load(x, load.tensors) for load, x in zip(loads, (q, k, v), strict=True))
     ones = torch.ones_like(values[..., :1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isopos.functional import linear_attention
+from isopos.attention import linear_attention
 from isopos.lab.bench.kernels import Shape, scheme_of
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_most, rounds_of

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention import Attention
+from isopos.attention import Attention, linear_attention
 from isopos.feature_maps import elu1
-from isopos.functional import linear_attention
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.recipes import split_spec
 from isopos.positions import sequence

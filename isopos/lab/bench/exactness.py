@@ -1,0 +1,409 @@
+"""One answer in every setting: the worst error of each scheme, setting and dtype. `COMMAND` writes docs/exactness.md."""
+
+import itertools
+import math
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import rich.box
+import rich.table
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from isopos.attention import linear_attention, softmax_attention
+from isopos.catalog import CATALOG
+from isopos.encodings import Encoding
+from isopos.feature_maps import sides
+from isopos.lab.bench import accuracy
+from isopos.lab.reports.kernels import fill_zeros
+from isopos.ops.linear import divide, naive
+from isopos.positions import Group, Line, Product, Ring, Tree, grid, packed, sequence
+from isopos.schemes import REGISTRY, Scheme
+from isopos.state import State
+
+__all__ = ["ATTENTIONS", "DTYPES", "SETTINGS", "Table", "console", "definition", "measure", "page", "tables"]
+
+COMMAND = "python -m isopos.lab.bench.exactness > docs/exactness.md"
+BATCH, HEADS, HEAD_DIM, LENGTH = 2, 2, 16, 130  # two chunks of the causal sums, and two tokens
+PADDING = (37, 5)  # tokens of each sample
+FAR = 2**31
+ATTENTIONS: dict[str, Callable[..., Any]] = {"linear": linear_attention, "softmax": softmax_attention}
+DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+
+Error = float | str  # a figure, or why there is none
+Key = tuple[str, str, str, str]  # dtype, scheme, attention, setting
+
+
+class Trial:
+    """A scheme, and random queries, keys and values ``[b h t d]`` of one dtype at positions x ``[t c]``."""
+
+    def __init__(self, scheme: Scheme, dtype: torch.dtype):
+        self.scheme, self.x, generator = scheme, _places(scheme.group), torch.Generator().manual_seed(0)
+        features = scheme.encoding.features
+        widths = features, features, features // scheme.width
+        shapes = [(BATCH, scheme.heads, LENGTH, width) for width in widths]
+        q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+        self.qkv = q, k, v
+        self.whole = cache(lambda: definition(scheme, q, k, v, self.x))
+
+    def attend(self, x: Tensor | None = None, qkv: Sequence[Tensor] | None = None, **options: Any) -> Tensor:
+        """Attention, causal unless said, at positions x or the trial's own."""
+        x, qkv = self.x if x is None else x, self.qkv if qkv is None else qkv
+        tokens = [_embedded(self.scheme, token, x) for token in qkv]
+        at = self.scheme.at(x, dtype=tokens[0].dtype)
+        return ATTENTIONS[self.scheme.attention](*tokens, **({"causal": True} | at | options))
+
+    def stream(self, lengths: Iterable[int], x: Tensor | None = None) -> Tensor:
+        """The same in chunks of these lengths."""
+        x, state, out = self.x if x is None else x, State(), []
+        tokens = [_embedded(self.scheme, token, x) for token in self.qkv]
+        stops = list(itertools.accumulate(lengths))
+        for start, stop in itertools.pairwise([0, *stops]):
+            at = self.scheme.at(x[start:stop], state=state, dtype=tokens[0].dtype)
+            chunk = [token[..., start:stop, :] for token in tokens]
+            y, state = ATTENTIONS[self.scheme.attention](*chunk, **at, causal=True, return_state=True)
+            out.append(y)
+        return torch.cat(out, -2)
+
+    def alone(self, span: slice, samples: slice = slice(None), *, causal: bool = True) -> Tensor:
+        """The reference of some tokens as a sequence of their own, at positions from the first on."""
+        q, k, v = (token[samples, :, span] for token in self.qkv)
+        return definition(self.scheme, q, k, v, self.x[: q.shape[-2]], causal=causal)
+
+
+def definition(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool = True) -> Tensor:
+    """Attention by the quadratic definition, in float64 throughout: every weight is formed."""
+    q, k, v = (_embedded(scheme, token.double(), x) for token in (q, k, v))
+    at = scheme.at(x, x, dtype=torch.float64)
+    (rho_q, rho_k), terms, decay = at["isometry"], at.get("terms", ()), at["decay"]
+    if scheme.attention == "softmax":
+        scale = at.get("scale", q.shape[-1] ** -0.5)
+        logits = scale * (rho_q(q) @ rho_k(k).mT) * at.get("locality", torch.ones((), dtype=torch.float64))
+        for term in terms:
+            if term.side != "value":
+                logits = logits + (1 if term.side == "none" else scale) * term.scores(q, k)
+        if decay is not None:
+            logits = logits - (decay[0][..., :, None] - decay[1][..., None, :]).abs()
+        later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        weight = (logits.masked_fill(later, -torch.inf) if causal else logits).softmax(-1)
+        return torch.stack([weight @ v, *(term.values(weight) for term in terms if term.side == "value")]).sum(0)
+    phi_q, phi_k = sides(at["feature_map"] or (lambda features: features))
+    q, k, v = phi_q(q), phi_k(k), torch.cat((v, torch.ones_like(v[..., :1])), -1)
+    total, plain = (naive(a, b, v, decay, causal=causal) for a, b in ((rho_q(q), rho_k(k)), (q, k)))
+    for term in terms:
+        scores = replace(term, table=phi_k(term.table)).scores(q, k)
+        added = naive(scores, torch.eye(len(x), dtype=torch.float64), v, causal=causal)
+        total, plain = total + added, plain + added
+    below = {"plain": plain, "encoded": total}.get(at["denominator"])
+    return total[..., :-1] if below is None else divide(torch.cat((total[..., :-1], below[..., -1:]), -1))
+
+
+def _embedded(scheme: Scheme, tokens: Tensor, x: Tensor) -> Tensor:
+    """Tokens ``[b h t d]`` with the scheme's embedding of their positions, the features of heads side by side."""
+    if scheme.embedding is None:
+        return tokens
+    added = scheme.embedding(x, tokens.dtype).unflatten(-1, (scheme.heads, -1)).transpose(-3, -2)
+    return tokens + added.repeat_interleave(tokens.shape[-3] // scheme.heads, -3)
+
+
+def _places(group: Group) -> Tensor:
+    """Positions of `LENGTH` tokens in an order that streams: row by row on grids, parents before children in trees."""
+    if isinstance(group, Tree):
+        row, generator = torch.arange(LENGTH), torch.Generator().manual_seed(0)
+        parent = (row * torch.rand(LENGTH, generator=generator)).long() - (row == 0).long()
+        branch = torch.randint(group.branches, (LENGTH,), generator=generator)
+        return torch.stack((parent, torch.where(row > 0, branch, -1)), -1)
+    if isinstance(group, Product) and all(isinstance(part, Line | Ring) for part in group.parts):
+        side = next(n for n in itertools.count(2) if n ** len(group.parts) >= LENGTH)
+        return grid(*[side] * len(group.parts))[:LENGTH]
+    return torch.cat([_places(part) for part in group.parts], -1) if isinstance(group, Product) else sequence(LENGTH)
+
+
+def _behind(group: Group, x: Tensor, rows: int) -> Tensor:
+    """The elements x as they are written behind so many other rows; those of trees have parents elsewhere."""
+    return group.shift(group.origin(rows), x)[-len(x) :] if rows and group.refers_to_rows else x
+
+
+def _lengths() -> list[int]:
+    """Random ones, of all tokens."""
+    cuts = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(1))[:9].add(1).sort().values.tolist()
+    return [b - a for a, b in itertools.pairwise([0, *cuts, LENGTH])]
+
+
+def _packed(trial: Trial) -> tuple[Tensor, Tensor]:
+    lengths, group = _lengths(), trial.scheme.group
+    ends = list(itertools.accumulate(lengths))
+    spans = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    x = torch.cat([_behind(group, trial.x[:n], span.start) for n, span in zip(lengths, spans, strict=True)])
+    out = trial.attend(x, segment_ids=packed(lengths)[1])
+    return out, torch.cat([trial.alone(span) for span in spans], -2)
+
+
+def _left(trial: Trial) -> tuple[Tensor, Tensor]:
+    """On a line, padding stands at negative positions where there are such."""
+    group = trial.scheme.group
+    negative = isinstance(group, Line) and trial.scheme.max_length is None
+    before = [sequence(n) - n if negative else group.origin(n) for n in PADDING]
+    own = [_behind(group, trial.x[: LENGTH - n], n) for n in PADDING]
+    x = torch.stack([torch.cat(parts) for parts in zip(before, own, strict=True)])
+    out = trial.attend(x, mask=torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None])
+    pairs = [(out[i, :, n:], trial.alone(slice(n, None), slice(i, i + 1))[0]) for i, n in enumerate(PADDING)]
+    return _joined(pairs)
+
+
+def _right(trial: Trial) -> tuple[Tensor, Tensor]:
+    out = trial.attend(causal=False, mask=torch.arange(LENGTH) < LENGTH - torch.tensor(PADDING)[:, None])
+    spans = [slice(LENGTH - n) for n in PADDING]
+    pairs = [(out[i, :, s], trial.alone(s, slice(i, i + 1), causal=False)[0]) for i, s in enumerate(spans)]
+    return _joined(pairs)
+
+
+def _joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    out, expected = (torch.cat(parts, -2) for parts in zip(*pairs, strict=True))
+    return out, expected
+
+
+def _heads(trial: Trial) -> tuple[Tensor, Tensor]:
+    q, k, v = trial.qkv
+    queries = torch.stack((q, q.flip(-2)), -3)  # two for each head of keys
+    expected = [definition(trial.scheme, query, k, v, trial.x) for query in queries.unbind(-3)]
+    return trial.attend(qkv=(queries.flatten(-4, -3), k, v)), torch.stack(expected, -3).flatten(-4, -3)
+
+
+def _cross(trial: Trial) -> tuple[Tensor, Tensor]:
+    scheme, x, start = trial.scheme, trial.x, LENGTH - 41
+    q, k, v = (_embedded(scheme, token, x) for token in trial.qkv)
+    if scheme.group.refers_to_rows:  # the last rows are no trees of their own
+        at = scheme.at(x, x, dtype=q.dtype)
+        query, key = at["isometry"]
+        at["isometry"] = (query.tokens(start, LENGTH) if query.length else query, key)
+    else:
+        at = scheme.at(x[start:], x, dtype=q.dtype)
+    return ATTENTIONS[scheme.attention](q[..., start:, :], k, v, **at, causal=True), trial.whole()[..., start:, :]
+
+
+def _decode(trial: Trial) -> tuple[Tensor, Tensor]:
+    """The reference of a relative scheme is at positions from 0 on, which the laws say is the same."""
+    scheme = trial.scheme
+    if not isinstance(scheme.group, Line):
+        raise ValueError("positions: expected those of a line")
+    far, steps = trial.x + FAR, LENGTH // 2
+    relative = isinstance(scheme.encoding, Encoding) and scheme.embedding is None and not scheme.inside
+    out = trial.stream([LENGTH - steps, *[1] * steps], far)
+    return out, trial.whole() if relative else definition(scheme, *trial.qkv, far)
+
+
+def _compiled(trial: Trial) -> tuple[Tensor, Tensor]:
+    torch.compiler.reset()
+    return torch.compile(trial.attend, fullgraph=True, backend="aot_eager")(), trial.whole()
+
+
+class Setting(NamedTuple):
+    """A way to run attention, as the result and its reference."""
+
+    what: str
+    run: Callable[[Trial], tuple[Tensor, Tensor]]
+
+
+SETTINGS = {
+    "whole": Setting("a whole sequence, causal", lambda trial: (trial.attend(), trial.whole())),
+    "both": Setting(
+        "a whole sequence, both ways", lambda trial: (trial.attend(causal=False), trial.alone(slice(None), causal=False))
+    ),
+    "chunks": Setting("a stream in random chunks", lambda trial: (trial.stream(_lengths()), trial.whole())),
+    "tokens": Setting("a stream, token by token", lambda trial: (trial.stream([1] * LENGTH), trial.whole())),
+    "packed": Setting("sequences packed into one", _packed),
+    "left": Setting("padded on the left", _left),
+    "right": Setting("padded on the right, both ways", _right),
+    "heads": Setting("two query heads a key head", _heads),
+    "cross": Setting("queries of the last tokens only", _cross),
+    "2^31": Setting("steps from position 2^31 (lines)", _decode),
+    "graph": Setting("compiled into one graph", _compiled),
+}
+
+
+@torch.no_grad()
+def measure(
+    schemes: Iterable[str] = CATALOG, settings: Iterable[str] = SETTINGS, dtypes: Iterable[str] = DTYPES
+) -> dict[Key, Error]:
+    """The error for each dtype, scheme, attention and setting, or why there is none.
+
+    Largest |output - reference| over max(1, largest |reference|), both of the same rounded inputs.
+    """
+    found: dict[Key, Error] = {}
+    for dtype, name, attention in itertools.product(dtypes, schemes, ATTENTIONS):
+        try:
+            scheme = REGISTRY[name](HEAD_DIM, HEADS, attention=attention)
+        except ValueError as error:
+            reason = f"{error}".replace(name, "it")
+            found |= {(dtype, name, attention, setting): reason for setting in settings}
+            continue
+        fill_zeros(scheme)
+        trial = Trial(scheme, DTYPES[dtype])
+        for setting in settings:
+            found[dtype, name, attention, setting] = _error(trial, setting)
+    return found
+
+
+def _error(trial: Trial, setting: str) -> Error:
+    try:
+        out, expected = SETTINGS[setting].run(trial)
+    except ValueError as error:
+        return f"{error}"
+    worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
+    return worst.item()
+
+
+class Table(NamedTuple):
+    """Rows of cells below titles."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def markdown(self) -> Iterator[str]:
+        """Lines."""
+        yield from (f"### {self.title}", "")
+        for row in (self.head, ("---", *["---:"] * (len(self.head) - 1)), *self.rows):
+            yield f"| {' | '.join(row)} |"
+        yield ""
+
+    def rich(self) -> rich.table.Table:
+        """For a console."""
+        table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
+        for n, title in enumerate(self.head):
+            table.add_column(title.replace(" ", "\n"), justify="right" if n else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        return table
+
+
+def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
+    """Worst errors by setting and by scheme, then by both for each dtype. Reasons for missing ones are added to notes."""
+    dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*found, strict=True))
+    pairs = [(attention, dtype) for attention in attentions for dtype in dtypes]
+    heads = [f"{attention} {dtype.replace('float', 'f')}" for attention, dtype in pairs]
+
+    def worst(dtype: str, names: Iterable[str], kinds: Iterable[str], ways: Iterable[str]) -> str:
+        keys = itertools.product([dtype], names, kinds, ways)
+        return _figure([error for key in keys if isinstance(error := found[key], float)])
+
+    def reasons(dtype: str, name: str, way: str) -> set[str]:
+        refused = {a: error for a in attentions if isinstance(error := found[dtype, name, a, way], str)}
+        alike = len(refused) == len(attentions) and len({*refused.values()}) == 1
+        return {error if alike else f"{attention}: {error}" for attention, error in refused.items()}
+
+    def marks(some: Iterable[str]) -> str:
+        notes.extend(reason for reason in sorted(some) if reason not in notes)
+        return "".join(f" [{notes.index(reason) + 1}]" for reason in sorted(some))
+
+    rows = [(f"{way}: {SETTINGS[way].what}", *(worst(d, schemes, [a], [way]) for a, d in pairs)) for way in settings]
+    yield Table("Each setting: the worst scheme", ("setting", *heads), rows)
+    rows = [(name, *(worst(d, [name], [a], settings) for a, d in pairs)) for name in schemes]
+    yield Table("Each scheme: the worst setting", ("scheme", *heads), rows)
+    for dtype in dtypes:
+        rows = []
+        for name in schemes:
+            why = {way: reasons(dtype, name, way) for way in settings}
+            always = set.intersection(*why.values())
+            cells = (worst(dtype, [name], attentions, [way]) + marks(why[way] - always) for way in settings)
+            rows.append((name + marks(always), *cells))
+        rows.append(("worst", *(worst(dtype, schemes, attentions, [way]) for way in settings)))
+        yield Table(f"{dtype}: each scheme and setting, the worse attention", ("scheme", *settings), rows)
+
+
+def _figure(errors: Sequence[float]) -> str:
+    """The largest, or the one that is no number."""
+    worst = max(errors, key=lambda error: (math.isnan(error), error), default=None)
+    return "-" if worst is None else f"{worst:.0e}" if worst else "0"
+
+
+def beside() -> Iterator[Table]:
+    """Far positions and bfloat16 in isopos and in the other libraries that are installed."""
+    peers = {"isopos": accuracy.OURS, **accuracy.PEERS}
+    for what, of in (("cosines and sines", accuracy.pairs), ("scores of unit queries and keys", accuracy.scores)):
+        rows = []
+        for name in (name for name in peers if name not in accuracy.absent()):
+            errors = accuracy.errors(peers[name], accuracy.FAR, of)
+            rows.append((name, *(_figure([errors[s]] if s in errors else []) for s in accuracy.FAR)))
+        yield Table(f"Largest error of {what}", ("library", *map(str, accuracy.FAR)), rows)
+
+
+def console(out: Console, *, compiled: bool = False) -> None:
+    """Print the tables; with `compiled` also that setting, which takes minutes."""
+    notes: list[str] = []
+    found = measure(settings=[setting for setting in SETTINGS if compiled or setting != "graph"])
+    for table in (*tables(found, notes), *beside()):
+        out.print(table.rich())
+    for n, note in enumerate(notes, 1):
+        out.print(f"[{n}] {note}", markup=False, highlight=False)
+    if accuracy.absent():
+        out.print(f"Not installed: {', '.join(accuracy.absent())}.")
+
+
+INTRODUCTION = """\
+# Exactness
+
+A scheme gives one answer over a whole sequence, in chunks, token by token, packed, padded, at any position and in any
+precision. This page says how far from it each setting was in one run.
+`{command}` writes it (with `isopos[peers]`), `isopos bench exactness` measures your
+machine; the digits of rounding errors differ between machines.
+
+**What is measured.** Largest |output - reference| over max(1, largest |reference|), of {batch} samples of {length} tokens,
+with {heads} heads of {head_dim} features, normal random inputs and default options; learned tables that start at zero are
+filled at random. The reference is the quadratic definition of the same rounded inputs, every weight formed, in float64
+throughout. It never streams, packs or pads: packed and padded sequences are compared with each sequence alone, streams with
+the whole, and positions from 2^31 on with the same sequence from 0 on where the scheme is relative. Additive embeddings are
+added in the inputs' dtype, as in a model, and their rounding counts.
+
+**What to expect.** A number near 1 is rounded by up to 1e-16 in float64, 6e-8 in float32, 4e-3 in bfloat16 and 5e-4 in
+float16. Linear attention sums in float32 or wider and rounds once, at the end; softmax attention rounds queries and keys
+again after rho, and the rest is PyTorch's kernel. An angle at 2^31 is rounded even in float64, by up to 2e-7, and packed
+sequences with a decay lose some digits of float64 to the jumps that keep them apart. 0 is the same operations in the same
+order.
+
+"-" is refused, and a number in brackets leads to the reason, below the tables. Beside a scheme's name it holds for the whole
+row: the figures are then those of the other attention. Here: torch {torch}, {machine}, one thread.
+"""
+PEERS = """\
+## Beside other libraries
+
+Rotary embeddings of {head_dim} features, base 10000, at {length} positions from the one named on: in float32, with bfloat16
+inputs, and with inputs and module in bfloat16 (`module.bfloat16()`). The reference has angles in numpy's widest float; all
+pairs of features are (1, 0), so that rotation shows cosines and sines. An error of 2 is half a turn, and 2e-3 is the
+rounding of a result in bfloat16. Scores are products of rotated unit vectors, summed in float64. "-": a table that is filled
+from position 0 on, by a loop, does not reach so far in a minute.
+
+**Ties.** RoFormer of transformers builds its table in float64, too: in float32 it is as exact as isopos, as far as it
+reaches, and with bfloat16 inputs more exact, since it then returns float32. With bfloat16 inputs, transformers' Llama and
+x-transformers, whose angles stay float32, are at 10^4 as exact as bfloat16 can be; further out their angles are not. A cast
+of the module rounds RoFormer's table once, which ties again. Elsewhere isopos is closer: rotary-embedding-torch counts
+positions in the dtype of its inputs, and a cast rounds the frequencies of all three others.
+{missing}"""
+
+
+def page() -> str:
+    """The whole page."""
+    notes: list[str] = []
+    sections = list(tables(measure(), notes))
+    sizes = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH}
+    where = {"torch": torch.__version__, "machine": f"{platform.machine()} CPU"}
+    missing = f"\nNot installed: {', '.join(accuracy.absent())}.\n" if accuracy.absent() else ""
+    lines = [
+        INTRODUCTION.format(command=COMMAND, **sizes, **where),
+        *itertools.chain.from_iterable(table.markdown() for table in sections),
+        *(f"[{n}] {note}  " for n, note in enumerate(notes, 1)),
+        "",
+        PEERS.format(head_dim=accuracy.HEAD_DIM, length=accuracy.LENGTH, missing=missing),
+        *itertools.chain.from_iterable(table.markdown() for table in beside()),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(page(), end="")

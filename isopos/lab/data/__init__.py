@@ -1,0 +1,1 @@
+"""Text: where it comes from, how it becomes tokens, and where those are kept."""

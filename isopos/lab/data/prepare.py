@@ -1,0 +1,231 @@
+"""Text into tokens: which part of a source belongs to which split; vocabulary and tokens, prepared once in a cache."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from isopos.lab.data import cache
+from isopos.lab.data.sources import Source, Survey, survey, whole_lines
+from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
+
+__all__ = ["SPLITS", "Prepared", "Progressing", "in_cache", "in_memory"]
+
+SPLITS: tuple[str, ...] = ("train", "validation", "test")
+FORMAT = 1  # of a prepared folder
+
+Progressing = Callable[[str, int, int], None]
+"""Hears of a stage, bytes done and bytes in all (0 where unknown)."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokens ``[n]`` and bytes of UTF-8 of every split, with a hash that stands for both text and tokens."""
+
+    sha256: str
+    tokenizer: Tokenizer
+    tokens: dict[str, np.ndarray]
+    sizes: dict[str, int]
+
+
+def in_memory(source: Source) -> Prepared:
+    """The bytes of plain files as they are."""
+    found = survey(source, raw=True)
+    pieces: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    for split, _, _, piece in _plan(source, found).parts(source, raw=True):
+        pieces[split].append(piece)
+    tokens = {split: np.frombuffer(b"".join(parts), np.uint8) for split, parts in pieces.items()}
+    return Prepared(found.sha256, Bytes(), tokens, {split: len(part) for split, part in tokens.items()})
+
+
+def in_cache(
+    source: Source, raw: bool, tokenizer: str | Tokenizer, vocabulary: int | None, root: Path, progressing: Progressing
+) -> Prepared:
+    """Memory-mapped tokens from a folder in the cache, written there if it is absent.
+
+    A vocabulary that is learned has a folder of its own, so that whoever loads the same text with a tokenizer that was saved
+    finds the same tokens.
+    """
+    stamp = source.stamp()
+
+    def read() -> list:
+        size = sum(int(size) for _, size, _ in stamp) if source.plain else 0
+        found = survey(source, raw, lambda done: progressing("reading", done, size))
+        return [found.sha256, found.sizes]
+
+    index = _key("index", raw, source.name, *(path for path, _, _ in stamp))
+    sha256, sizes = cache.remembered(root, index, stamp, read) if stamp else read()
+    found = Survey(sha256, tuple((name, size) for name, size in sizes))
+    text = _Text(source, raw, _plan(source, found), found, stamp, progressing)
+    if isinstance(tokenizer, str):
+        tokenizer = Bytes() if tokenizer == "bytes" else _learned(text, tokenizer, vocabulary, root)
+    key = _key("tokens", text.key, tokenizer.fingerprint)
+    folder = cache.prepared(root, key, lambda part: text.write(part, tokenizer))
+    about = json.loads((folder / "about.json").read_text())
+    tokens = {split: _mapped(folder / f"{split}.bin", about["dtype"], about["tokens"][split]) for split in SPLITS}
+    return Prepared(sha256 if raw else key.partition("-")[2], tokenizer, tokens, about["bytes"])
+
+
+def _learned(text: "_Text", kind: str, vocabulary: int | None, root: Path) -> Tokenizer:
+    learn = {"words": Words, "bpe": BPE}[kind].learn
+
+    def build(folder: Path) -> None:
+        learn(text.pieces("train"), vocabulary).save(folder)
+        text.check()
+
+    return load_tokenizer(cache.prepared(root, _key("vocabulary", text.key, kind, vocabulary), build))
+
+
+def _key(kind: str, *values: object) -> str:
+    return f"{kind}-{hashlib.sha256(json.dumps([FORMAT, *values]).encode()).hexdigest()[:32]}"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which part of a source belongs to which split: by document, or from the byte `cut` on."""
+
+    documents: dict[str, str]
+    cut: int
+
+    def parts(self, source: Source, raw: bool) -> Iterator[tuple[str, str, int, bytes]]:
+        """Split, document, line and block, in the order of the source."""
+        offset = 0
+        for name, blocks in source.read(raw):
+            line = 1
+            for block in blocks if raw else whole_lines(blocks):
+                if self.documents:
+                    pieces = [(self.documents.get(name, ""), block)]
+                else:
+                    at = _cut(block, self.cut - offset, raw)
+                    pieces = [("train", block[:at]), ("validation", block[at:])]
+                offset += len(block)
+                for split, piece in pieces:
+                    if split and piece:
+                        yield split, name, line, piece
+                    line += piece.count(b"\n")
+
+
+def _cut(block: bytes, at: int, raw: bool) -> int:
+    """Where in a block the train split ends: at a byte, or after the white space that follows it."""
+    if at <= 0 or at >= len(block) or raw:
+        return min(max(at, 0), len(block))
+    space = re.compile(rb"\s").search(block, at - 1)
+    return space.end() if space else len(block)
+
+
+def _plan(source: Source, found: Survey) -> _Plan:
+    names = [name for name, _ in found.sizes]
+    if not names:
+        raise ValueError(f"data: expected text, but {source.name} is empty")
+    named = {name: split for name in names if (split := _named(name))}
+    if len(set(named.values())) > 1:
+        for split in ("train", "validation"):
+            if split not in named.values():
+                files = ", ".join(sorted(named))
+                raise ValueError(f"data: expected a file of {split} beside {files}, got none with text in {source.name}")
+        return _Plan(named, 0)
+    if source.books and len(names) > 1:
+        if len(names) < len(SPLITS):
+            raise ValueError(f"data: expected one text or at least {len(SPLITS)} in {source.name}, got {len(names)}")
+        order = sorted(names, key=lambda name: (hashlib.sha256(PurePosixPath(name).name.encode()).digest(), name))
+        share = max(1, len(names) // 20)
+        held = {name: SPLITS[1 + n // share] for n, name in enumerate(order[: 2 * share])}
+        return _Plan({name: held.get(name, "train") for name in names}, 0)
+    return _Plan({}, found.total - found.total // 10)
+
+
+def _named(name: str) -> str | None:
+    """The split that a file of text is, by its name."""
+    path = PurePosixPath(name.replace("\\", "/"))
+    if path.suffix.lower() not in ("", ".txt", ".tokens", ".raw", ".csv"):
+        return None
+    words = set(re.findall("[a-z]+", path.name.lower()))
+    alike = {"train": {"train"}, "validation": {"valid", "validation", "val"}, "test": {"test"}}
+    return next((split for split, names in alike.items() if names & words), None)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A source that has been surveyed, and what is made of it, a block at a time."""
+
+    source: Source
+    raw: bool
+    plan: _Plan
+    found: Survey
+    stamp: list
+    progressing: Progressing
+
+    @property
+    def key(self) -> str:
+        """A hash of the text and its parts."""
+        parts = [[self.plan.documents.get(name), size] for name, size in self.found.sizes]
+        return _key("text", self.found.sha256, self.raw, self.plan.cut, parts)
+
+    def parts(self, stage: str) -> Iterator[tuple[str, str, int, bytes]]:
+        """Those of the plan, with progress."""
+        done = 0
+        for part in self.plan.parts(self.source, self.raw):
+            yield part
+            done += len(part[3])
+            self.progressing(stage, done, self.found.total)
+
+    def pieces(self, split: str) -> Iterator[str]:
+        """The text of a split, to learn a vocabulary from."""
+        parts = self.parts("learning the vocabulary")
+        return (_text(name, line, piece) for other, name, line, piece in parts if other == split)
+
+    def write(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Write the tokens of each split and what they are."""
+        dtype = np.min_scalar_type(tokenizer.size - 1)
+        tokens, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+        files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
+        try:
+            for split, name, line, piece in self.parts("writing tokens"):
+                if isinstance(tokenizer, Bytes):
+                    found = np.frombuffer(piece, np.uint8)
+                else:
+                    found = _encoded(tokenizer, name, line, piece)
+                files[split].write(found.astype(dtype).tobytes())
+                tokens[split] += len(found)
+                sizes[split] += len(piece)
+        finally:
+            for file in files.values():
+                file.close()
+        about = {"source": self.source.name, "dtype": dtype.name, "tokens": tokens, "bytes": sizes}
+        (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        self.check()
+
+    def check(self) -> None:
+        """Raise where the files have changed since they were surveyed."""
+        if self.source.stamp() != self.stamp:
+            raise ValueError(
+                f"data: expected {self.source.name} to stay as it is while it is read, but it changed; start again"
+            )
+
+
+def _text(name: str, line: int, piece: bytes) -> str:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError as error:
+        line += piece.count(b"\n", 0, error.start)
+        raise ValueError(
+            f"data: {name}, line {line}: expected UTF-8, got the byte {piece[error.start]:#04x}; repair it, or choose bytes"
+        ) from None
+
+
+def _encoded(tokenizer: Tokenizer, name: str, line: int, piece: bytes) -> np.ndarray:
+    text = _text(name, line, piece)
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"{error} (in {name}, from line {line} on)") from None
+
+
+def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
+    if path.stat().st_size != count * np.dtype(dtype).itemsize:
+        raise ValueError(f"cache: expected {count} tokens in {path}, got {path.stat().st_size} bytes; remove {path.parent}")
+    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)

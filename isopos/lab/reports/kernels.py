@@ -1,0 +1,157 @@
+"""The relative kernel of a scheme: scores of random queries and keys as a function of positions.
+
+Scores come from the attention functions themselves, whose values are the unit vectors: what a picture shows is what a model
+computes, with feature map, decay, terms and embedding.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.attention import linear_attention, softmax_attention
+from isopos.positions import Group, Line, Product, Ring, Tree, depths, grid, sequence
+from isopos.schemes import Scheme
+
+__all__ = ["REACH", "Panel", "fill_zeros", "panels", "paths", "scores"]
+
+REACH, LONGEST_RING, SIDE, NODES = 64, 1024, 12, 40  # steps of a line, elements of a ring, steps of a map, nodes of a tree
+
+
+class Panel(NamedTuple):
+    """Scores at all pairs of positions of one part of a group, while those of other parts stay at the origin."""
+
+    group: Group  # the part: a line, a ring, a tree, or a product of lines and rings
+    position: Tensor  # [t c], of this part; on lines and rings the middle one is where offsets count from
+    score: Tensor  # [h t t], query by key; see `scores`
+
+    @property
+    def directional(self) -> bool:
+        """Whether scores tell the query's position from the key's."""
+        return not torch.allclose(self.score, self.score.mT, rtol=0, atol=1e-9 * max(1.0, self.score.abs().max().item()))
+
+    @property
+    def relative(self) -> bool:
+        """Whether scores are equal where offsets are."""
+        if isinstance(self.group, Tree):
+            depth = depths(self.position)
+            pruned = (depth < depth.max()).nonzero()[
+                :, 0
+            ]  # in preorder these are to the root what the next are to its child
+            pairs = [self.score[:, rows[:, None], rows] for rows in (pruned, torch.arange(1, 1 + len(pruned)))]
+        else:
+            sides = [math.isqrt(len(self.position))] * 2 if self.group.columns > 1 else [len(self.position)]
+            table = self.score.unflatten(2, sides).unflatten(1, sides)
+            pairs = [table[(slice(None), *[span] * 2 * len(sides))] for span in (slice(1, None), slice(-1))]
+        return torch.allclose(*pairs, rtol=0, atol=1e-9 * max(1.0, self.score.abs().max().item()))
+
+    def row(self) -> tuple[Tensor, Tensor]:
+        """Offsets ``[t c]`` and scores ``[h t]`` of the query in the middle."""
+        middle = len(self.position) // 2
+        return self.position - self.position[middle], self.score[:, middle]
+
+
+def panels(scheme: Scheme, *, reach: int = REACH, seed: int = 0) -> Iterator[Panel]:
+    """What there is to draw: `reach` steps of a line either way, a period of a ring, two axes of a grid, a small tree."""
+    for first, group in _parts(scheme.group):
+        position = _positions(group, reach, scheme.max_length)
+        x = scheme.group.origin(len(position))
+        x[:, first : first + position.shape[1]] = position
+        yield Panel(group, position, scores(scheme, x, seed))
+
+
+@torch.no_grad()
+def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
+    """Scores ``[h t t]`` of one random query and one key a head, at all pairs of positions ``[t c]``, in float64.
+
+    The key resembles the query, with a correlation of 0.7: of unrelated ones rotations show nothing but waves, and of equal
+    ones, or of a mean over many, no rotation shows direction.
+
+    With linear attention they are weights, as multiples of the root mean square of those at equal positions; with softmax
+    attention logits, less that of a query with a key at its own position.
+    """
+    outside = getattr(scheme.bias or scheme.encoding, "outside", 0)  # tokens that have no position come first
+    x = torch.cat((scheme.group.origin(outside), x))
+    content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=_seeded(seed), dtype=torch.float64)
+    q, k = (a.expand(len(x), -1) for a in (content[0], content.sum(0) / 2**0.5))
+    if scheme.embedding is not None:
+        if scheme.embedding.model_dim != q.shape[-1]:
+            raise ValueError(
+                f"model_dim: expected heads * head_dim = {q.shape[-1]} without projections, got {scheme.embedding.model_dim}"
+            )
+        q, k = (a + scheme.embedding(x, torch.float64) for a in (q, k))
+    q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in (q, k))
+    at = scheme.at(x, dtype=torch.float64)
+    v = torch.eye(len(x), dtype=torch.float64).expand(1, scheme.heads, -1, -1)
+    if scheme.attention == "linear":
+        at["denominator"] = None
+        score = linear_attention(q, k, v, **at)[0, :, outside:, outside:]
+        return score / score.diagonal(dim1=1, dim2=2).square().mean().sqrt()
+    at["terms"] = [term for term in at.get("terms", ()) if term.side != "value"]
+    weight = softmax_attention(q, k, v, **at)[0, :, outside:, outside:]
+    logit = weight.clamp_min(torch.finfo(weight.dtype).tiny).log()  # up to a constant of the row
+    return logit - logit.diagonal(dim1=1, dim2=2)[..., None]
+
+
+@torch.no_grad()
+def fill_zeros(scheme: Scheme, seed: int = 0) -> bool:
+    """Fill learned tables that start at zero, which would show nothing, with random numbers; whether there were any."""
+    empty = [parameter for parameter in scheme.parameters() if not parameter.any()]
+    generator = _seeded(seed)
+    for parameter in empty:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return bool(empty)
+
+
+def paths(position: Tensor) -> list[str]:
+    """The branches from the root to each node of a tree ``[n 2]``, whose rows follow their parents'."""
+    found: list[str] = []
+    for parent, branch in position.tolist():
+        found.append("" if parent < 0 else found[parent] + (str(branch) if branch < 10 else f"({branch})"))
+    return found
+
+
+def _parts(group: Group) -> Iterator[tuple[int, Group]]:
+    """First column and group of each panel: two axes of a grid are one."""
+    if not isinstance(group, Product):
+        yield 0, group
+    elif len(group.parts) > 1 and all(isinstance(part, Line | Ring) for part in group.parts):
+        yield 0, Product(group.parts[:2])
+    else:
+        first = 0
+        for part in group.parts:
+            yield from ((first + column, inner) for column, inner in _parts(part))
+            first += part.columns
+
+
+def _positions(group: Group, reach: int, longest: int | None) -> Tensor:
+    """Positions of a panel."""
+    if isinstance(group, Tree):
+        return _complete_tree(group.branches)
+    if isinstance(group, Product):
+        return grid(*(2 * SIDE + 1 for _ in group.parts))
+    count = 2 * (min(group.period, LONGEST_RING) // 2 if isinstance(group, Ring) else reach) + 1
+    count = count if longest is None else min(count, longest)
+    return sequence(count - (count + 1) % 2)
+
+
+def _complete_tree(branches: int) -> Tensor:
+    """A complete tree in preorder: as deep as `NODES` allow, but one level."""
+    depth = 1
+    while depth < NODES // 2 and sum(branches**level for level in range(depth + 2)) <= NODES:
+        depth += 1
+    rows = [(-1, -1)]
+
+    def grow(parent: int, left: int) -> None:
+        for branch in range(branches if left else 0):
+            rows.append((parent, branch))
+            grow(len(rows) - 1, left - 1)
+
+    grow(0, depth)
+    return torch.tensor(rows)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,312 @@
+"""What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from isopos.lab.recipes import PLACEMENT, Recipe
+from isopos.lab.reports.plots import plain
+from isopos.lab.runs.folders import read_rows
+from isopos.lab.tables.loader import Column, Line, PaperTable
+
+__all__ = ["SCORES", "TIMING", "cell_name", "differences", "spearman", "speed_rounds", "write"]
+
+SCORES, TIMING = "scores.json", "timing.json"
+SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
+"""Fields that make no difference to a model or are told elsewhere."""
+FEW = 3  # rows from which on a rank correlation is a number worth printing
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row: our figures by column and its validations by corpus, each by seed, and reasons why there are none by column."""
+
+    line: Line
+    values: Mapping[str, Mapping[int, float]]
+    curves: Mapping[str, Mapping[int, Mapping[int, float]]]
+    reasons: Mapping[str, str]
+
+
+def cell_name(corpus: str, scheme: str, seed: int) -> str:
+    """The folder of a cell, in characters that every file system takes.
+
+    Example:
+        >>> cell_name("books", "rope:attention=softmax", 0)
+        'books-rope+attention=softmax-seed0'
+    """
+    return f"{corpus}-{scheme.replace(':', '+')}-seed{seed}"
+
+
+def speed_rounds(folder: Path) -> list[dict[str, float]]:
+    """Seconds of a training step by row, in each round so far."""
+    path = folder / TIMING
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation; equal values share the mean of their ranks. Not a number where all values of one side are equal.
+
+    Example:
+        >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
+        0.8
+    """
+    ranks = [[sum(y < x for y in values) + (values.count(x) + 1) / 2 for x in values] for values in map(list, (a, b))]
+    if any(len(set(one)) == 1 for one in ranks):
+        return float("nan")
+    return round(statistics.correlation(*ranks), 12)
+
+
+def differences(paper: Recipe, ours: Recipe) -> str:
+    """How a recipe differs from the paper's, in one sentence.
+
+    Example:
+        >>> differences(Recipe(steps=50_000), Recipe(steps=250))
+        'steps 250 (paper: 50,000).'
+    """
+    was, now = paper.as_dict(), ours.as_dict()
+    changed = [name for name in now if name not in SILENT and was[name] != now[name]]
+    texts = [f"{name.replace('_', ' ')} {_value(name, now[name])} (paper: {_value(name, was[name])})" for name in changed]
+    return "; ".join(texts) + "." if texts else "The recipe is the paper's."
+
+
+def _value(name: str, value: Any) -> str:
+    if value == 0 and name in ("vocabulary", "validation_tokens"):
+        return "all"
+    if name == "warmup" and value == -1:
+        return "a tenth"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
+    """Write table.md and curves.svg in the folder of a table; return the table for a terminal, and what is said below it."""
+    about = json.loads((folder / "about.json").read_text())
+    rows = [_found(table, line, folder, about) for line in table.rows]
+    titles, grid = _grid(table, rows, about)
+    shown = Table(title=f"{table.title}: {table.citation}", header_style="bold")
+    for n, title in enumerate(titles):
+        shown.add_column(title, justify="left" if n < 2 else "right", overflow="fold")
+    for cells in grid:
+        shown.add_row(*cells)
+    said = list(_said(table, rows, folder, about))
+    lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
+    lines += [f"| {' | '.join(titles)} |", "|---|---|" + "---:|" * (len(titles) - 2)]
+    lines += [f"| {' | '.join(cells)} |" for cells in grid]
+    lines += ["", *(f"- {text}" for text in said), "", "    " + "\n    ".join(about["commands"]), ""]
+    lines += ["![curves](curves.svg)", ""]
+    (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
+    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(rows, about["corpora"])
+    figure.savefig(folder / "curves.svg", metadata={"Date": None})
+    return shown, said
+
+
+def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]) -> Found:
+    if table.kind == "speed":
+        title = table.columns[0].title
+        pairs = [(one[table.baseline], one[line.name]) for one in speed_rounds(folder) if line.name in one]
+        values = {title: {n: base / own for n, (base, own) in enumerate(pairs)}}
+        return Found(line, values, {}, {})
+    values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
+    curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
+    reasons: dict[str, str] = {}
+    for corpus in about["corpora"] if line.scheme else ():
+        for seed in range(about["seeds"]):
+            cell = folder / "cells" / cell_name(corpus, line.scheme, seed)
+            if not (cell / SCORES).exists():
+                continue
+            scores = json.loads((cell / SCORES).read_text())
+            for column in (column for column in table.columns if column.corpus == corpus):
+                found = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
+                if found["value"] is None:
+                    reasons[column.title] = found["reason"]
+                else:
+                    values[column.title][seed] = found["value"]
+            metrics = read_rows(cell / "metrics.jsonl")
+            curves[corpus][seed] = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
+    return Found(line, values, curves, reasons)
+
+
+def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells, as text."""
+    columns = [column for column in table.columns if not column.corpus or column.corpus in about["corpora"]]
+    papers = any(row.line.figures for row in rows)
+    titles = ["row", "scheme"]
+    for column in columns:
+        titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
+    titles += [
+        f"updates to {table.baseline}'s loss" + f", {name}" * (len(about["corpora"]) > 1) for name in about["corpora"]
+    ]
+    grid = []
+    for row in rows:
+        cells = [row.line.name, row.line.scheme or "not here"]
+        for column in columns:
+            at = table.columns.index(column)
+            cells += [f"{row.line.figures[at]:.2f}" if row.line.figures else "-"] * papers
+            cells.append(_ours(row, column) if row.line.scheme else "-")
+        cells += [_updates(table, rows, row, corpus) for corpus in about["corpora"]]
+        grid.append(cells)
+    return titles, grid
+
+
+def _ours(row: Found, column: Column) -> str:
+    values = list(row.values[column.title].values())
+    if not values:
+        return "none" if column.title in row.reasons else "missing"
+    if column.better == "higher":  # ratios of rounds
+        return f"{statistics.median(values):.2f} ± {_half_range(values):.2f}"
+    mean = statistics.mean(values)
+    digits = 3 if mean < 100 else 1
+    return f"{mean:.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def _half_range(values: Sequence[float]) -> float:
+    """Half of the range between the quartiles."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def _mean_curve(row: Found, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:
+    """Mean validation by update, over the seeds, at the updates that all of them have."""
+    kept = [curve for seed, curve in row.curves[corpus].items() if curve and (seeds is None or seed in seeds)]
+    steps = sorted(set.intersection(*(set(curve) for curve in kept))) if kept else []
+    return {step: statistics.mean(curve[step] for curve in kept) for step in steps}
+
+
+def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) -> str:
+    """The first validated update at which a row is as good as the baseline in the end: means over the seeds of both."""
+    if not row.line.scheme or not row.curves[corpus]:
+        return "-" if not row.line.scheme else "missing"
+    base = next(other for other in rows if other.line.name == table.baseline)
+    shared = sorted({*row.curves[corpus]} & {*base.curves[corpus]})
+    goal, own = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
+    if not goal or not own:
+        return "missing"
+    last = goal[max(goal)]
+    return next((f"{step:,}" for step, value in own.items() if value <= last), "not reached")
+
+
+def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
+    """What must be known beside the figures."""
+    if about["corpora"]:
+        yield "Text: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
+    chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
+    pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
+    for corpus, (original, ours) in zip(chosen, pairs, strict=True):
+        yield f"Scale{f' of {corpus.name}' if len(pairs) > 1 and corpus else ''}: {differences(original, ours)}"
+    original, ours = pairs[0]
+    if table.kind == "language":
+        seen, paper = (r.steps * r.batch * r.length / 1e6 for r in (ours, original))
+        yield f"A model sees {seen:,.1f} million tokens, the paper's {paper:,.0f} million."
+        yield (
+            f"Figures are perplexities of a {'byte' if ours.tokenizer == 'bytes' else 'token'}, lower is better; means and "
+            f"standard deviations of up to {about['seeds']} seeds."
+        )
+        if any(score["split"] != column.split for column, score in _scores(table, folder)):
+            yield "A text without a test split is scored on its validation split in the columns of the test."
+    else:
+        yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
+    yield from _ranks(table, rows, about)
+    yield from table.notes
+    for row in rows:
+        for title, reason in row.reasons.items():
+            yield f"{row.line.name}, {title}: {reason}."
+    missing = list(_missing(table, rows, about))
+    if missing:
+        yield "Missing: " + "; ".join(missing) + "."
+    seconds = [json.loads(path.read_text())["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
+    seconds += [sum(one.values()) for one in speed_rounds(folder)]
+    count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
+    yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
+
+
+def _short(name: str) -> str:
+    """A path by its last part."""
+    return name if name.startswith("hf:") or " " in name else Path(name).name
+
+
+def _scores(table: PaperTable, folder: Path) -> Iterator[tuple[Column, dict[str, Any]]]:
+    for path in (folder / "cells").glob(f"*/{SCORES}"):
+        found = json.loads(path.read_text())["columns"]
+        yield from ((column, found[column.title]) for column in table.columns if column.title in found)
+
+
+def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
+    """Rank correlations with the paper's order, and both orders."""
+    if about["scale"] == "tiny":
+        if any(row.line.figures for row in rows):
+            yield "This scale shows that the table runs; it says nothing about the order of the schemes."
+        return
+    for at, column in enumerate(table.columns):
+        both = [(row.line.name, row.line.figures[at], row.values[column.title]) for row in rows if row.line.figures]
+        pairs = [(name, paper, statistics.median(ours.values())) for name, paper, ours in both if ours]
+        if len(pairs) < FEW:
+            continue
+        sign = 1 if column.better == "lower" else -1
+        papers, ours = (", ".join(p[0] for p in sorted(pairs, key=lambda p: sign * p[n])) for n in (1, 2))
+        rho = spearman([p[1] for p in pairs], [p[2] for p in pairs])
+        yield (
+            f"{column.title}: rank correlation with the paper {rho:+.2f} over {len(pairs)} rows. Best first, paper: "
+            f"{papers}; ours: {ours}."
+        )
+
+
+def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
+    """Cells without figures, by corpus and row; corpora that were not run; rows whose scheme isopos has not."""
+    for row in rows:
+        if not row.line.scheme:
+            yield f"{row.line.name}, whose scheme is not here"
+        for corpus in about["corpora"]:
+            lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
+            if row.line.scheme and lacking:
+                yield f"{row.line.name} on {corpus}, seeds {', '.join(map(str, lacking))}"
+        if table.kind == "speed" and row.line.scheme and not row.values[table.columns[0].title]:
+            yield row.line.name
+    for corpus in table.corpora:
+        if corpus.name not in about["corpora"]:
+            yield f"{corpus.name}, for which --data {corpus.name}=PATH gives a text"
+
+
+def _curves(rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
+    """Validation by update, mean over seeds, a panel a corpus."""
+    figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
+    panels = figure.subplots(1, max(1, len(names)), squeeze=False)[0]
+    drawn = [row for row in rows if row.line.scheme]
+    for axes, corpus in zip(panels, names, strict=False):
+        for n, row in enumerate(drawn):
+            curve = _mean_curve(row, corpus)
+            if not curve:
+                continue
+            (line,) = axes.plot(list(curve), list(curve.values()), label=row.line.name, color=colormaps["tab10"](n % 10))
+            line.set_dashes([(), (6, 2), (1, 2)][n // 10 % 3])
+        axes.set(xlabel="updates", ylabel="validation, bits per byte", title=f"{corpus}: {_short(names[corpus])}")
+        plain(axes)
+    if names and panels[0].get_legend_handles_labels()[0]:
+        panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
+    return figure
+
+
+def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
+    """Relative speeds, the paper's and ours."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes, title = figure.subplots(), table.columns[0].title
+    drawn = [row for row in rows if row.values[title]]
+    for n, row in enumerate(drawn):
+        values = list(row.values[title].values())
+        half = _half_range(values)
+        axes.errorbar(statistics.median(values), -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
+        if row.line.figures:
+            axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
+    axes.set_yticks([-n for n in range(len(drawn))], [row.line.name for row in drawn])
+    axes.set(xlabel=title)
+    if drawn:
+        axes.legend(frameon=False)
+    plain(axes)
+    return figure

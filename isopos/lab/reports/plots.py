@@ -1,0 +1,164 @@
+"""Pictures of relative kernels: curves, maps and matrices, in colours that colour-blind readers tell apart."""
+
+import itertools
+import os
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from isopos.catalog import CATALOG
+from isopos.encodings import Permutation
+from isopos.lab.recipes import join_spec, split_spec
+from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
+from isopos.positions import Group, Line, Product, Ring, Tree
+from isopos.schemes import Scheme, build
+
+__all__ = ["SUFFIXES", "draw_curve", "draw_heat", "places", "plain", "show"]
+
+SUFFIXES = (".png", ".svg", ".pdf")
+WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
+WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
+
+
+def show(
+    spec: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
+) -> Path:
+    """Draw the relative kernel of a scheme with options into a file, by default named after it, and return its path.
+
+    Raises:
+        ValueError: Before any work, where the scheme or the file do not fit.
+    """
+    name, options = split_spec(spec)
+    scheme = build(name, head_dim, heads, options)
+    if reach < 1:
+        raise ValueError(f"reach: expected at least 1 step, got {reach}")
+    path = _target(Path(out or join_spec(name, options).replace(":", "+").replace("/", "-") + ".png"), overwrite)
+    drawn = fill_zeros(scheme)
+    shown = list(panels(scheme, reach=reach))
+    figure = Figure(figsize=(7.5 if len(shown) == 1 else 6.2 * len(shown), 5.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        _draw(axes, panel, scheme, alone=len(shown) == 1)
+    figure.suptitle("\n".join(_title(join_spec(name, options), scheme, shown, drawn)), fontsize=11)
+    part = path.with_name(path.name + ".part")
+    try:
+        with rc_context({"svg.fonttype": "none"}):
+            figure.savefig(part, dpi=150, format=path.suffix[1:])
+        os.replace(part, path)
+    except OSError as error:
+        raise ValueError(f"out: cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def _target(path: Path, overwrite: bool) -> Path:
+    if path.is_dir():
+        raise ValueError(f"out: expected a file, but {path} is a folder")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"out: expected a name that ends with {', '.join(SUFFIXES)}, got {path}")
+    if path.exists() and not overwrite:
+        raise ValueError(f"out: {path} exists; choose another with --out, or replace it with --overwrite")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"out: expected a folder that can be written into, but {path.parent} is none")
+    return path
+
+
+def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[str]:
+    choices = dict(scheme.choices)
+    attention = choices.pop("attention")
+    words = [f"{attention} attention"]
+    if attention == "linear":
+        words += [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
+    words.append(f"decay {choices['decay']}")
+    orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
+    notes = [
+        *(f"repeats after {order:,} positions" for order in orders),
+        *(f"period {group.period}" for group in _leaves(scheme.group) if isinstance(group, Ring)),
+        *(["direction-blind"] if not any(panel.directional for panel in shown) else []),
+        *(["no relative kernel: scores depend on the positions themselves"] if not _relative(shown) else []),
+        *(["tables that start at zero drawn at random"] if drawn else []),
+    ]
+    return [spec, ", ".join(words), CATALOG[spec.split(":")[0]].citation, *filter(None, ["; ".join(notes)])]
+
+
+def _relative(shown: list[Panel]) -> bool:
+    return all(panel.relative for panel in shown)
+
+
+def _leaves(group: Group) -> list[Group]:
+    return [leaf for part in group.parts for leaf in _leaves(part)] if isinstance(group, Product) else [group]
+
+
+def _draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
+    if not alone:
+        axes.set_title(f"along the {places(panel.group)}, the rest at the origin", fontsize=10)
+    offset, row = panel.row()
+    if isinstance(panel.group, Tree) or not panel.relative:
+        draw_heat(axes, panel.score.mean(0), scheme.attention)
+        if isinstance(panel.group, Tree):
+            _label_nodes(axes, panel.position)
+    elif isinstance(panel.group, Product):
+        reach = offset.abs().max(0).values.tolist()
+        sides = [2 * r + 1 for r in reach]
+        extent = (-reach[1] - 0.5, reach[1] + 0.5, reach[0] + 0.5, -reach[0] - 0.5)
+        draw_heat(axes, row.mean(0).view(sides), scheme.attention, extent)
+        axes.set(xlabel="offset on the second axis", ylabel="offset on the first axis")
+    else:
+        draw_curve(axes, offset, row, scheme.attention)
+
+
+def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> None:
+    """The mean over heads of scores ``[h t]`` by offset ``[t 1]``, its even and odd part, and each head faintly."""
+    steps, heads, mean = (x.numpy() for x in (offset[:, 0], score, score.mean(0)))
+    for n, head in enumerate(heads if len(heads) > 1 else ()):
+        axes.plot(steps, head, color=HEAD, alpha=0.35, linewidth=0.8, label="each head" if n == 0 else None)
+    parts = (mean + mean[::-1]) / 2, (mean - mean[::-1]) / 2
+    axes.axhline(0, color="#888888", linewidth=0.8, zorder=0)
+    axes.plot(steps, mean, color=WHOLE, linewidth=1.8, label="mean of heads" if len(score) > 1 else "score")
+    axes.plot(steps, parts[0], "--", color=EVEN, linewidth=1.6, label="its even part")
+    axes.plot(steps, parts[1], "-.", color=ODD, linewidth=1.6, label="its odd part")
+    axes.set(xlabel="offset: key - query", ylabel=WHAT[attention])
+    axes.margins(x=0)
+    axes.legend(fontsize=9, frameon=False, ncols=2)
+    plain(axes)
+
+
+def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ...] | None = None) -> None:
+    """A table of scores, query by key; colours diverge from zero where there are scores of both signs."""
+    low, high = score.min().item(), score.max().item()
+    signed = low < 0 < high
+    most = max(-low, high)
+    limits = {"vmin": -most, "vmax": most} if signed else {}
+    image = axes.imshow(score.numpy(), cmap="RdBu_r" if signed else "viridis", extent=extent, **limits)  # pyright: ignore[reportArgumentType]
+    axes.set(xlabel="key position", ylabel="query position")
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.colorbar(image, ax=axes, label=WHAT[attention], shrink=0.9)
+
+
+def _label_nodes(axes: Axes, position: Tensor) -> None:
+    labels = [path or "root" for path in paths(position)]
+    axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set(xlabel="key node: branches from the root", ylabel="query node")
+
+
+def places(group: Group) -> str:
+    """What the positions of a group are, in words."""
+    if isinstance(group, Product):
+        if all(isinstance(part, Line) for part in group.parts):
+            return f"grid of {len(group.parts)} axes"
+        kinds = itertools.groupby(map(places, group.parts))
+        return " by ".join(
+            kind if len(run) == 1 else f"{len(run)} {kind}s" for kind, run in ((k, list(r)) for k, r in kinds)
+        )
+    if isinstance(group, Tree):
+        return f"tree of {group.branches} branches"
+    return f"ring of {group.period}" if isinstance(group, Ring) else "line"
+
+
+def plain(axes: Axes) -> None:
+    """Without a frame at the top and the right, on a faint grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)

@@ -1,0 +1,125 @@
+"""Checkpoints of a run: a new folder each, flushed to the disk and then marked complete in one step.
+
+A kill or a full disk while one is written leaves those before it as they are; one without its mark does not count, and one
+whose content is not what the mark says is refused. Nothing but tensors and plain values is unpickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+
+from isopos.lab.runs.folders import flush_folder, write_json
+
+__all__ = ["KEEP", "Checkpoint", "best", "complete", "load", "newest", "save"]
+
+KEEP = 2  # the last ones, beside the best
+STATE, MARK = "state.pt", "complete.json"
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint.
+
+    Args:
+        folder: Where it is.
+        step: Updates done.
+        validation: Bits per byte there, if it was validated; the smallest is the best.
+        ended: Whether training ends here.
+    """
+
+    folder: Path
+    step: int
+    validation: float | None
+    ended: bool
+
+
+def complete(run: Path) -> list[Checkpoint]:
+    """The complete checkpoints of a run, the oldest first.
+
+    Raises:
+        ValueError: Where a mark is damaged.
+    """
+    found = []
+    for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
+        try:
+            about = json.loads(mark.read_text())
+            found.append(Checkpoint(mark.parent, about["step"], about["validation"], about["ended"]))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"checkpoint: {mark} is damaged: {error}; remove {mark.parent} to go on without it") from None
+    return found
+
+
+def newest(run: Path) -> Checkpoint | None:
+    """The last complete checkpoint of a run, if there is one."""
+    return next(reversed(complete(run)), None)
+
+
+def best(run: Path) -> Checkpoint | None:
+    """The complete checkpoint with the best validation, if one was validated; of equal ones the first."""
+    validated = [(one.validation, one.step, one) for one in complete(run) if one.validation is not None]
+    return min(validated)[-1] if validated else None
+
+
+def save(run: Path, state: Mapping[str, Any], step: int, *, validation: float | None = None, ended: bool = False) -> Path:
+    """Write a checkpoint of tensors and plain values, then remove those that are neither the best nor among the last.
+
+    Raises:
+        OSError: Where it cannot be written; what was there before is as it was.
+    """
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    last = newest(run)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with (folder / STATE).open("w+b") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        write_json(folder / MARK, {"step": step, "sha256": digest, "validation": validation, "ended": ended})
+        flush_folder(folder.parent)
+    except (OSError, RuntimeError) as error:  # torch has its own error for what its writer meets
+        shutil.rmtree(folder, ignore_errors=True)
+        remedy = f"{last.folder} is whole: make room and go on from it with --resume" if last else "make room"
+        raise OSError(f"checkpoint: cannot write {folder}: {error}; {remedy}") from None
+    _prune(run)
+    return folder
+
+
+def _prune(run: Path) -> None:
+    kept = {checkpoint.folder for checkpoint in (*complete(run)[-KEEP:], best(run)) if checkpoint}
+    for folder in (run / "checkpoints").iterdir():
+        if folder not in kept:
+            (folder / MARK).unlink(missing_ok=True)  # first, so that a half removed one never counts
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def load(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was saved, on the CPU.
+
+    Raises:
+        ValueError: Where it is damaged; the message names it, and the one before it.
+    """
+    try:
+        with (checkpoint.folder / STATE).open("rb") as file:
+            mark = json.loads((checkpoint.folder / MARK).read_text())
+            if hashlib.file_digest(file, "sha256").hexdigest() != mark["sha256"]:
+                raise ValueError("its content is not what was written")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, UnpicklingError) as error:
+        if isinstance(error, UnpicklingError):
+            error = "it holds more than tensors and plain values"
+        run = checkpoint.folder.parent.parent
+        before = [other for other in complete(run) if other.step < checkpoint.step]
+        where = f"from step {before[-1].step}, {before[-1].folder}" if before else "from the start"
+        raise ValueError(
+            f"checkpoint: {checkpoint.folder} is damaged: {error}; remove it, and --resume goes on {where}"
+        ) from None

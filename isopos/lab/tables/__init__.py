@@ -1,0 +1,1 @@
+"""The papers' tables: a TOML each, and what reads them."""

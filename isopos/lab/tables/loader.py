@@ -1,0 +1,183 @@
+"""Tables of papers as data: `isopos/lab/tables/NAME.toml` holds rows, columns, the paper's figures and edits of a recipe.
+
+Another table is another file. Keys that none has, figures that miss and schemes that do not parse are errors. No torch here.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from isopos.lab.recipes import FIELDS, RECIPES, SCALES, Recipe, split_spec, unknown_field
+
+__all__ = ["ASK", "TABLES", "Column", "Corpus", "Line", "PaperTable", "load_table"]
+
+FOLDER = Path(__file__).parent
+TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+ASK = "ask"  # a source that cannot be had freely, so that --data must name a stand-in
+KINDS = ("language", "speed")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text of the paper.
+
+    Args:
+        name: What --data calls it.
+        source: As `isopos train --data` takes it, or ASK.
+        edits: Of the recipe, that the paper made for this text.
+    """
+
+    name: str
+    source: str = ASK
+    edits: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of each row.
+
+    Args:
+        title: Of the column.
+        corpus: What the model is trained on; none for speeds.
+        split: That is scored.
+        multiple: Of the training length, for the windows that are scored.
+        scored: Tokens at the end of each window that count, as a share of it; 1: all, side by side.
+        better: lower or higher.
+    """
+
+    title: str
+    corpus: str = ""
+    split: str = "validation"
+    multiple: int = 1
+    scored: float = 1.0
+    better: str = "lower"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row.
+
+    Args:
+        name: The paper's, or ours.
+        scheme: With options; empty where isopos has none.
+        figures: The paper's, one a column; empty for a row of ours.
+    """
+
+    name: str
+    scheme: str = ""
+    figures: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of a paper.
+
+    Args:
+        name: Of its file.
+        title: What it compares.
+        citation: Paper, table or section.
+        baseline: The row whose final loss the others are to reach, whose speed is 1.
+        kind: language, trained models that are scored; or speed, training steps of a bidirectional model.
+        recipe: The paper's, by its name in RECIPES, with `edits`.
+        notes: What a reader must know.
+        scales: Edits of the recipe by scale.
+        columns: The figures.
+        rows: In the paper's order, then ours.
+        corpora: What the columns' models are trained on.
+        edits: Of the recipe, where the paper's differs from the named one.
+    """
+
+    name: str
+    title: str
+    citation: str
+    baseline: str
+    recipe: str
+    scales: Mapping[str, Mapping[str, Any]]
+    columns: Sequence[Column]
+    rows: Sequence[Line]
+    kind: str = "language"
+    corpora: Sequence[Corpus] = ()
+    notes: Sequence[str] = ()
+    edits: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
+        """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
+        recipe = replace(RECIPES[self.recipe]("paper"), **self.edits)
+        if corpus is not None:
+            recipe = replace(recipe, **{"data": corpus.source, **corpus.edits})
+        return recipe if scale == "original" else replace(recipe, **_plain(self.scales[scale]))
+
+    def corpus(self, name: str) -> Corpus:
+        """The corpus of that name."""
+        return next(corpus for corpus in self.corpora if corpus.name == name)
+
+    def row(self, name: str) -> Line:
+        """The row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+
+def load_table(name: str, folder: Path = FOLDER) -> PaperTable:
+    """The table of that name.
+
+    Raises:
+        ValueError: Where there is no such file, or something in it does not fit; the message names the file.
+    """
+    path = folder / f"{name}.toml"
+    if not path.exists():
+        raise ValueError(f"table: expected one of {', '.join(TABLES)}, got {name!r}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        columns = tuple(_made(Column, one) for one in values.pop("columns", ()))
+        rows = tuple(_made(Line, one) for one in values.pop("rows", ()))
+        corpora = tuple(_made(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
+        table = _made(PaperTable, {"name": name, "columns": columns, "rows": rows, "corpora": corpora, **values})
+        _check(table)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    return table
+
+
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+    known = {one.name: one for one in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{kind.__name__}: no key {key!r}; expected {', '.join(known)}")
+    try:
+        return kind(**_plain(values))
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__}: {error}") from None
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+def _check(table: PaperTable) -> None:
+    names = [row.name for row in table.rows]
+    for what, found in (("rows", names), ("columns", [column.title for column in table.columns])):
+        if not found or len(set(found)) < len(found):
+            raise ValueError(f"{what}: expected different names, got {found}")
+    if table.kind not in KINDS:
+        raise ValueError(f"kind: expected {' or '.join(KINDS)}, got {table.kind!r}")
+    if table.recipe not in RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {table.recipe!r}")
+    if set(table.scales) != set(SCALES):
+        raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
+    for edits in (table.edits, *table.scales.values(), *(corpus.edits for corpus in table.corpora)):
+        for name in edits:
+            if name not in FIELDS or name in ("scheme", "seed"):
+                raise ValueError(unknown_field(name, tuple(other for other in FIELDS if other not in ("scheme", "seed"))))
+    if table.baseline not in names or not table.row(table.baseline).scheme:
+        raise ValueError(f"baseline: expected a row with a scheme, got {table.baseline!r}")
+    for row in table.rows:
+        split_spec(row.scheme)
+        if len(row.figures) not in (0, len(table.columns)):
+            raise ValueError(f"{row.name}: expected {len(table.columns)} figures or none, got {len(row.figures)}")
+    known = [corpus.name for corpus in table.corpora] if table.kind == "language" else [""]
+    for column in table.columns:
+        if column.corpus not in known:
+            raise ValueError(f"{column.title}: expected a corpus of {', '.join(known)}, got {column.corpus!r}")
+        if column.better not in ("lower", "higher") or column.multiple < 1 or not 0 < column.scored <= 1:
+            raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")

@@ -1,0 +1,1 @@
+"""Tasks: what a sample, a model, a loss and a metric is."""

@@ -1,0 +1,156 @@
+"""Perplexity as the papers measure it, also of windows far longer than those of the training."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isopos.lab.data.corpora import Corpus
+from isopos.models import Decoder
+
+__all__ = ["MULTIPLES", "Row", "Score", "length_table", "perplexity"]
+
+MULTIPLES = (1, 2, 4, 8, 16, 32)  # of the training length: of 512, up to 16,384
+PIECE = 4096  # tokens that a model is given at once
+LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
+SCORES = 1 << 24  # of pairs of tokens, a head of softmax attention
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model predicts held-out text.
+
+    Args:
+        nats: Mean cross-entropy of a token.
+        bits_per_byte: The same of a byte of UTF-8, which does not depend on the tokenizer.
+        tokens: How many were scored.
+    """
+
+    nats: float
+    bits_per_byte: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats), of a token."""
+        return math.exp(self.nats) if self.nats < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Row:
+    """A score at one length, or the reason why there is none."""
+
+    length: int
+    score: Score | None
+    reason: str = ""
+
+
+def perplexity(
+    model: Decoder,
+    corpus: Corpus,
+    length: int,
+    *,
+    split: str = "validation",
+    scored: int | None = None,
+    limit: int | None = None,
+) -> Score:
+    """The score of a split, read in windows of `length`.
+
+    Without `scored` windows are side by side, and every token counts but the first of the split. With it each window counts
+    its last tokens only: all of them have ``length - scored`` tokens before them, by which windows overlap. PermuteFormer
+    (section 4.2.1) scores the last 256 of 512; LRPE says no more than perplexity. Long windows run as streams in pieces of
+    4096 tokens or less, with the same result in less memory. Bits a byte take the mean bytes a token of the whole split.
+
+    Args:
+        model: Is put in evaluation mode for the time; runs where its weights are.
+        corpus: With the tokens that the model was trained on.
+        length: Tokens of a window.
+        split: train, validation or test.
+        scored: At the end of each window; all by default.
+        limit: Look at the first so many tokens of the split only; at all by default.
+
+    Raises:
+        ValueError: Before any work, where `length` has no positions in the scheme, or no window in the split, where the
+            vocabularies differ, or where `scored` is not in a window.
+    """
+    reason = _reason(model, corpus, length, split, limit)
+    if reason:
+        raise ValueError(reason)
+    own = model.tokens.num_embeddings
+    if own != corpus.vocabulary:
+        raise ValueError(
+            f"vocabulary: expected the {own} tokens of the model, got the {corpus.vocabulary} of {corpus.name}; load the "
+            "text with the tokenizer that was saved beside the model"
+        )
+    piece = _at_once(model, length)
+    device = model.tokens.weight.device
+    total, count, training = 0.0, 0, model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for tokens, targets in corpus.windows(length, limit, max(1, piece // length), split, scored):
+                total += _nats(model, tokens.to(device), targets.to(device), piece)
+                count += targets.numel()
+    finally:
+        model.train(training)
+    nats = total / count
+    return Score(nats, nats / math.log(2) / corpus.bytes_per_token(split), count)
+
+
+def length_table(
+    model: Decoder,
+    corpus: Corpus,
+    length: int,
+    *,
+    multiples: Sequence[int] = MULTIPLES,
+    split: str = "validation",
+    scored: int | None = None,
+    limit: int | None = None,
+) -> list[Row]:
+    """Scores of windows of multiples of the training `length`; see `perplexity`, whose other arguments these are.
+
+    Where a scheme has no positions for a length, or the split no window, the row says so.
+    """
+    rows = []
+    for window in (multiple * length for multiple in multiples):
+        reason = _reason(model, corpus, window, split, limit)
+        score = None if reason else perplexity(model, corpus, window, split=split, scored=scored, limit=limit)
+        rows.append(Row(window, score, reason))
+    return rows
+
+
+def _reason(model: Decoder, corpus: Corpus, length: int, split: str, limit: int | None) -> str:
+    """Why windows of that length cannot be scored, or nothing."""
+    if length < 1 or (limit is not None and limit < 1):
+        return f"length: expected positive numbers of tokens, got windows of {length} and a limit of {limit}"
+    longest, tokens = model.scheme.max_length, len(corpus.split(split))
+    if longest is not None and length > longest:
+        return f"length: expected at most {longest}, for which the scheme has positions, got {length}"
+    within = tokens if limit is None else min(tokens, limit + 1)
+    if within <= length:
+        return f"length: expected less than the {within} tokens of {split}, got {length}; use more text or a shorter window"
+    return ""
+
+
+def _at_once(model: Decoder, length: int) -> int:
+    """Tokens that a model is given at once."""
+    piece = PIECE
+    if isinstance(model.head, torch.nn.Linear):
+        piece = min(piece, LOGITS // model.head.out_features)
+    if model.scheme.attention == "softmax":
+        piece = min(piece, SCORES // length)
+    return max(1, piece)
+
+
+def _nats(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
+    """Summed cross-entropy of the targets ``[b s]`` of windows ``[b t]``."""
+    if tokens.numel() <= piece:
+        return model(tokens, targets=targets).item() * targets.numel()
+    begin, total, stream = tokens.shape[1] - targets.shape[1], 0.0, None
+    for start in range(0, tokens.shape[1], piece):
+        x, stream = model.advance(tokens[:, start : start + piece], stream)
+        now = targets[:, max(0, start - begin) : max(0, start + piece - begin)]
+        total += model.loss(x, now).item() * now.numel() if now.numel() else 0.0
+    return total

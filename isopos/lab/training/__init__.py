@@ -1,0 +1,1 @@
+"""One run from start or checkpoint to result."""

@@ -1,0 +1,381 @@
+"""The engine: Lightning's Trainer over a run whose every step is a function of recipe, step, rank and the weights before.
+
+So a resumed run is a new `fit` over the steps that are left. Importing this takes seconds, since it imports Lightning.
+"""
+
+import logging
+import math
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+
+from isopos.lab.data.corpora import Corpus
+from isopos.lab.recipes import Recipe
+from isopos.lab.runs import checkpoints
+from isopos.lab.runs.folders import Log
+from isopos.lab.training.run import BITS, build_model, evaluate, loss_of
+
+__all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NOT_OURS = (".*does not have many workers", ".*LeafSpec.* is deprecated")  # Lightning's warnings
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.WARNING)  # its remarks on devices and tips
+
+OnStep = Callable[[int, float, float], None]
+"""Hears of a step, its loss in bits a token and the tokens a second, on the first process."""
+
+
+class Fitted(NamedTuple):
+    """What training came to.
+
+    Args:
+        status: "finished" or "diverged at step n".
+        weights: The state dict of the decoder on the CPU, on the first process; empty on the others.
+        rate: Tokens a second, of the steps that this process saw.
+        stopped: The signal that ended it before its time, or 0.
+        step: The last step.
+    """
+
+    status: str
+    weights: Mapping[str, Any]
+    rate: float
+    stopped: int
+    step: int
+
+
+class Batches(Dataset):
+    """The parts of every step's batch that one rank computes, from a step on: item i is (step, part, tokens, targets)."""
+
+    def __init__(self, recipe: Recipe, source: Corpus, done: int, rank: int, ranks: int):
+        self.recipe, self.source, self.done, self.rank, self.ranks = recipe, source, done, rank, ranks
+
+    def __len__(self) -> int:
+        return (self.recipe.steps - self.done) * self.recipe.accumulate
+
+    def __getitem__(self, item: int) -> tuple[int, int, Tensor, Tensor]:
+        if not 0 <= item < len(self):
+            raise IndexError(item)
+        r, (step, part) = self.recipe, divmod(item, self.recipe.accumulate)
+        step += self.done + 1
+        place, places = self.rank * r.accumulate + part, self.ranks * r.accumulate
+        return step, part, *self.source.batch(r.seed, step, r.batch, r.length, place, places)
+
+
+def randomness(seed: int, step: int, rank: int, part: int) -> int:
+    """The seed of dropout in one part of a step: a function of its arguments that tells all of them apart."""
+    return int(np.random.SeedSequence((seed, step, rank, part)).generate_state(1, np.uint64)[0])
+
+
+def share(recipe: Recipe, step: int) -> float:
+    """Of the peak learning rate, at a step from 1 on: a linear warm-up, then the recipe's schedule.
+
+    The inverse square root is that of Fairseq, sqrt(warmup / step). The others reach their end after the last step.
+
+    Example:
+        >>> recipe = Recipe(steps=100, warmup=10, schedule="polynomial")
+        >>> [share(recipe, step) for step in (1, 10, 11, 56, 100)]
+        [0.1, 1.0, 1.0, 0.5, 0.011...]
+    """
+    warm = max(1, recipe.steps // 10) if recipe.warmup < 0 else recipe.warmup
+    if step <= warm:
+        return step / warm
+    left = 1 - (step - 1 - warm) / max(1, recipe.steps - warm)
+    match recipe.schedule:
+        case "cosine":
+            return 0.5 + 0.5 * math.cos(math.pi * (1 - left))
+        case "polynomial":
+            return left**recipe.power
+        case "inverse-sqrt":
+            return math.sqrt(max(1, warm) / step)
+        case "constant":
+            return 1.0
+
+
+class _Training(LightningModule):
+    """The steps of one run that are left; `log` is that of the first process."""
+
+    def __init__(
+        self, recipe: Recipe, source: Corpus, folder: Path, log: Log | None, on_step: OnStep, begin: dict[str, Any] | None
+    ):
+        super().__init__()
+        self.recipe, self.source, self.folder, self.log_rows, self.on_step = recipe, source, folder, log, on_step
+        self.begin, self.first = begin, begin["step"] if begin else 0
+        self.decoder = build_model(recipe, "cpu")
+        self.losses: list[Tensor] = []
+        self.step, self.status, self.best = self.first, "finished", (0, math.inf)
+        self.ended = self.stopping = self.sharded = False
+        self.signal, self.begun, self.row = 0, 0.0, {}
+        self.weights: Mapping[str, Any] = {}
+
+    def configure_model(self) -> None:
+        """Shares of the weights, for FSDP2."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:
+            mesh = self.trainer.strategy.device_mesh["data_parallel"]
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
+            for block in (*self.decoder.blocks, self.decoder):
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            for method in ("advance", "loss"):  # by which long windows are evaluated
+                register_fsdp_forward_method(self.decoder, method)
+            self.sharded = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam or AdamW; the learning rate is set at every step."""
+        r = self.recipe
+        kind = torch.optim.AdamW if r.optimizer == "adamw" else torch.optim.Adam
+        betas = (r.beta1, r.beta2)
+        return kind(self.parameters(), lr=r.learning_rate, betas=betas, eps=r.epsilon, weight_decay=r.weight_decay)
+
+    def train_dataloader(self) -> DataLoader:
+        """Batches of this rank, in order, from the step after the checkpoint on."""
+        batches = Batches(self.recipe, self.source, self.first, self.global_rank, self.trainer.world_size)
+        start = _leave_signals if self.recipe.workers else None
+        return DataLoader(batches, batch_size=None, num_workers=self.recipe.workers, worker_init_fn=start)
+
+    def on_fit_start(self) -> None:
+        """Go on from the checkpoint."""
+        if self.begin is not None:
+            state, self.begin = self.begin, None  # frees the memory
+            set_model_state_dict(self.decoder, state["model"], options=StateDictOptions(full_state_dict=True))
+            set_optimizer_state_dict(
+                self.decoder, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
+            )
+            self.best = tuple(state["best"])
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
+    def on_train_start(self) -> None:
+        """Rows that are kept go to the loggers, which begin anew; signals end the run after a step."""
+        for row in self.log_rows.rows if self.log_rows else ():
+            self._to_loggers(row)
+        self.take_signals()  # again: Lightning has taken SIGTERM meanwhile
+        self.begun = time.perf_counter()
+
+    def training_step(self, batch: tuple[int, int, Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The loss of one part of a step."""
+        step, part, tokens, targets = batch
+        torch.manual_seed(randomness(self.recipe.seed, step, self.global_rank, part))
+        self._optimizer.param_groups[0]["lr"] = self.recipe.learning_rate * share(self.recipe, step)
+        loss = loss_of(self.decoder, tokens, targets)
+        self.losses.append(loss.detach().double())
+        self.step = step
+        return loss
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Clip; where loss or gradient is not finite drop the gradient, so that the weights stay as they are."""
+        own = torch.stack((torch.stack(self.losses).mean(), torch.tensor(float(self.signal > 0), device=self.device)))
+        self.losses.clear()
+        loss, stop = self.trainer.strategy.reduce(own, reduce_op="sum").tolist()
+        loss, self.stopping = loss / self.trainer.world_size, stop > 0
+        norm = nn.utils.clip_grad_norm_(self.decoder.parameters(), self.recipe.clip or math.inf)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            optimizer.zero_grad()
+            self.status = f"diverged at step {self.step}"
+        rate = self._optimizer.param_groups[0]["lr"]
+        self.row = {"step": self.step, "loss": _number(loss), "gradient_norm": _number(norm), "learning_rate": rate}
+
+    def on_train_batch_end(self, outputs: Any, batch: tuple[int, int, Tensor, Tensor], batch_idx: int) -> None:
+        """After the last part of a step: log, validate, save and decide whether to go on. All ranks decide alike."""
+        r, step = self.recipe, self.step
+        if batch[1] + 1 < r.accumulate:
+            return
+        diverged = self.status != "finished"
+        self._record(self.row)
+        due = r.validate_every > 0 and not diverged and (step % r.validate_every == 0 or step == r.steps)
+        validation = self._validate() if due else None
+        improved = validation is not None and validation < self.best[1]
+        if validation is not None and improved:
+            self.best = (step, validation)
+        impatient = r.patience > 0 and step - self.best[0] >= r.patience * r.validate_every
+        self.ended = diverged or impatient or step == r.steps
+        if r.save_every and not diverged and (step % r.save_every == 0 or improved or self.ended or self.stopping):
+            self._save(validation)
+        self.trainer.should_stop = self.ended or self.stopping
+
+    def on_train_end(self) -> None:
+        """Collect the weights."""
+        self.weights = get_model_state_dict(self.decoder, options=WHOLE)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        tokens = (self.step - self.first) * self.recipe.batch * self.recipe.length
+        return tokens / (time.perf_counter() - self.begun)
+
+    def _validate(self) -> float | None:
+        value = evaluate(self.decoder, self.recipe, self.source, self.recipe.length)
+        value = None if value is None else _number(value)
+        self._record({"step": self.step, "validation": value})
+        return value
+
+    def _record(self, row: dict[str, Any]) -> None:
+        """A row, of the first process."""
+        if self.log_rows is None:
+            return
+        self.log_rows.write(**row)
+        self._to_loggers(row)
+        if "learning_rate" in row:
+            loss = math.nan if row["loss"] is None else row["loss"]
+            try:
+                self.on_step(self.step, loss * BITS, self.rate)
+            except KeyboardInterrupt:
+                self.signal = signal.SIGINT
+
+    def _to_loggers(self, row: dict[str, Any]) -> None:
+        values = {name: value for name, value in row.items() if name != "step" and value is not None}
+        for logger in self.trainer.loggers:
+            logger.log_metrics(values, row["step"])
+
+    def _save(self, validation: float | None) -> None:
+        """A checkpoint, which the first process writes; all fail where it fails."""
+        state = {
+            "model": get_model_state_dict(self.decoder, options=WHOLE),
+            "optimizer": get_optimizer_state_dict(self.decoder, self._optimizer, options=WHOLE),
+            "best": list(self.best),
+            "step": self.step,
+        }
+        error = ""
+        if self.log_rows is not None:
+            try:
+                self.log_rows.flush()
+                checkpoints.save(self.folder, state, self.step, validation=validation, ended=self.ended)
+            except OSError as failure:
+                error = str(failure)
+        error = self.trainer.strategy.broadcast(error)
+        if error:
+            raise OSError(error)
+
+    def take_signals(self) -> None:
+        """Let SIGINT and SIGTERM end the run after the step in progress; a second SIGINT ends it at once."""
+
+        def note(number: int, frame: Any) -> None:
+            if self.signal == number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = number
+
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, note)
+
+
+def fit(
+    recipe: Recipe,
+    source: Corpus,
+    folder: Path,
+    log: Log | None,
+    on_step: OnStep,
+    begin: dict[str, Any] | None = None,
+) -> Fitted:
+    """Train from the content of a checkpoint, or from the start, to the last step; all ranks call it, the first with a log.
+
+    Raises:
+        OSError: Where a checkpoint cannot be written.
+    """
+    training = _Training(recipe, source, folder, log, on_step, begin)
+    with _handlers_kept(), warnings.catch_warnings():
+        for message in NOT_OURS:
+            warnings.filterwarnings("ignore", message)
+        device = torch.device(recipe.device)
+        trainer = Trainer(
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            devices=recipe.devices if device.index is None else [device.index],
+            num_nodes=recipe.nodes,
+            strategy=_strategy(recipe),
+            plugins=_environment(),
+            precision="bf16-mixed" if recipe.precision == "bfloat16" else "32-true",
+            max_epochs=1,
+            accumulate_grad_batches=recipe.accumulate,
+            logger=_loggers(recipe, folder) if log else False,
+            log_every_n_steps=1,
+            default_root_dir=folder,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        training.take_signals()
+        trainer.fit(training)
+    stopped = training.signal or signal.SIGTERM
+    return Fitted(
+        training.status,
+        training.weights,
+        training.rate,
+        int(stopped) if training.stopping and not training.ended else 0,
+        training.step,
+    )
+
+
+def _strategy(recipe: Recipe) -> Any:
+    world = recipe.devices * recipe.nodes
+    if world == 1:
+        return "auto"
+    if recipe.strategy == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    return DDPStrategy()
+
+
+def _environment() -> list[Any]:
+    """SLURM's, where it starts the processes: without requeueing, which would write checkpoints of its own."""
+    slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    return [SLURMEnvironment(auto_requeue=False)] if slurm else []
+
+
+def _loggers(recipe: Recipe, folder: Path) -> list[Logger]:
+    """Beside metrics.jsonl, whose rows they show from the first on: what an earlier start left is removed."""
+    if recipe.logger == "none":
+        return []
+    shutil.rmtree(folder / recipe.logger, ignore_errors=True)
+    kind = CSVLogger if recipe.logger == "csv" else TensorBoardLogger
+    return [kind(folder, name="", version=recipe.logger)]
+
+
+def _leave_signals(worker: int) -> None:
+    """In a process that prepares batches: Ctrl-C is for the others, and it ends when it is told to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """What handled signals before handles them again afterwards."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _number(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None

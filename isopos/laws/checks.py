@@ -1,0 +1,409 @@
+"""The laws of positional encodings, measured: what a scheme promises, checked on random positions in float64.
+
+    relative      <rho(sx) q, rho(sy) k> = <rho(x) q, rho(y) k>: a score sees x^-1 y only (PermuteFormer, Property 1)
+    bounded       |<rho(x) q, rho(y) k>| <= |q| |k| (PermuteFormer, Property 2)
+    unitary       |rho(x) q| = |q|
+    homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (a lift is measured in its complex form)
+    identity      W(1) = I
+    decomposable  W(x)^H W(y) = rho(x)^H rho(y), so that linear attention can apply it (LRPE, Eq. 12)
+    precision     scores in the user's dtype are within 16 roundings of float64 ones
+    exact         float32 scores at positions about 2^20 and 2^31 are within 1e-6 of float64 scores near zero
+    batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
+    gradient      a gradient reaches every learned parameter of every head
+    attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
+
+An encoding owes all of them, another coupling only those of scores: relative, precision, batch, gradient. Some properties
+are choices, and reported beside the laws: whether scores tell direction, whether denominators are positive (PermuteFormer,
+Property 3), and after how many positions an encoding repeats itself.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopos.attention import linear_attention, softmax_attention
+from isopos.encodings import Coupling, DirectSum, Encoding, InBasis, Partial, Permutation, Rotary
+from isopos.positions import Group, Line, Product, Ring, grid
+from isopos.scheme import Scheme
+
+__all__ = ["Finding", "Report", "check"]
+
+TOLERANCE = 1e-9  # float64, positions to 1000
+EXACT = 1e-6
+TOKENS = 7
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One law or property: its largest error, or the figure behind it, and whether that is within bounds."""
+
+    name: str
+    holds: bool
+    figure: float
+    note: str
+    is_law: bool = True
+    counterexample: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured. Printed, it is a table."""
+
+    subject: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every law holds."""
+        return all(finding.holds for finding in self.findings if finding.is_law)
+
+    @property
+    def broken(self) -> list[str]:
+        """The laws that do not hold."""
+        return [finding.name for finding in self.findings if finding.is_law and not finding.holds]
+
+    def __getitem__(self, name: str) -> Finding:
+        """The finding of a name."""
+        return next(finding for finding in self.findings if finding.name == name)
+
+    def __str__(self) -> str:
+        """A line a finding."""
+        rows = [
+            f"  {f.name:<13} {'yes' if f.holds else 'no' if not f.is_law else 'BROKEN':<7} {f.figure:9.1e}  {f.note}"
+            + (f"\n{'':37}{f.counterexample}" if f.counterexample else "")
+            for f in self.findings
+        ]
+        return "\n".join(
+            [f"{self.subject}: {'every law holds' if self.holds else 'broken: ' + ', '.join(self.broken)}", *rows]
+        )
+
+
+def check(
+    subject: Scheme | Coupling | Callable[[], Scheme | Coupling], *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Report:
+    """Measure the laws of a scheme, an encoding, or what a factory without arguments returns.
+
+    Args:
+        subject: What to measure; parameters are left as they are.
+        dtype: Of the queries and keys that `precision` is measured with.
+        seed: Of positions, queries and keys.
+
+    Returns:
+        A report; ``report.holds`` is the verdict, ``print(report)`` the figures.
+
+    Example:
+        >>> import isopos
+        >>> check(isopos.rope(8, 2)).holds
+        True
+        >>> check(isopos.sinusoidal(8, 2)).broken
+        ['attention']
+    """
+    if not isinstance(subject, (Scheme, Coupling)):
+        subject = subject() if callable(subject) else subject
+    if not isinstance(subject, (Scheme, Coupling)):
+        raise TypeError(f"subject: expected a Scheme, an Encoding or what makes one without arguments, got {subject!r}")
+    missing = [a for a in ("group", "features", "out_features") if isinstance(subject, Coupling) and not hasattr(subject, a)]
+    if missing:
+        raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
+    coupling = subject.encoding if isinstance(subject, Scheme) else subject
+    probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
+    findings = _encoding_findings(coupling, probe) if isinstance(coupling, Encoding) else [_relative_scores(probe)]
+    findings += [_precision(probe, dtype), _batch(probe)]
+    if not isinstance(subject, Scheme) or subject.bias is subject.embedding is None:
+        findings.append(_direction(probe))
+    if isinstance(subject, Scheme):
+        findings += _scheme_findings(subject, probe.generator)
+        name = type(subject.embedding or subject.bias or coupling).__name__
+    else:
+        findings += [_gradient(dict(coupling.named_parameters()), probe.loss)]
+        name = type(coupling).__name__
+    return Report(name, tuple(sorted(findings, key=lambda finding: not finding.is_law)))
+
+
+def _heads(coupling: Coupling) -> int:
+    """Heads of an encoding that does not say: those of its parameters, or of its tables."""
+    own = [parameter.shape[0] for parameter in coupling.parameters() if parameter.ndim > 1]
+    with torch.no_grad():
+        leading = coupling.query(coupling.group.random(TOKENS)).leading
+    return max([*own, *leading[-1:], 1])
+
+
+class _Probe:
+    """A coupling with random positions x and y, a shift, and random unit queries and keys."""
+
+    def __init__(self, coupling: Coupling, heads: int, seed: int):
+        self.coupling, self.group, self.generator = coupling, coupling.group, torch.Generator().manual_seed(seed)
+        self.x, self.y = self.random(TOKENS), self.random(TOKENS)
+        self.shift = self._within(_shift(self.group, self.generator))
+        shape = (2, 1, heads, TOKENS, coupling.features)
+        content = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        self.q, self.k = content / content.norm(dim=-1, keepdim=True)
+
+    def random(self, *shape: int) -> Tensor:
+        """Random positions that the coupling takes, and whose shifts it takes."""
+        return self._within(self.group.random(*shape, generator=self.generator))
+
+    def _within(self, x: Tensor) -> Tensor:
+        longest = self.coupling.max_length
+        return x if longest is None else x % max(1, longest // 2)
+
+    def scores(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """<query(x) q, key(y) k> for each pair of rows, float64 ``[1 h t]``; of the last rows where there are more."""
+        table = torch.promote_types(dtype, torch.float32)
+        pairs = ((self.coupling.query(x, table), self.q), (self.coupling.key(y, table), self.k))
+        q, k = (_on_last(rho, content.to(dtype)).double() for rho, content in pairs)
+        return (q * k).sum(-1)
+
+    def loss(self) -> Tensor:
+        """A function of scores that every parameter should reach."""
+        zero = 0 * self.q.clone().requires_grad_().sum()  # differentiable, whatever the scores depend on
+        return self.scores(self.x, self.y).square().sum() + zero
+
+
+def _shift(group: Group, generator: torch.Generator) -> Tensor:
+    """An element that is not the identity, if there are others: the last row."""
+    x = group.random(TOKENS, generator=generator)
+    for _ in range(20):
+        if not x[-1:].equal(group.origin(1)):
+            break
+        x = group.random(TOKENS, generator=generator)
+    return x
+
+
+def _on_last(rho: Any, content: Tensor) -> Tensor:
+    """Map content as the last tokens of an isometry: positions of a product of tree nodes have further rows before."""
+    extra = 0 if rho.length is None else rho.length - content.shape[-2]
+    return rho.tokens(extra, extra + content.shape[-2])(content)
+
+
+def _relative_scores(probe: _Probe) -> Finding:
+    with torch.no_grad():
+        here, there = (
+            probe.scores(probe.group.shift(s, probe.x), probe.group.shift(s, probe.y))
+            for s in (probe.group.origin(1), probe.shift)
+        )
+    error = _most(here - there) / max(1.0, _most(here))
+    finding = Finding("relative", error <= TOLERANCE, error, "largest change of a score when both positions are shifted")
+    head, token = divmod(int((here - there).abs().argmax()), TOKENS)
+    at = (
+        f"head {head}, x = {probe.x[token].tolist()}, y = {probe.y[token].tolist()}: score {here[0, head, token].item():.6g}"
+    )
+    shifted = f"shifted by {probe.shift[-1].tolist()} {there[0, head, token].item():.6g}"
+    return finding if finding.holds else replace(finding, counterexample=f"{at}, {shifted}")
+
+
+@torch.no_grad()
+def _encoding_findings(encoding: Encoding, probe: _Probe) -> list[Finding]:
+    group, x, y, shift = probe.group, probe.x, probe.y, probe.shift
+    origin = group.origin(1)
+    here, there = (_score(encoding, group.shift(s, x), group.shift(s, y)) for s in (origin, shift))
+    w_x, w_y, w_xy, w_1, w_pair = (
+        _score(encoding, a, b, True)
+        for a, b in ((origin, x), (origin, y), (origin, group.compose(x, y)), (origin, origin), (x, y))
+    )
+    norm = torch.linalg.matrix_norm(here, 2).max().item()
+    unit = torch.eye(encoding.features, dtype=torch.float64)
+    errors = {
+        "relative": (_most(here - there), "largest change of a score when both positions are shifted"),
+        "bounded": (max(norm - 1, 0.0), "largest |score| / (|q| |k|) - 1"),
+        "unitary": (_most(_score(encoding, x, x) - unit), "largest change of a norm"),
+    }
+    if encoding.out_features == encoding.features or _is_lift(encoding):
+        errors["homomorphism"] = (_most(w_x @ w_y - w_xy), "largest |W(x) W(y) - W(xy)|")
+        errors["identity"] = (_most(w_1 - unit), "largest |W(1) - I|")
+        errors["decomposable"] = (_most(w_x.mH @ w_y - w_pair), "largest |W(x)^H W(y) - rho(x)^H rho(y)|")
+    findings = [Finding(name, error <= TOLERANCE, error, note) for name, (error, note) in errors.items()]
+    if not findings[0].holds:
+        findings[0] = replace(findings[0], counterexample=_counterexample(here, there, x, y, shift))
+    if _is_line(group):
+        error = _inexactness(encoding, probe)
+        findings.append(Finding("exact", error <= EXACT, error, "largest error of a float32 score up to position 2^31"))
+    order = _order(encoding)
+    note = "positions after which it repeats itself"
+    return [*findings, Finding("periodic", order < math.inf, order, note, is_law=False)]
+
+
+def _direction(probe: _Probe) -> Finding:
+    with torch.no_grad():
+        error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
+    note = "score(x, y) differs from score(y, x)" if error > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
+    return Finding("directional", error > TOLERANCE, error, note, is_law=False)
+
+
+def _order(encoding: Encoding) -> float:
+    """Positions after which an encoding is what it was; infinite where nothing says so."""
+    if isinstance(encoding, Permutation):
+        return encoding.common_order
+    if isinstance(encoding, InBasis | Partial):
+        return _order(encoding.encoding)
+    if isinstance(encoding, DirectSum):
+        orders = [_order(part) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
+        return math.inf if math.inf in orders else math.lcm(*map(int, orders))
+    if isinstance(encoding.group, Ring) and isinstance(encoding, Rotary):
+        turns = encoding.held * encoding.group.period / (2 * math.pi)
+        return encoding.group.period // math.gcd(encoding.group.period, *map(int, turns.round().flatten().tolist()))
+    return math.inf
+
+
+def _counterexample(here: Tensor, there: Tensor, x: Tensor, y: Tensor, shift: Tensor) -> str:
+    """Where two score matrices ``[h t d d]`` differ most: positions and numbers."""
+    head, token, i, j = torch.unravel_index((here - there).abs().argmax(), here.shape)
+    at = f"head {int(head)}, query feature {int(i)}, key feature {int(j)}, x = {x[token].tolist()}, y = {y[token].tolist()}"
+    scores = f"{here[head, token, i, j].item():.6g}, shifted by {shift[-1].tolist()} {there[head, token, i, j].item():.6g}"
+    return f"{at}: score {scores}"
+
+
+def _operator(encoding: Encoding, x: Tensor) -> Tensor:
+    """Dense operators ``[h t d' d]`` at positions ``[t c]``: of the last TOKENS, or of fewer."""
+    count = min(len(x), TOKENS)
+    unit = torch.eye(encoding.features, dtype=torch.float64)[:, None, None].expand(-1, 1, count, -1)
+    return _on_last(encoding(x, torch.float64), unit).permute(1, 2, 3, 0)
+
+
+def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
+    """rho(x)^H rho(y), dense ``[h t d d]``; a lift's features are its real and imaginary parts."""
+    m_x, m_y = (_operator(encoding, z) for z in (x, y))
+    if complex_form and _is_lift(encoding):
+        m_x, m_y = (torch.complex(*m.chunk(2, -2)) for m in (m_x, m_y))
+    return m_x.mH @ m_y
+
+
+def _is_lift(encoding: Encoding) -> bool:
+    """Whether the output is the real parts, then the imaginary parts, of as many complex features."""
+    return _is_lift(encoding.encoding) if isinstance(encoding, InBasis) else isinstance(encoding, Rotary) and encoding.lift
+
+
+def _is_line(group: Group) -> bool:
+    return all(isinstance(part, Line) for part in (group.parts if isinstance(group, Product) else (group,)))
+
+
+def _inexactness(encoding: Encoding, probe: _Probe) -> float:
+    """Float32 scores far out against float64 ones at the same offsets near zero."""
+    q, k = probe.q, probe.k
+    worst = 0.0
+    for far in (2**20, 2**31 - 2000):
+        x, y = probe.random(TOKENS), probe.random(TOKENS)
+        places = ((x, y, torch.float64), (x + far, y + far, torch.float32))
+        near, there = (
+            encoding(a, dtype)(q.to(dtype)).double() @ encoding(b, dtype)(k.to(dtype)).double().mT for a, b, dtype in places
+        )
+        worst = max(worst, _most(there - near))
+    return worst
+
+
+@torch.no_grad()
+def _precision(probe: _Probe, dtype: torch.dtype) -> Finding:
+    exact = probe.scores(probe.x, probe.y)
+    error = _most(probe.scores(probe.x, probe.y, dtype) - exact) / max(1.0, _most(exact))
+    note = f"largest error of a score in {str(dtype).removeprefix('torch.')}"
+    return Finding("precision", error <= 16 * torch.finfo(dtype).eps, error, note)
+
+
+@torch.no_grad()
+def _batch(probe: _Probe) -> Finding:
+    coupling = probe.coupling
+    x, few = probe.random(2, TOKENS), probe.random(TOKENS - 2)
+    leading = [coupling.query(positions, torch.float64).leading for positions in (x[0], few)]
+    if len(leading[0]) > 1 or leading[0] != leading[1]:
+        found = f"got leading axes {list(leading[0])} and {list(leading[1])} for {TOKENS} and {TOKENS - 2} tokens"
+        return Finding("batch", False, float("inf"), f"expected tables [*b h t .] for positions [*b t c], {found}")
+    q = torch.cat((probe.q, probe.k))
+    error = 0.0
+    for side in (coupling.query, coupling.key):
+        alone = torch.cat([side(x[n], torch.float64)(q[n : n + 1]) for n in range(2)])
+        together = side(x, torch.float64)(q)
+        error = max(error, _most(together - alone) if together.shape == alone.shape else float("inf"))
+    note = "largest difference between samples together and alone; tables are [*b h t .] for positions [*b t c]"
+    return Finding("batch", error <= TOLERANCE, error, note)
+
+
+def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tensor]) -> Finding:
+    if not parameters:
+        return Finding("gradient", True, 0.0, "nothing is learned")
+    with torch.enable_grad():
+        grads = torch.autograd.grad(loss(), list(parameters.values()), allow_unused=True)
+    dead = [
+        name
+        for name, g in zip(parameters, grads, strict=True)
+        if g is None or not g.reshape(len(g) if g.ndim > 1 else 1, -1).any(1).all()
+    ]
+    return Finding("gradient", not dead, float(len(dead)), f"parameters without gradient: {', '.join(dead) or 'none'}")
+
+
+def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding]:
+    half = (scheme.max_length or 1000) // 2
+    x, shift = _ordered(scheme.group, min(40, max(half, 1)), generator)
+    if scheme.max_length is not None:
+        x, shift = x % max(half, 1), torch.tensor([[half]])
+    layer = _Layer(scheme, len(x), generator)
+    with torch.no_grad():
+        pairs = []
+        for causal in (True, False):
+            before, after = layer(x, causal), layer(scheme.group.shift(shift, x), causal)
+            pairs += zip(before, after, strict=True)
+    error, before, after = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
+    attention = Finding("attention", error <= TOLERANCE, error, "largest change of a layer's sums at shifted positions")
+    if not attention.holds:
+        at = tuple(map(int, torch.unravel_index((before - after).abs().argmax(), before.shape)))
+        sums = f"sum {before[at].item():.6g}, shifted by {shift[-1].tolist()} {after[at].item():.6g}"
+        attention = replace(attention, counterexample=f"head {at[1]}, feature {at[3]}, x = {x[at[2]].tolist()}: {sums}")
+    learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
+    findings = [
+        attention,
+        _gradient(learned, lambda: sum((out.square().sum() for out in layer(x, False)), torch.zeros(()))),
+    ]
+    if scheme.choices["denominator"] in ("plain", "encoded"):
+        least = pairs[1][0].min().item()
+        note = "least causal denominator of random queries and keys"
+        findings.append(Finding("positive", least > 0, least, note, is_law=False))
+    return findings
+
+
+def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Positions in the order of tokens, as causal decays and clipped terms need them, and a shift."""
+    shift = _shift(group, generator)
+    if isinstance(group, Line):
+        return torch.randint(1, 4, (tokens, 1), generator=generator).cumsum(0), shift
+    if isinstance(group, Product) and _is_line(group):
+        return grid(*(math.ceil(tokens ** (1 / group.columns)) for _ in group.parts)), shift
+    return group.random(tokens, generator=generator), shift
+
+
+class _Layer:
+    """Attention of one scheme over fixed random tokens, before the division, which blows rounding up near zero."""
+
+    def __init__(self, scheme: Scheme, tokens: int, generator: torch.Generator):
+        self.scheme, self.tokens = scheme, tokens
+        widths = [scheme.encoding.features] * 2 + [scheme.encoding.features // scheme.width]
+        self.content = [
+            torch.randn(tokens, scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths
+        ]
+
+    def __call__(self, x: Tensor, causal: bool) -> list[Tensor]:
+        """Sums ``[1 h t e]`` at positions x, whose first rows may be those of prefixes."""
+        scheme, extra = self.scheme, len(x) - self.tokens
+        content = self.content
+        if scheme.embedding is not None:
+            content = [a + scheme.embedding(x, torch.float64)[extra:] for a in content]
+        rows = [torch.cat((a.new_zeros(extra, a.shape[-1]), a)) for a in content]
+        q, k, v = (a.unflatten(-1, (scheme.heads, -1)).transpose(-2, -3)[None] for a in rows)
+        mask = (torch.arange(len(x)) >= extra) if extra else None
+        at = scheme.at(x, dtype=torch.float64) | {"causal": causal, "mask": mask}
+        if scheme.attention == "softmax":
+            return [softmax_attention(q, k, v, **at)[..., extra:, :]]
+        denominator = at.pop("denominator")
+        if denominator == "complex":
+            return [linear_attention(q, k, v, denominator=denominator, **at)[..., extra:, :]]
+        sums = [linear_attention(q, k, v, denominator=None, **at)]
+        if denominator is not None:
+            at["isometry"] = at["isometry"] if denominator == "encoded" else None
+            sums.append(linear_attention(q, k, torch.ones_like(v[..., :1]), denominator=None, **at))
+        return [out[..., extra:, :] for out in sums]
+
+
+def _most(error: Tensor) -> float:
+    return error.abs().max().item()

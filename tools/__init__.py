@@ -1,0 +1,1 @@
+"""What makes pages of the documentation; not part of the package."""

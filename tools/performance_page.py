@@ -1,0 +1,71 @@
+"""docs/performance.md from a run: python -m tools.performance_page FOLDER/bench.json > docs/performance.md."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from isopos.lab.bench.rows import Row
+
+__all__ = ["page"]
+
+TITLES = {
+    "attention": "Linear attention",
+    "rotary": "Rotation of queries and keys",
+    "decode": "Decoding, a token at a time",
+    "sublayer": "What positions cost in an attention sublayer",
+    "growth": "Growth with length",
+    "memory": "Memory",
+    "construction": "Construction",
+}
+HEAD = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
+INTRODUCTION = """# Performance
+
+One run on one machine; `{command}` prints and writes it for yours, and
+`python -m tools.performance_page FOLDER/bench.json > docs/performance.md` wrote this page. Peers are measured where they are
+installed: `pip install isopos[peers]`, and fast-transformers' kernel where a compiler builds it.
+
+**Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}.
+
+**What is measured.** Works of one row, and of all rows of the same size, take turns in one process: {rounds} rounds after
+one call to warm up, every other round in the opposite order, garbage collection off while the clock runs, works under 5
+ms repeated. Times are medians. A ratio is taken within each round, and shown as the median with its quartiles; "speed" is
+the other's time by ours, "time" is ours by the other's. Goals are judged by the median. Nothing is called faster, or
+slower, where the quartiles are on both sides of 1: that is "within the spread".
+
+**Allocator.** Each section runs in a process of its own, twice: with glibc's allocator as it is, and told to reuse memory
+(`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_={trim}`). As it is, it gives large tensors back to the system, and pages fresh
+from there can take longer than the arithmetic.
+
+**Shapes.** B samples, H heads, L tokens, d features a head; causal attention is elu + 1 features with a denominator
+unless a row says otherwise. "forward + backward" takes gradients of all inputs, and of the projections of a module.
+Positions are evaluated once, outside the clock, as layers share them; a decoding step evaluates its own."""
+
+
+def page(content: dict[str, Any]) -> str:
+    """The page of what a run has written.
+
+    Args:
+        content: Of bench.json.
+    """
+    from isopos.lab.bench.processes import ALLOCATORS
+
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    trim = ALLOCATORS["reused"]["MALLOC_TRIM_THRESHOLD_"]
+    parts = [INTRODUCTION.format(**content | {"versions": versions, "trim": trim})]
+    rows = [Row.from_json(row) for row in content["rows"]]
+    for section, title in TITLES.items():
+        own = [row for row in rows if row.section == section]
+        if own:
+            parts.append("\n".join((f"## {title}", "", *_table(own))))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows)):
+        yield "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    print(page(json.loads(Path(sys.argv[1]).read_text())), end="")
