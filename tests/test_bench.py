@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import figures, kernels, peers, processes, races, report, run, timing
+from isopos.lab.bench import accuracy, figures, kernels, peers, processes, races, report, run, timing
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
 from isopos.lab.commands import bench
@@ -36,7 +36,7 @@ def here(monkeypatch):
         return json.loads(json.dumps(processes.FUNCTIONS[function](**arguments)))
 
     monkeypatch.setattr(processes, "call", call)
-    monkeypatch.setattr(bench, "accuracy", lambda: "the table of accuracies")
+    monkeypatch.setattr(accuracy, "accuracy", lambda: "the table of accuracies")
     monkeypatch.setattr(kernels, "KERNELS", kernels.KERNELS | {"softmax (SDPA) step": kernels.KERNELS["einsum step"]})
     return calls
 
