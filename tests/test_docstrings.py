@@ -1,0 +1,54 @@
+"""A public method says what it does, unless it does what the method that it overrides says."""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+
+import pytest
+
+import isopos
+
+MODULES = [
+    name for _, name, _ in pkgutil.walk_packages(isopos.__path__, "isopos.") if not name.rpartition(".")[2].startswith("_")
+]
+
+
+def undocumented(cls):
+    """Public methods and properties of a class without a docstring, of its own or of what they override."""
+    fields = getattr(cls, "__dataclass_fields__", ())
+    for name, member in vars(cls).items():
+        member = getattr(member, "func", None) or getattr(member, "__func__", member)
+        member = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or name in fields or not inspect.isfunction(member) or inspect.getdoc(member):
+            continue
+        if not any(name in vars(base) for base in cls.__mro__[1:]):
+            yield f"{cls.__qualname__}.{name}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_methods_are_documented(name):
+    importlib.import_module(name)
+    module = sys.modules[name]  # a package may show a function of that name
+    classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
+    assert not [method for cls in classes if not cls.__name__.startswith("_") for method in undocumented(cls)]
+
+
+def test_the_walk_sees_what_is_missing():
+    class Base:
+        def documented(self):
+            """Say so."""
+
+        def bare(self):
+            pass
+
+    class Derived(Base):
+        def documented(self):
+            pass
+
+        @property
+        def size(self):
+            return 1
+
+    assert [*undocumented(Base)] == [f"{Base.__qualname__}.bare"]
+    assert [*undocumented(Derived)] == [f"{Derived.__qualname__}.size"]
