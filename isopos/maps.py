@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isopos.exact import full_precision
 from isopos.feature_maps import FeatureMap
+from isopos.ops.place import Place
 from isopos.ops.rotate import (
     lift,
     permute,
@@ -26,7 +27,6 @@ from isopos.ops.rotate import (
     unpermute,
     unrotate,
 )
-from isopos.ops.tiles import Place
 
 
 class Isometry(ABC):

@@ -27,7 +27,8 @@ from isopos.exact import broadcast, full_precision
 from isopos.feature_maps import FEATURE_MAPS, IN_PLACE, Favor, FeatureMap, identity, sides
 from isopos.maps import Chain, Gather, Identity, Isometry, Reflection, Rotation
 from isopos.ops import clipped, linear, native
-from isopos.ops.tiles import Formula, Place, Room
+from isopos.ops.place import Place
+from isopos.ops.tiles import Formula, Room
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.exact import broadcast, full_precision, once
-from isopos.ops.tiles import EPS, Decays, Load, Operand, Place, Plan, Ready, Room, Upstream, Walk, Whole
+from isopos.ops.place import Place
+from isopos.ops.tiles import EPS, Decays, Load, Operand, Plan, Ready, Room, Upstream, Walk, Whole
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, g: Decays = None, *, causal: bool = False) -> Tensor:

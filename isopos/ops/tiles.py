@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.ops import native
+from isopos.ops.place import Place
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 LEAST, MOST = 4, 16  # chunks of a tile: states before a tile are kept for the backward pass
@@ -28,24 +29,6 @@ TILE, WIDE = 1 << 17, 1 << 24  # features of a tile, on a CPU and elsewhere: som
 EPS = 1e-6  # the least magnitude of a denominator
 
 Decays = tuple[Tensor, Tensor] | None
-
-
-class Place(NamedTuple):
-    """Some tokens of some heads of some samples: a slice an axis of ``[*b h t .]``; ``slice(None)`` is all."""
-
-    batch: tuple[slice, ...]
-    heads: slice
-    tokens: slice
-
-    def of(self, x: Tensor, heads: int | None, tokens: int | None) -> Tensor:
-        """The view of x with those axes, from the end; batch axes come before both. An axis of length 1 serves all."""
-        axes = [(axis, part) for axis, part in ((heads, self.heads), (tokens, self.tokens)) if axis is not None]
-        first = min(axes[0][0], axes[-1][0])
-        axes += [(first - 1 - n, part) for n, part in enumerate(reversed(self.batch))]
-        for axis, part in axes:
-            if part.start is not None and -axis <= x.ndim and 1 < x.shape[axis] != part.stop - part.start:
-                x = x.narrow(axis, part.start, part.stop - part.start)
-        return x
 
 
 class Room:
