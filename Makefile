@@ -39,7 +39,7 @@ clean:     ## remove .venv, caches and build files; runs/ stays
 # A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
 .venv/.installed-dev: EXTRA := [dev]
 .venv/.installed-peers: EXTRA := [dev,peers,data]
-.venv/.installed-run .venv/.installed-dev .venv/.installed-peers: pyproject.toml setup.py isopos/ops/native.c constraints.txt $(BIN)/python
+.venv/.installed-run .venv/.installed-dev .venv/.installed-peers: pyproject.toml setup.py isopos/ops/linear/cpu.c constraints.txt $(BIN)/python
 	@$(PIP) --version >/dev/null 2>&1 || { $(NEW_VENV); }
 	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
 	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".$(EXTRA)"

@@ -1,4 +1,4 @@
-"""The compiled sums of linear attention (isopos/ops/native.c), once per instruction set; all else is in pyproject.toml.
+"""The compiled sums of linear attention (isopos/ops/linear/cpu.c), once per instruction set; all else is in pyproject.toml.
 
 They are optional: without a C compiler, or elsewhere than on Linux and x86-64, isopos installs and runs without them.
 """
@@ -13,9 +13,9 @@ COMMON = ["-O3", "-fopenmp"]  # PyTorch's own OpenMP is loaded by then: nothing 
 
 
 def extension(name: str) -> Extension:
-    """The library for one instruction set. It is no module: native.py loads it with ctypes."""
+    """The library for one instruction set. It is no module: library.py loads it with ctypes."""
     return Extension(
-        f"isopos.ops._native_{name}", ["isopos/ops/native.c"], extra_compile_args=COMMON + FLAGS[name], optional=True
+        f"isopos.ops._cpu_{name}", ["isopos/ops/linear/cpu.c"], extra_compile_args=COMMON + FLAGS[name], optional=True
     )
 
 

@@ -5,21 +5,61 @@ Most are functions of one number, in `FEATURE_MAPS` by name. `Favor` is a module
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from isopos.exact import ExactModule
 
-__all__ = ["FEATURE_MAPS", "Favor", "FeatureMap", "elu1", "exp", "identity", "relu", "relu2"]
+__all__ = ["FEATURE_MAPS", "Favor", "FeatureMap", "Phi", "elu1", "exp", "identity", "register", "relu", "relu2", "sides"]
 
-FeatureMap = Callable[[Tensor], Tensor]
 LARGEST = 30.0  # exponent of a feature of `Favor`
 LIFT = 20.0  # exponent added to features of keys that share a scale
 
 
-def elu1(x: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class FeatureMap:
+    """A feature map with a name: a function of tensors that holds no parameters, so that attention may compute it again.
+
+    `forward` is enough. The two others, which build no graph, make attention on the CPU several times faster.
+
+    Args:
+        name: Under which `register` makes it known.
+        forward: x ``[*b h t d]`` to features ``[*b h t d']``, differentiable, in the dtype of x.
+        write: ``write(x, out, scratch)`` writes phi(x) to `out`, for maps of single numbers.
+        slope: ``slope(y)`` turns features y = phi(x) into phi'(x), in place.
+
+    Example:
+        >>> softplus = FeatureMap("softplus", torch.nn.functional.softplus)
+        >>> softplus(torch.zeros(1)).tolist()
+        [0.6931...]
+    """
+
+    name: str
+    forward: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor, Tensor], object] | None = None
+    slope: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """phi(x)."""
+        return self.forward(x)
+
+
+Phi: TypeAlias = Callable[[Tensor], Tensor]  # a `FeatureMap`, a `Favor`, or any other function of tensors
+FEATURE_MAPS: dict[str, FeatureMap] = {}
+
+
+def register(feature_map: FeatureMap) -> FeatureMap:
+    """Make a feature map known by its name; ValueError where another has it."""
+    if feature_map.name in FEATURE_MAPS:
+        raise ValueError(f"name: expected one that no feature map has, got {feature_map.name!r}; choose another")
+    FEATURE_MAPS[feature_map.name] = feature_map
+    return feature_map
+
+
+def _elu1(x: Tensor) -> Tensor:
     """elu(x) + 1 = exp(min(x, 0)) + max(x, 0), always positive (Katharopoulos et al. 2020, Eq. 7).
 
     Example:
@@ -29,59 +69,42 @@ def elu1(x: Tensor) -> Tensor:
     return x.clamp_max(0).exp() + x.relu()
 
 
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0) + 0.001: positive, so that denominators are too (PermuteFormer, section 4.1; cosFormer has max(x, 0))."""
-    return x.relu() + 1e-3
-
-
-def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2: not negative, sparse, and zero for a query without positive features (Hua et al. 2022, FLASH)."""
-    return x.relu().square()
-
-
-def exp(x: Tensor) -> Tensor:
-    """exp(x), always positive; float32 overflows at 88."""
-    return x.exp()
-
-
-def identity(x: Tensor) -> Tensor:
-    """x itself: signed scores. Use it with ``denominator=None`` and a norm, as RetNet does."""
-    return x
-
-
-FEATURE_MAPS: dict[str, FeatureMap] = {"elu+1": elu1, "relu": relu, "relu2": relu2, "exp": exp, "identity": identity}
-
-
-class InPlace(NamedTuple):
-    """A feature map without a graph, for attention that recomputes: several times faster than the map itself.
-
-    `write(x, out, scratch)` writes phi(x) to `out`; `slope(y)` turns features y = phi(x) into phi'(x), in place.
-    """
-
-    write: Callable[[Tensor, Tensor, Tensor], object]
-    slope: Callable[[Tensor], Tensor]
-
-
 def _write_elu1(x: Tensor, out: Tensor, scratch: Tensor) -> None:
     torch.mul(x, 1 / math.log(2), out=out).clamp_max_(0).exp2_()  # twice as fast as exp, and as exact
     out.add_(torch.clamp_min(x, 0, out=scratch))
 
 
-def _write_relu(x: Tensor, out: Tensor, scratch: Tensor) -> None:
-    torch.clamp_min(x, 0, out=out).add_(1e-3)
+def _relu(x: Tensor) -> Tensor:
+    """max(x, 0) + 0.001: positive, so that denominators are too (PermuteFormer, section 4.1; cosFormer has max(x, 0))."""
+    return x.relu() + 1e-3
 
 
-def _write_relu2(x: Tensor, out: Tensor, scratch: Tensor) -> None:
-    torch.clamp_min(x, 0, out=out).square_()
+def _relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2: not negative, sparse, and zero for a query without positive features (Hua et al. 2022, FLASH)."""
+    return x.relu().square()
 
 
-IN_PLACE: dict[FeatureMap, InPlace] = {
-    elu1: InPlace(_write_elu1, lambda y: y.clamp_max_(1)),
-    relu: InPlace(_write_relu, lambda y: y.gt_(1e-3)),
-    relu2: InPlace(_write_relu2, lambda y: y.sqrt_().mul_(2)),
-    exp: InPlace(lambda x, out, scratch: torch.exp(x, out=out), lambda y: y),
-    identity: InPlace(lambda x, out, scratch: out.copy_(x), lambda y: y.fill_(1)),
-}
+def _exp(x: Tensor) -> Tensor:
+    """exp(x), always positive; float32 overflows at 88."""
+    return x.exp()
+
+
+def _identity(x: Tensor) -> Tensor:
+    """x itself: signed scores. Use it with ``denominator=None`` and a norm, as RetNet does."""
+    return x
+
+
+elu1 = register(FeatureMap("elu+1", _elu1, _write_elu1, lambda y: y.clamp_max_(1)))
+relu = register(
+    FeatureMap("relu", _relu, lambda x, out, scratch: torch.clamp_min(x, 0, out=out).add_(1e-3), lambda y: y.gt_(1e-3))
+)
+relu2 = register(
+    FeatureMap(
+        "relu2", _relu2, lambda x, out, scratch: torch.clamp_min(x, 0, out=out).square_(), lambda y: y.sqrt_().mul_(2)
+    )
+)
+exp = register(FeatureMap("exp", _exp, lambda x, out, scratch: torch.exp(x, out=out), lambda y: y))
+identity = register(FeatureMap("identity", _identity, lambda x, out, scratch: out.copy_(x), lambda y: y.fill_(1)))
 
 
 class Favor(ExactModule):
@@ -153,6 +176,6 @@ class Favor(ExactModule):
         return x @ self.projection.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
 
 
-def sides(phi: FeatureMap) -> tuple[FeatureMap, FeatureMap]:
+def sides(phi: Phi) -> tuple[Phi, Phi]:
     """What maps queries, and what maps keys."""
-    return (phi.query, phi.key) if isinstance(phi, Favor) else (phi, phi)
+    return (FeatureMap("favor", phi.query), FeatureMap("favor", phi.key)) if isinstance(phi, Favor) else (phi, phi)

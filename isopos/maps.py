@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isopos.exact import full_precision
-from isopos.feature_maps import FeatureMap
+from isopos.feature_maps import Phi
 from isopos.ops.place import Place
 from isopos.ops.rotate import (
     lift,
@@ -594,7 +594,7 @@ class Mapped(Isometry):
     """A map, then a feature map phi of its output, for what acts on queries and keys ahead of phi: no isometry."""
 
     first: Isometry
-    phi: FeatureMap
+    phi: Phi
 
     def apply(self, x: Tensor) -> Tensor:
         """First, then phi."""

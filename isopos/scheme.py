@@ -13,7 +13,7 @@ from isopos.biases import ClippedKeys, RelativeBias
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Learned, Sinusoidal, TreeStack
 from isopos.encodings import Coupling, Encoding, InBasis, Rotary
-from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, sides
+from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides
 from isopos.maps import Isometry, Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -163,7 +163,7 @@ class Scheme(nn.Module):
         return digest.hexdigest()
 
     @property
-    def feature_map(self) -> FeatureMap:
+    def feature_map(self) -> Phi:
         """phi of linear attention."""
         return FEATURE_MAPS[self.choices["feature_map"]] if self.favor is None else self.favor
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.models import Decoder
-from isopos.ops import linear
+from isopos.ops.linear import graph
 from isopos.positions import Line, sequence
 
 # of PyTorch's tracer, wherever it meets an autograd function
@@ -119,12 +119,12 @@ def test_a_model_compiles_once_for_all_lengths():
     assert counter.graphs <= 2
 
 
-@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("decayed", [True, False])
-def test_the_custom_op_is_registered_right(decayed, reverse):
+def test_the_custom_op_is_registered_right(decayed, causal):
     leaves = inputs(1, t=5, d=3, e=2, requires_grad=True)
     g = -torch.rand(1, HEADS, 5, dtype=torch.float64).cumsum(-1) if decayed else None
-    torch.library.opcheck(linear._causal_sum, (*leaves, g, g, reverse))
+    torch.library.opcheck(graph._linear_sum, (*leaves, g, g, causal))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from isopos.bases import Householder
 from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS, elu1
-from isopos.ops import tiles
+from isopos.ops.linear import walk
 from isopos.positions import sequence
 
 RATES = torch.tensor([0.05, 0.4], dtype=torch.float64)
@@ -95,9 +95,9 @@ def test_linear_attention_by_hand():
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
-    monkeypatch.setattr(tiles, "TILE", 1)
-    monkeypatch.setattr(tiles, "LEAST", 1)
-    monkeypatch.setattr(tiles, "MOST", 1)
+    monkeypatch.setattr(walk, "GROUP", 1)
+    monkeypatch.setattr(walk, "LEAST", 1)
+    monkeypatch.setattr(walk, "MOST", 1)
     t, encoding = 130, ENCODINGS[encoding]() if ENCODINGS[encoding] else None
     q, k, v = leaves = inputs(2, t=t, e=5, requires_grad=True)
     x = ascending(2, t)

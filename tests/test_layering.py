@@ -12,8 +12,9 @@ import isopos
 ROOT = Path(isopos.__file__).parent
 LAYERS = [
     {"exact", "trees", "catalog"},
+    {"feature_maps"},
     {"ops"},
-    {"positions", "feature_maps"},
+    {"positions"},
     {"maps", "terms", "state"},
     {"bases", "decays", "embeddings", "biases"},
     {"encodings"},

@@ -33,7 +33,7 @@ import isopos
 from isopos import biases, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
-from isopos.ops import tiles
+from isopos.ops.linear import walk
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = pytest.mark.parametrize("case", SCHEMES, ids=ids)
@@ -102,9 +102,9 @@ SHAPES = {"causal": (70, 70, True), "both-ways": (70, 70, False), "causal-cross"
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @every_linear
 def test_linear_attention_is_quadratic(monkeypatch, case, shape):
-    monkeypatch.setattr(tiles, "TILE", 1)
-    monkeypatch.setattr(tiles, "LEAST", 1)
-    monkeypatch.setattr(tiles, "MOST", 1)
+    monkeypatch.setattr(walk, "GROUP", 1)
+    monkeypatch.setattr(walk, "LEAST", 1)
+    monkeypatch.setattr(walk, "MOST", 1)
     t, s, causal = shape
     scheme = made(case)
     if shape == SHAPES["cross"] and scheme.decay is not None:

@@ -1,6 +1,16 @@
 """Attention with positions: as functions, as a module, and what moves checkpoints between layouts."""
 
-from isopos.attention.functional import linear_attention, naive_linear_attention, softmax_attention
-from isopos.attention.module import Attention, absorb, convert_layout
+from isopos.attention.checkpoint import absorb, convert_layout
+from isopos.attention.linear import explain, linear_attention, naive_linear_attention
+from isopos.attention.module import Attention
+from isopos.attention.softmax import softmax_attention
 
-__all__ = ["Attention", "absorb", "convert_layout", "linear_attention", "naive_linear_attention", "softmax_attention"]
+__all__ = [
+    "Attention",
+    "absorb",
+    "convert_layout",
+    "explain",
+    "linear_attention",
+    "naive_linear_attention",
+    "softmax_attention",
+]

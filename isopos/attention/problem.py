@@ -1,29 +1,28 @@
-"""What attention accepts: checks of its arguments before any work, each with one clear error."""
+"""What attention accepts: every check ends in one frozen value, before any work, and each has one clear error."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from isopos.exact import broadcast
-from isopos.feature_maps import FeatureMap
+from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.maps import Identity, Isometry
-from isopos.state import State
+from isopos.ops.linear import Decays
+from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
 __all__ = [
-    "DecayPair",
-    "IsometryPair",
-    "SegmentPair",
-    "broadcasts",
-    "check",
-    "check_factors",
-    "check_order",
-    "check_segments",
-    "check_stream",
-    "decays_of",
-    "groups_of",
-    "kind_of",
+    "LinearOptions",
+    "LinearProblem",
+    "SoftmaxOptions",
+    "SoftmaxProblem",
+    "check_linear",
+    "check_softmax",
+    "group",
+    "ungroup",
 ]
 
 IsometryPair = Isometry | tuple[Isometry, Isometry] | None
@@ -31,71 +30,191 @@ DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
 
 
-def groups_of(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Query heads that share one head of keys and values; 1 where that is left to broadcasting."""
+class Options(TypedDict, total=False):
+    """Arguments of both kinds of attention after q, k and v; their docstrings describe them."""
+
+    isometry: IsometryPair
+    decay: DecayPair
+    causal: bool
+    terms: Sequence[Term] | None
+    mask: Tensor | None
+    state: State | None
+
+
+class LinearOptions(Options, total=False):
+    """Those of linear attention."""
+
+    feature_map: Phi | None
+    denominator: str | None
+    segment_ids: Tensor | None
+
+
+class SoftmaxOptions(Options, total=False):
+    """Those of softmax attention."""
+
+    scale: float | None
+    locality: Tensor | None
+    segment_ids: SegmentPair
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What both kinds of attention have, checked: arguments as they were given, pairs as pairs.
+
+    Attributes:
+        streams: Whether a state is returned.
+        kind: Of the states that this attention writes.
+        batch: Leading dimensions ``[*b h]`` of the output.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rho_q: Isometry
+    rho_k: Isometry
+    decay: Decays
+    causal: bool
+    terms: tuple[Term, ...]
+    mask: Tensor | None
+    state: State | None
+    streams: bool
+    kind: str
+    batch: torch.Size
+
+
+@dataclass(frozen=True, eq=False)
+class LinearProblem(Problem):
+    """Of linear attention.
+
+    Attributes:
+        g: Log decays of queries and keys that the sums have; those of segments are not those given.
+        before: That of the token before, in a stream.
+    """
+
+    phi: Phi
+    denominator: str | None
+    segments: Tensor | None
+    g: Decays
+    before: Tensor | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to sum up."""
+        return 0 in (*self.batch, self.q.shape[-2], self.k.shape[-2])
+
+    @property
+    def plain(self) -> bool:
+        """Whether the denominator has other features than the sums."""
+        return self.denominator == "plain" and not (isinstance(self.rho_q, Identity) and isinstance(self.rho_k, Identity))
+
+    @property
+    def mask_of_keys(self) -> Tensor | None:
+        """``[*b 1 s 1]``."""
+        return None if self.mask is None else self.mask[..., None, :, None]
+
+    @property
+    def of_keys(self) -> torch.Size:
+        """Leading dimensions of keys and values, which those of a state are."""
+        return broadcast(self.k.shape[:-2], self.v.shape[:-2])
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxProblem(Problem):
+    """Of softmax attention; `own_segments` says whether queries have ids of their own, and not those of the last keys."""
+
+    scale: float
+    locality: Tensor | None
+    segments: tuple[Tensor, Tensor] | None
+    own_segments: bool
+
+
+def group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
+    """Queries with groups of heads that share one of keys and values as their first axis, and how many share; 1 for none."""
     if min(q.ndim, k.ndim, v.ndim) < 3:
-        return 1  # an error of shapes
+        return q, 1  # an error of shapes
     heads, shared = q.shape[-3], max(k.shape[-3], v.shape[-3])
-    return 1 if shared in (0, 1, heads) or heads % shared else heads // shared
+    if shared in (0, 1, heads) or heads % shared:
+        return q, 1  # left to broadcasting
+    return q.unflatten(-3, (-1, heads // shared)).movedim(-3, 0), heads // shared
 
 
-def check_factors(
-    terms: Sequence[Term], decay: DecayPair, denominator: str | None, segment_ids: SegmentPair, streamed: bool
-) -> None:
-    """ValueError where what comes together has no sum in linear time."""
-    for term in terms:
-        if not isinstance(term, Clipped) or term.side != "query":
-            raise ValueError(
-                f"terms: expected clipped terms of the query's side, got {type(term).__name__} of side {term.side!r}, "
-                "which adds to logits and does not factor; use softmax_attention"
-            )
-    if isinstance(segment_ids, tuple):
+def ungroup(out: Tensor, groups: int) -> Tensor:
+    """The inverse of `group`, of an output."""
+    return out if groups == 1 else out.movedim(0, -3).flatten(-4, -3)
+
+
+def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
+    """The problem of linear attention; ValueError where its arguments have none."""
+    phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
+    common = _common(q, k, v, options, streams=streams)
+    state, decay, terms, causal = common["state"], common["decay"], common["terms"], common["causal"]
+    if denominator not in ("plain", "encoded", "complex", None):
+        raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
+    if denominator == "complex" and q.shape[-1] % 2:
         raise ValueError(
-            "segment_ids: expected one tensor, of the keys, in linear attention, got a pair; use softmax_attention"
+            f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
         )
-    if len(terms) > 0 and decay is not None:
-        raise ValueError("decay: expected none beside clipped terms, whose far keys share one sum, got one")
-    if segment_ids is not None and any(getattr(term, "outside", 0) for term in terms):
-        raise ValueError("segment_ids: expected none beside class tokens, the first rows of a whole tensor, got some")
-    if len(terms) > 0 and segment_ids is not None and streamed:
-        raise ValueError("segment_ids: expected none beside clipped terms in a stream, which keeps one sum of far keys")
-    if len(terms) > 0 and denominator == "complex":
-        raise ValueError("denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'")
+    _check_factors(terms, decay, denominator, segments, state is not None)
+    t, s = q.shape[-2], k.shape[-2]
+    if decay is not None and not causal and t != s:
+        raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
+    _check_segments(segments, q, k, common["batch"])
+    before = None if state is None else state["decay"]
+    if segments is None:
+        _check_order(decay, causal, before)
+    phi = identity if phi is None else phi
+    name = phi.name if isinstance(phi, FeatureMap) else getattr(phi, "__name__", type(phi).__name__)
+    kind = _kind("linear", common, (name, f"denominator {denominator}"), packed=segments is not None)
+    problem = LinearProblem(**common, kind=kind, phi=phi, denominator=denominator, segments=segments, g=decay, before=before)
+    if state is not None and not problem.empty:
+        state.expect(kind, problem.of_keys)
+        if state.in_place and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("state: expected State(), or no gradients, got a state to update in place; use torch.no_grad()")
+    return problem
 
 
-def check_stream(state: State | None, return_state: bool, causal: bool, q: Tensor, k: Tensor) -> None:
-    """ValueError where there is no stream to continue."""
-    if state is None and not return_state:
-        return
-    if not causal or q.shape[-2] != k.shape[-2]:
-        what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
-        raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
+def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> SoftmaxProblem:
+    """The problem of softmax attention; ValueError where its arguments have none."""
+    segments, scale, locality = options.get("segment_ids"), options.get("scale"), options.get("locality")
+    state = options.get("state")
+    seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
+    common = _common(q, k, v, options, streams=streams, seen=seen)
+    batch, t, s = common["batch"], q.shape[-2], k.shape[-2] + seen
+    _check_segments(segments, q, k, batch)
+    if state is not None and state.in_place:
+        raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
+    if locality is not None and not isinstance(locality, Tensor):
+        raise TypeError(f"locality: expected factors [*b {t} {s}], got {type(locality).__name__}")
+    if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], batch[:-1])):
+        raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
+    own = isinstance(segments, tuple)
+    kind = _kind("softmax", common, (), packed=segments is not None)
+    if common["state"] is not None:
+        common["state"].expect(kind, broadcast(k.shape[:-2], v.shape[:-2]))
+    pair = segments if isinstance(segments, tuple) or segments is None else (segments, segments)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return SoftmaxProblem(**common, kind=kind, scale=scale, locality=locality, segments=pair, own_segments=own)
 
 
-def kind_of(
-    name: str,
-    q: Tensor,
-    v: Tensor,
-    rho: Isometry,
-    phi: FeatureMap | None,
-    denominator: str | None,
-    terms: Sequence[Term],
-    *,
-    decayed: bool,
-    packed: bool,
-) -> str:
-    """Which attention writes a state: all that must be the same for the next tokens."""
-    parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), structure(rho)]
-    if name == "linear":
-        parts += [getattr(phi, "__name__", type(phi).__name__), f"denominator {denominator}"]
-    parts += [name for name, given in (("decay", decayed), ("segment_ids", packed)) if given]
-    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in terms)])
-
-
-def structure(rho: Isometry) -> str:
-    inner = [structure(x) for x in vars(rho).values() if isinstance(x, Isometry)]
-    inner += [structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, Isometry)]
-    return type(rho).__name__ + (f"({', '.join(inner)})" if inner else "")
+def _common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool, seen: int = 0) -> dict[str, Any]:
+    """The fields of `Problem` but for the kind."""
+    state, causal, mask, terms = (
+        options.get("state"),
+        options.get("causal", False),
+        options.get("mask"),
+        options.get("terms"),
+    )
+    expect_state(state)
+    terms = () if terms is None else tuple(terms)
+    rho_q, rho_k = check(q, k, v, options.get("isometry"), mask, terms, seen)
+    decay = check_decay(options.get("decay"), q, k)
+    if state is not None or streams:
+        _check_stream(causal, q, k)
+        state = state or State()
+        state = state if streams else replace(state, in_place=False)  # nobody takes the next one
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    names = ("q", "k", "v", "rho_q", "rho_k", "decay", "causal", "terms", "mask", "state", "streams", "batch")
+    return dict(zip(names, (q, k, v, rho_q, rho_k, decay, causal, terms, mask, state, streams, batch), strict=True))
 
 
 def check(
@@ -160,7 +279,7 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
         )
 
 
-def decays_of(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
     """The log decays of queries and keys; ValueError where they do not fit."""
     if decay is None:
         return None
@@ -176,7 +295,52 @@ def decays_of(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] |
     return pair
 
 
-def check_segments(segment_ids: SegmentPair, q: Tensor, k: Tensor, batch: torch.Size) -> None:
+def _check_factors(
+    terms: Sequence[Term], decay: DecayPair, denominator: str | None, segment_ids: SegmentPair, streamed: bool
+) -> None:
+    """ValueError where what comes together has no sum in linear time."""
+    for term in terms:
+        if not isinstance(term, Clipped) or term.side != "query":
+            raise ValueError(
+                f"terms: expected clipped terms of the query's side, got {type(term).__name__} of side {term.side!r}, "
+                "which adds to logits and does not factor; use softmax_attention"
+            )
+    if isinstance(segment_ids, tuple):
+        raise ValueError(
+            "segment_ids: expected one tensor, of the keys, in linear attention, got a pair; use softmax_attention"
+        )
+    if len(terms) > 0 and decay is not None:
+        raise ValueError("decay: expected none beside clipped terms, whose far keys share one sum, got one")
+    if segment_ids is not None and any(getattr(term, "outside", 0) for term in terms):
+        raise ValueError("segment_ids: expected none beside class tokens, the first rows of a whole tensor, got some")
+    if len(terms) > 0 and segment_ids is not None and streamed:
+        raise ValueError("segment_ids: expected none beside clipped terms in a stream, which keeps one sum of far keys")
+    if len(terms) > 0 and denominator == "complex":
+        raise ValueError("denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'")
+
+
+def _check_stream(causal: bool, q: Tensor, k: Tensor) -> None:
+    """ValueError where there is no stream to continue."""
+    if not causal or q.shape[-2] != k.shape[-2]:
+        what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
+        raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
+
+
+def _kind(name: str, common: dict[str, Any], choices: tuple[str, ...], *, packed: bool) -> str:
+    """Which attention writes a state: all that must be the same for the next tokens."""
+    q, v, given = common["q"], common["v"], (("decay", common["decay"] is not None), ("segment_ids", packed))
+    parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(common["rho_k"]), *choices]
+    parts += [name for name, present in given if present]
+    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in common["terms"])])
+
+
+def _structure(rho: Isometry) -> str:
+    inner = [_structure(x) for x in vars(rho).values() if isinstance(x, Isometry)]
+    inner += [_structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, Isometry)]
+    return type(rho).__name__ + (f"({', '.join(inner)})" if inner else "")
+
+
+def _check_segments(segment_ids: SegmentPair, q: Tensor, k: Tensor, batch: torch.Size) -> None:
     """ValueError where segment ids do not fit the tokens of the keys, or of both."""
     if segment_ids is None:
         return
@@ -195,7 +359,7 @@ def check_segments(segment_ids: SegmentPair, q: Tensor, k: Tensor, batch: torch.
         raise ValueError(f"segment_ids: expected no more queries than keys, got {t} and {s}")
 
 
-def check_order(pair: tuple[Tensor, Tensor] | None, causal: bool, before: Tensor | None = None) -> None:
+def _check_order(pair: tuple[Tensor, Tensor] | None, causal: bool, before: Tensor | None = None) -> None:
     """ValueError where a weight would grow with distance; not while compiling, nor on a GPU, which would have to wait."""
     if pair is None or torch.compiler.is_compiling() or pair[0].device.type != "cpu":
         return

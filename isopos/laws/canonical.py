@@ -20,7 +20,7 @@ from isopos import bases, biases, couplings, encodings, feature_maps
 from isopos.decays import Decay
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant
-from isopos.feature_maps import FeatureMap, sides
+from isopos.feature_maps import Phi, sides
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
 
@@ -415,7 +415,7 @@ def _filters(coupling: couplings.ConvSPE) -> Kernel:
     return correlation
 
 
-def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: FeatureMap) -> list[Primitive]:
+def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[Primitive]:
     """Of terms of scores; rows of tables are scaled as content is, numbers are not."""
     group, content, one = bias.group, _content(d), _one(d)
     match bias:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.ops import native
+from isopos.ops import library
 
 BLOCK = 1 << 14  # tokens whose angles are formed at a time
 
@@ -53,8 +53,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """`rotate_naive` as one complex product: pairs and table are viewed as complex, nothing but the result is made."""
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
-    if _large(x, table, lifted=False, back=False):
-        return _Turned.apply(x, table, False, False)
+    if _large(x, table, lifted=False, adjoint=False):
+        return _Compiled.apply(x, table, False, False)
     if x.stride(-1) != 1 or any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -63,49 +63,49 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def unrotate(x: Tensor, table: Tensor) -> Tensor:
     """The inverse of `rotate`, which is its adjoint."""
-    if _large(x, table, lifted=False, back=True):
-        return _Turned.apply(x, table, False, True)
+    if _large(x, table, lifted=False, adjoint=True):
+        return _Compiled.apply(x, table, False, True)
     return rotate(x, table * table.new_tensor([1, -1]))
 
 
 def lift(x: Tensor, table: Tensor) -> Tensor:
     """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
-    if _large(x, table, lifted=True, back=False):
-        return _Turned.apply(x, table, True, False)
+    if _large(x, table, lifted=True, adjoint=False):
+        return _Compiled.apply(x, table, True, False)
     cos, sin = table.unbind(-1)
     return torch.cat((x * cos, x * sin), -1)
 
 
 def unlift(x: Tensor, table: Tensor) -> Tensor:
     """The adjoint of `lift`: (a, b) ``[*b h t 2d]`` -> a cos + b sin ``[*b h t d]``, which undoes it."""
-    if _large(x, table, lifted=True, back=True):
-        return _Turned.apply(x, table, True, True)
+    if _large(x, table, lifted=True, adjoint=True):
+        return _Compiled.apply(x, table, True, True)
     cos, sin = table.unbind(-1)
     first, second = x.chunk(2, -1)
     return first * cos + second * sin
 
 
-class _Turned(torch.autograd.Function):
-    """A map of `_TURNS`, by a table that needs no gradient: `native.turn`, and back through the adjoint."""
+class _Compiled(torch.autograd.Function):
+    """A map of `_ROTATIONS`, by a table that needs no gradient: `library.rotate`, and its adjoint in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, lifted: bool, back: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, lifted: bool, adjoint: bool) -> Tensor:
         ctx.save_for_backward(table)
-        ctx.lifted, ctx.back = lifted, back
-        return native.turn(x, table, lifted=lifted, back=back)
+        ctx.lifted, ctx.adjoint = lifted, adjoint
+        return library.rotate(x, table, lifted=lifted, adjoint=adjoint)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _TURNS[ctx.lifted, not ctx.back](grads[0], *ctx.saved_tensors), None, None, None
+        return _ROTATIONS[ctx.lifted, not ctx.adjoint](grads[0], *ctx.saved_tensors), None, None, None
 
 
-def _large(x: Tensor, table: Tensor, *, lifted: bool, back: bool) -> bool:
-    """Whether `_Turned` serves these and is faster: where the result is larger than a cache."""
+def _large(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
+    """Whether `_Compiled` serves these and is faster: where the result is larger than a cache."""
     eager = not torch.compiler.is_compiling() and not table.requires_grad
-    return eager and native.turns(x, table, lifted=lifted, back=back)
+    return eager and library.rotates(x, table, lifted=lifted, adjoint=adjoint)
 
 
-_TURNS = {(False, False): rotate, (False, True): unrotate, (True, False): lift, (True, True): unlift}
+_ROTATIONS = {(False, False): rotate, (False, True): unrotate, (True, False): lift, (True, True): unlift}
 
 
 def permute(x: Tensor, index: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def reflect(x: Tensor, normal: Tensor) -> Tensor:
 
 
 def half_to_interleaved(features: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The index that turns the half-split layout (pair i, i + d/2) into the interleaved one (pair 2i, 2i+1): ``[d]``.
+    """The index that brings the half-split layout (pair i, i + d/2) into the interleaved one (pair 2i, 2i+1): ``[d]``.
 
     ``x_half[..., half_to_interleaved(d)]`` is interleaved; applied to the rows of a projection's weight it converts a
     checkpoint. ``half_to_interleaved(d).argsort()`` is the way back.

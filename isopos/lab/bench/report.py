@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from isopos import __version__
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.rows import Row
-from isopos.ops.native import libraries
+from isopos.ops.library import libraries
 
 __all__ = ["CHART", "DATA", "chart", "machine", "target", "write"]
 
@@ -27,7 +27,7 @@ COLORS = {"as-is": "#0072b2", "reused": "#d55e00"}
 
 def machine() -> dict[str, Any]:
     """Versions, threads and processor: what figures depend on."""
-    versions = {"isopos": __version__, "isopos.ops.native": libraries()[1], "torch": torch.__version__}
+    versions = {"isopos": __version__, "isopos.ops.library": libraries()[1], "torch": torch.__version__}
     for peer in PEERS.values():
         try:
             versions[peer.package] = importlib.metadata.version(peer.package)

@@ -1,10 +1,10 @@
-/* The chunks of a tile of causal linear attention, in float32: what tiles.py says with separate PyTorch operations.
+/* A group of chunks of causal linear attention, in float32: what chunks.py says with separate PyTorch operations.
 
-   Three rounds over the chunks of a tile, which threads share: features of a chunk and what it adds to the states; the states
+   Three rounds over the chunks of a group, which threads share: features of a chunk and what it adds to the states; the states
    from chunk to chunk; the sums of a chunk, divided. Matrices of a chunk stay in a thread's cache, and products leave out what
    a query does not see. Features are made on the way, so that nothing is written that only the next pass would read.
 
-   Built once per instruction set; native.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
+   Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
 #include <immintrin.h>
 #include <omp.h>
@@ -12,7 +12,7 @@
 
 #ifdef __AVX512F__
 #define LANES 16
-#define WIDE 4 /* vectors of a row of a block: ROWS * WIDE sums are held in registers */
+#define WIDE 4 /* vectors of a row of a block: ROWS * WIDE sums stay in registers */
 #define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
 #else
 #define LANES 8
@@ -38,28 +38,28 @@ typedef struct {
 enum { IDENTITY, ELU1, RELU, RELU2, EXP };
 enum { NONE, ROTATION, LIFT, GATHER };
 
-/* An input x, and what makes operands of it: phi, a reflection, then a table. `own` are features for the denominator. */
+/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. */
 typedef struct {
-    View x, own, grad, grad_own, kept, normal, table; /* kept: bytes, tokens that take part; or null, as others may be */
+    View x, own, grad, grad_own, mask, normal, table; /* mask: bytes, tokens that take part; or null, as others may be */
     long phi, kind, width, add; /* add: to gradients that are there */
-    float *rows, *own_rows;     /* room [n, tokens up to whole blocks, .] */
+    float *rows, *own_rows;     /* buffers [n, tokens up to whole blocks, .] */
     double *grad_decay;         /* [n c] or null */
-} Operand;
+} Input;
 
-/* States [heads . .] hold those before the tile and end as those after it, gradients of states the reverse. */
+/* States [heads . .] hold those before the group and end as those after it, gradients of states the reverse. */
 typedef struct {
-    long chunks, count, heads, c, d, e, own, threads, denominator, divide, begins;
-    /* chunks of a tile and of a head; heads of a sample; tokens; features of keys, values and the denominator alone or 0;
-       begins: no token comes before the tile */
+    long chunks, count, heads, c, d, e, own, threads, denominated, divide, begins;
+    /* chunks of a group and of a head; heads of a sample; tokens; features of keys, values and the denominator alone or 0;
+       begins: no token comes before the group */
     View g_q, g_k; /* log decays, double, or null */
     float *state, *row;   /* sums of k v^T, or v k^T in the backward pass; sums of a denominator's k */
-    float *states, *rows, *across; /* room for those before each chunk, and for weights across it */
-    View out, below;      /* sums, divided or not, and denominators */
+    float *states, *rows, *across; /* buffers for those before each chunk, and for weights across it */
+    View out, denominator; /* sums, divided or not, and denominators */
     View grad;
     float *grad_state, *grad_row, *grad_states, *grad_rows, *grads, *less; /* less: [n c], minus gradients of denominators */
-    float *scratch; /* room [threads scratch_size]: threads may have small stacks */
+    float *scratch; /* a buffer [threads scratch_size]: threads may have small stacks */
     long scratch_size, *out_of_range; /* becomes 1 where an index of a gather is no feature's */
-    Operand q, k, v;
+    Input q, k, v;
 } Call;
 
 typedef struct {
@@ -213,8 +213,8 @@ INLINE lanes exponential(lanes x)
 {
     const lanes zero = {0}, shift = zero + 12582912.0f;
     x = choose(x > 89.0f, zero + 89.0f, choose(x < -104.0f, zero - 104.0f, x));
-    const lanes turned = x * 1.44269504f + shift, power = turned - shift;
-    const order whole = (order)turned - (order)shift, half = whole >> 1;
+    const lanes shifted = x * 1.44269504f + shift, power = shifted - shift;
+    const order whole = (order)shifted - (order)shift, half = whole >> 1;
     const lanes r = (x - power * 0.693359375f) + power * 2.12194440e-4f;
     lanes y = zero + 1.9875691500e-4f;
     y = y * r + 1.3981999507e-3f;
@@ -383,8 +383,8 @@ INLINE void gather(const float *x, const long *index, float *y, long width)
         y[m] = x[index[m]];
 }
 
-/* The table of an isometry for features x [width], which are not y. */
-INLINE void move(const Operand *o, const float *x, const void *table, float *y)
+/* The table of an isometry applied to features x [width], which are not y. */
+INLINE void move(const Input *o, const float *x, const void *table, float *y)
 {
     if (o->kind == ROTATION)
         rotate(x, table, 1, y, o->width);
@@ -400,7 +400,7 @@ INLINE void move(const Operand *o, const float *x, const void *table, float *y)
 }
 
 /* Its adjoint. */
-INLINE void move_back(const Operand *o, const float *y, const void *table, float *x)
+INLINE void move_adjoint(const Input *o, const float *y, const void *table, float *x)
 {
     if (o->kind == ROTATION)
         rotate(y, table, -1, x, o->width);
@@ -415,25 +415,25 @@ INLINE void move_back(const Operand *o, const float *y, const void *table, float
         }
 }
 
-/* The token i of a chunk in the table of an operand: numbers are of 4 bytes, indices of 8. */
-INLINE const void *table_of(const Call *call, const Operand *o, long n, long i)
+/* The token i of a chunk in the table of an input: numbers are of 4 bytes, indices of 8. */
+INLINE const void *table_of(const Call *call, const Input *o, long n, long i)
 {
     const long at = index_of(call, &o->table, n) + i * o->table.token;
     return (const char *)o->table.first + at * (o->kind == GATHER ? 8 : 4);
 }
 
-INLINE int ready(const Operand *o, long c)
+INLINE int ready(const Input *o, long c)
 {
-    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->kept.first && c % ROWS == 0;
+    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0;
 }
 
-INLINE int dropped(const Call *call, const Operand *o, long n, long i)
+INLINE int dropped(const Call *call, const Input *o, long n, long i)
 {
-    return o->kept.first && !((const char *)o->kept.first)[index_of(call, &o->kept, n) + i * o->kept.token];
+    return o->mask.first && !((const char *)o->mask.first)[index_of(call, &o->mask, n) + i * o->mask.token];
 }
 
 /* Features of a chunk, [d] a token, where they are or will be. */
-static Rows features_at(const Call *call, const Operand *o, long n, long d)
+static Rows features_at(const Call *call, const Input *o, long n, long d)
 {
     if (ready(o, call->c))
         return (Rows){rows_of(call, &o->x, n), o->x.token};
@@ -441,20 +441,20 @@ static Rows features_at(const Call *call, const Operand *o, long n, long d)
 }
 
 /* Those of its denominator alone. */
-static Rows own_at(const Call *call, const Operand *o, long n)
+static Rows own_at(const Call *call, const Input *o, long n)
 {
     if (o->own.first)
         return (Rows){rows_of(call, &o->own, n), o->own.token};
     return (Rows){o->own_rows + n * blocks(call->c) * call->own, call->own};
 }
 
-INLINE int moves(const Operand *o)
+INLINE int moves(const Input *o)
 {
     return o->kind != NONE || o->normal.first;
 }
 
 /* The features of token i of a chunk, phi's own on the way: where nothing moves them these are the same. */
-INLINE void make_token(const Call *call, const Operand *o, long n, long i, long d, float *plain, float *features)
+INLINE void make_token(const Call *call, const Input *o, long n, long i, long d, float *plain, float *features)
 {
     const long width = o->width;
     if (dropped(call, o, n, i)) { /* whatever it holds */
@@ -466,12 +466,12 @@ INLINE void make_token(const Call *call, const Operand *o, long n, long i, long 
     if (!moves(o))
         return;
     const float *y = plain;
-    float room[MOST] ALIGNED;
+    float buffer[MOST] ALIGNED;
     if (o->normal.first) {
-        float *turned = o->kind == NONE ? features : room;
-        memcpy(turned, plain, width * sizeof(float));
-        reflect((const float *)o->normal.first + index_of(call, &o->normal, n), turned, width);
-        y = turned;
+        float *reflected = o->kind == NONE ? features : buffer;
+        memcpy(reflected, plain, width * sizeof(float));
+        reflect((const float *)o->normal.first + index_of(call, &o->normal, n), reflected, width);
+        y = reflected;
     }
     if (o->kind == GATHER && !in_range(table_of(call, o, n, i), width)) {
         *call->out_of_range = 1;
@@ -480,22 +480,22 @@ INLINE void make_token(const Call *call, const Operand *o, long n, long i, long 
         move(o, y, table_of(call, o, n, i), features);
 }
 
-static void make_features(const Call *call, const Operand *o, long n, long d)
+static void make_features(const Call *call, const Input *o, long n, long d)
 {
     const long c = call->c;
     if (ready(o, c))
         return;
     const int own = o->own_rows && !o->own.first;
-    float *rows = o->rows + n * blocks(c) * d, room[MOST] ALIGNED;
+    float *rows = o->rows + n * blocks(c) * d, buffer[MOST] ALIGNED;
     for (long i = 0; i < c; i++) {
-        float *features = rows + i * d, *plain = own ? o->own_rows + (n * blocks(c) + i) * call->own : room;
+        float *features = rows + i * d, *plain = own ? o->own_rows + (n * blocks(c) + i) * call->own : buffer;
         make_token(call, o, n, i, d, moves(o) ? plain : features, features);
     }
     memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
 }
 
 /* Gradients of x from those of its features [c d] and of its own ones [c own], which are overwritten. */
-static void pull(const Call *call, const Operand *o, long n, long d, float *grad, float *grad_own)
+static void pull(const Call *call, const Input *o, long n, long d, float *grad, float *grad_own)
 {
     const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
     if (o->grad_own.first) {
@@ -503,20 +503,20 @@ static void pull(const Call *call, const Operand *o, long n, long d, float *grad
             memcpy(rows_of(call, &o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
         grad_own = 0;
     }
-    const float *kept = moves(o) ? o->own_rows : o->rows; /* phi's features, if they were */
-    kept = kept ? kept + n * blocks(call->c) * o->width : 0;
+    const float *saved = moves(o) ? o->own_rows : o->rows; /* phi's features, if they were */
+    saved = saved ? saved + n * blocks(call->c) * o->width : 0;
     for (long i = 0; i < call->c; i++, grad += d) {
         const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
-        float *out = rows_of(call, &o->grad, n) + i * o->grad.token, room[MOST] ALIGNED;
+        float *out = rows_of(call, &o->grad, n) + i * o->grad.token, buffer[MOST] ALIGNED;
         if (o->kind != NONE && !*call->out_of_range) {
-            move_back(o, grad, table_of(call, o, n, i), room);
-            from = room;
+            move_adjoint(o, grad, table_of(call, o, n, i), buffer);
+            from = buffer;
         }
         if (normal) {
-            if (from != room)
-                memcpy(room, from, o->width * sizeof(float));
-            reflect(normal, room, o->width);
-            from = room;
+            if (from != buffer)
+                memcpy(buffer, from, o->width * sizeof(float));
+            reflect(normal, buffer, o->width);
+            from = buffer;
         }
         for (long m = 0; m < o->width; m += LANES) {
             lanes g = *(const lanes *)(from + m);
@@ -526,7 +526,7 @@ static void pull(const Call *call, const Operand *o, long n, long d, float *grad
                 g = (lanes){0};
             else if (o->phi != IDENTITY) {
                 const lanes a = *(const lanes *)(x + m);
-                g *= slope(o->phi, a, kept ? *(const lanes *)(kept + i * o->width + m) : feature(o->phi, a));
+                g *= slope(o->phi, a, saved ? *(const lanes *)(saved + i * o->width + m) : feature(o->phi, a));
             }
             if (o->add)
                 g += *(const lanes *)(out + m);
@@ -553,10 +553,10 @@ INLINE float *scratch_of(const Call *call)
     return call->scratch + omp_get_thread_num() * call->scratch_size;
 }
 
-INLINE float *take(float **room, long count)
+INLINE float *take(float **buffer, long count)
 {
-    float *taken = *room;
-    *room += count;
+    float *taken = *buffer;
+    *buffer += count;
     return taken;
 }
 
@@ -611,7 +611,7 @@ static void weigh(Rows a, const float *b, long width, const float *inside, const
 }
 
 /* Denominators of a chunk, as they are. */
-static void denominators(const Call *call, long n, const Weights *w, Rows q, const float *scores, float *below)
+static void denominators(const Call *call, long n, const Weights *w, Rows q, const float *scores, float *denominator)
 {
     const long c = call->c, own = call->own, d = call->d;
     if (!own) {
@@ -620,12 +620,12 @@ static void denominators(const Call *call, long n, const Weights *w, Rows q, con
             lanes sum = {0};
             for (long j = 0; j <= i; j += LANES) /* zeros follow */
                 sum += *(const lanes *)(scores + i * CHUNK + j);
-            below[i] = w->before[i] * dot(q.at + i * q.stride, row, d) + total(sum);
+            denominator[i] = w->before[i] * dot(q.at + i * q.stride, row, d) + total(sum);
         }
         return;
     }
     const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
-    memset(below, 0, c * sizeof(float));
+    memset(denominator, 0, c * sizeof(float));
     for (long m = 0; m < own; m += WIDE * LANES) {
         lanes seen[WIDE];
         const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
@@ -639,7 +639,7 @@ static void denominators(const Call *call, long n, const Weights *w, Rows q, con
                 seen[v] = s * seen[v] + here * *(const lanes *)(key + v * LANES);
                 sum += seen[v] * *(const lanes *)(query + v * LANES);
             }
-            below[i] += total(sum);
+            denominator[i] += total(sum);
         }
     }
 }
@@ -679,20 +679,20 @@ static void forward_chunk(const Call *call, long n)
     const long c = call->c, d = call->d, e = call->e;
     const float *state = call->states + n * d * e;
     const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
-    float *turned = scratch_of(call), room[CHUNK * CHUNK] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, below[CHUNK];
+    float *transposed = scratch_of(call), buffer[CHUNK * CHUNK] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, denominator[CHUNK];
     float *out = rows_of(call, &call->out, n);
     Weights w;
     make_weights(call, n, &w);
-    const float *inside = make_inside(&w, c, room);
-    transpose(k, c, d, turned, CHUNK);
-    weigh(q, turned, d, inside, 0, c, scores);
-    if (call->denominator) {
-        float *into = rows_of(call, &call->below, n);
-        denominators(call, n, &w, q, scores, below);
+    const float *inside = make_inside(&w, c, buffer);
+    transpose(k, c, d, transposed, CHUNK);
+    weigh(q, transposed, d, inside, 0, c, scores);
+    if (call->denominated) {
+        float *into = rows_of(call, &call->denominator, n);
+        denominators(call, n, &w, q, scores, denominator);
         for (long i = 0; i < c; i++) {
-            if (call->divide && __builtin_fabsf(below[i]) < SMALL)
-                below[i] = __builtin_copysignf(SMALL, below[i]);
-            into[i * call->below.token] = below[i];
+            if (call->divide && __builtin_fabsf(denominator[i]) < SMALL)
+                denominator[i] = __builtin_copysignf(SMALL, denominator[i]);
+            into[i * call->denominator.token] = denominator[i];
         }
     }
     for (long i = 0; i < c; i += ROWS) {
@@ -705,7 +705,7 @@ static void forward_chunk(const Call *call, long n)
         if (call->divide)
             for (long r = i; r < to; r++)
                 for (long m = 0; m < e; m += LANES)
-                    *(lanes *)(out + r * call->out.token + m) /= below[r];
+                    *(lanes *)(out + r * call->out.token + m) /= denominator[r];
     }
 }
 
@@ -720,19 +720,19 @@ static void make_grads(const Call *call, long n)
         float *to = grads + i * e;
         if (!call->divide) {
             memcpy(to, from, e * sizeof(float));
-            if (call->denominator)
+            if (call->denominated)
                 call->less[n * c + i] = -from[e];
             continue;
         }
         const float *out = rows_of(call, &call->out, n) + i * call->out.token;
-        const float below = rows_of(call, &call->below, n)[i * call->below.token];
+        const float denominator = rows_of(call, &call->denominator, n)[i * call->denominator.token];
         lanes sum = {0};
         for (long m = 0; m < e; m += LANES) {
-            const lanes g = *(const lanes *)(from + m) / below;
+            const lanes g = *(const lanes *)(from + m) / denominator;
             sum += g * *(const lanes *)(out + m);
             *(lanes *)(to + m) = g;
         }
-        call->less[n * c + i] = __builtin_fabsf(below) <= SMALL ? 0 : total(sum);
+        call->less[n * c + i] = __builtin_fabsf(denominator) <= SMALL ? 0 : total(sum);
     }
     memset(grads + c * e, 0, (blocks(c) - c) * e * sizeof(float));
 }
@@ -740,22 +740,22 @@ static void make_grads(const Call *call, long n)
 static void backward_chunk(const Call *call, long n)
 {
     const long c = call->c, d = call->d, e = call->e, own = call->own;
-    const float *less = call->denominator ? call->less + n * c : 0;
+    const float *less = call->denominated ? call->less + n * c : 0;
     const float *state = call->states + n * d * e, *grad_state = call->grad_states + n * d * e;
     const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
     const Rows grad = {call->grads + n * blocks(c) * e, e};
-    float scores[CHUNK * CHUNK] ALIGNED, grad_scores[CHUNK * CHUNK] ALIGNED, room[CHUNK * CHUNK] ALIGNED;
-    float *rest = scratch_of(call), *turned = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
+    float scores[CHUNK * CHUNK] ALIGNED, grad_scores[CHUNK * CHUNK] ALIGNED, buffer[CHUNK * CHUNK] ALIGNED;
+    float *rest = scratch_of(call), *transposed = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
     Weights w;
     make_weights(call, n, &w);
-    const float *inside = make_inside(&w, c, room);
-    transpose(k, c, d, turned, CHUNK);
-    weigh(q, turned, d, inside, 0, c, scores);
-    transpose(v, c, e, turned, CHUNK);
-    weigh(grad, turned, e, inside, own ? 0 : less, c, grad_scores);
-    transpose((Rows){grad_state, e}, d, e, turned, d);
+    const float *inside = make_inside(&w, c, buffer);
+    transpose(k, c, d, transposed, CHUNK);
+    weigh(q, transposed, d, inside, 0, c, scores);
+    transpose(v, c, e, transposed, CHUNK);
+    weigh(grad, transposed, e, inside, own ? 0 : less, c, grad_scores);
+    transpose((Rows){grad_state, e}, d, e, transposed, d);
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c, from = i * CHUNK + i, rows = to - i;
         float near[ROWS] = {0}, far[ROWS] = {0};
@@ -763,7 +763,7 @@ static void backward_chunk(const Call *call, long n)
             near[r - i] = w.before[r], far[r - i] = w.after[r];
         block(dq + i * d, d, rows, d, (Product){grad.at + i * e, e, 1, state, d, e}, near,
               (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to});
-        block(dk + i * d, d, rows, d, (Product){v.at + i * v.stride, v.stride, 1, turned, d, e}, far,
+        block(dk + i * d, d, rows, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, e}, far,
               (Product){grad_scores + from, 1, CHUNK, q.at + i * q.stride, q.stride, c - i});
         block(dv + i * e, e, rows, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, d}, far,
               (Product){scores + from, 1, CHUNK, grad.at + i * e, e, c - i});
@@ -793,7 +793,7 @@ static void backward_chunk(const Call *call, long n)
     pull(call, &call->v, n, e, dv, 0);
 }
 
-/* --- tiles --- */
+/* --- groups of chunks --- */
 
 long isopos_call_size(void)
 {
@@ -810,7 +810,7 @@ static void begin_chunk(const Call *call, long n, Weights *w)
     make_features(call, &call->v, n, call->e);
 }
 
-static Rows below_features(const Call *call, const Operand *o, long n)
+static Rows denominator_features(const Call *call, const Input *o, long n)
 {
     return call->own ? own_at(call, o, n) : features_at(call, o, n, call->d);
 }
@@ -820,7 +820,7 @@ static void scan_head(const Call *call, long head, int back)
 {
     scan(call, head, call->across, back ? call->grad_state : call->state, back ? call->grad_states : call->states,
          call->d * call->e, back);
-    if (call->denominator)
+    if (call->denominated)
         scan(call, head, call->across, back ? call->grad_row : call->row, back ? call->grad_rows : call->rows,
              call->own ? call->own : call->d, back);
 }
@@ -835,8 +835,8 @@ void isopos_forward(const Call *call)
             Weights w;
             begin_chunk(call, n, &w);
             outer(features_at(call, &call->k, n, d), features_at(call, &call->v, n, e), w.after, c, d, e, scratch_of(call), call->states + n * d * e);
-            if (call->denominator)
-                sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
+            if (call->denominated)
+                sum_rows(denominator_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
         }
 #pragma omp for
         for (long head = 0; head < call->chunks / call->count; head++)
@@ -861,9 +861,9 @@ void isopos_backward(const Call *call)
             const Rows v = features_at(call, &call->v, n, e), grad = {call->grads + n * blocks(c) * e, e};
             outer(v, k, w.after, c, e, d, scratch_of(call), call->states + n * d * e);
             outer(q, grad, w.before, c, d, e, scratch_of(call), call->grad_states + n * d * e);
-            if (call->denominator) {
-                sum_rows(below_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
-                sum_rows(below_features(call, &call->q, n), w.before, call->less + n * c, c, size, call->grad_rows + n * size);
+            if (call->denominated) {
+                sum_rows(denominator_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
+                sum_rows(denominator_features(call, &call->q, n), w.before, call->less + n * c, c, size, call->grad_rows + n * size);
             }
         }
 #pragma omp for
@@ -881,9 +881,9 @@ void isopos_backward(const Call *call)
    the same. `across` holds weights of the states before, or is null; `row` and `rows` are sums of own k. */
 void isopos_step(const Call *call)
 {
-    const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominator && !own);
+    const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominated && !own);
     for (long n = 0; n < call->chunks; n++) /* before a state is written over */
-        for (const Operand *o = &call->q; o <= &call->v; o++)
+        for (const Input *o = &call->q; o <= &call->v; o++)
             if (o->kind == GATHER && !in_range(table_of(call, o, n, 0), o->width)) {
                 *call->out_of_range = 1;
                 return;
@@ -908,22 +908,22 @@ void isopos_step(const Call *call)
                 sum[j] += b * x;
             }
         }
-        float below = sum[e];
+        float denominator = sum[e];
         if (own) {
             const float *key = moves(&call->k) ? k_plain : k, *query = moves(&call->q) ? q_plain : q;
-            below = 0;
+            denominator = 0;
             for (long m = 0; m < own; m++) {
                 const float x = across * call->row[n * own + m] + key[m];
                 call->rows[n * own + m] = x;
-                below += query[m] * x;
+                denominator += query[m] * x;
             }
         }
-        if (__builtin_fabsf(below) < SMALL)
-            below = __builtin_copysignf(SMALL, below);
-        if (call->below.first)
-            *rows_of(call, &call->below, n) = below;
+        if (__builtin_fabsf(denominator) < SMALL)
+            denominator = __builtin_copysignf(SMALL, denominator);
+        if (call->denominator.first)
+            *rows_of(call, &call->denominator, n) = denominator;
         for (long j = 0; j < e; j++)
-            out[j] = call->denominator ? sum[j] / below : sum[j];
+            out[j] = call->denominated ? sum[j] / denominator : sum[j];
     }
 }
 
@@ -933,13 +933,13 @@ void isopos_step(const Call *call)
 typedef struct {
     View x, table;
     float *out;
-    long all, heads, tokens, back, threads;
-    Operand operand; /* its kind and width */
-} Turn;
+    long all, heads, tokens, adjoint, threads;
+    Input input; /* its kind and width */
+} Rotate;
 
-long isopos_turn_size(void)
+long isopos_rotate_size(void)
 {
-    return sizeof(Turn);
+    return sizeof(Rotate);
 }
 
 /* Past the cache, which could not hold the result: without reading what is overwritten. */
@@ -953,30 +953,30 @@ INLINE void stream(const float *x, float *out, long width)
 #endif
 }
 
-static void turn_tokens(const Turn *turn, long head, long from, long to)
+static void rotate_tokens(const Rotate *call, long head, long from, long to)
 {
-    const Operand *o = &turn->operand;
-    const long width = o->kind == LIFT && !turn->back ? 2 * o->width : o->width;
-    const long sample = head / turn->heads, own = head % turn->heads;
-    const float *x = (const float *)turn->x.first + sample * turn->x.sample + own * turn->x.head + from * turn->x.token;
-    const float *table = (const float *)turn->table.first + sample * turn->table.sample + own * turn->table.head;
-    float *out = turn->out + (head * turn->tokens + from) * width, room[2 * MOST] ALIGNED;
-    table += from * turn->table.token;
-    for (long i = from; i < to; i++, x += turn->x.token, table += turn->table.token, out += width) {
-        if (turn->back)
-            move_back(o, x, table, room);
+    const Input *o = &call->input;
+    const long width = o->kind == LIFT && !call->adjoint ? 2 * o->width : o->width;
+    const long sample = head / call->heads, own = head % call->heads;
+    const float *x = (const float *)call->x.first + sample * call->x.sample + own * call->x.head + from * call->x.token;
+    const float *table = (const float *)call->table.first + sample * call->table.sample + own * call->table.head;
+    float *out = call->out + (head * call->tokens + from) * width, buffer[2 * MOST] ALIGNED;
+    table += from * call->table.token;
+    for (long i = from; i < to; i++, x += call->x.token, table += call->table.token, out += width) {
+        if (call->adjoint)
+            move_adjoint(o, x, table, buffer);
         else
-            move(o, x, table, room);
-        stream(room, out, width);
+            move(o, x, table, buffer);
+        stream(buffer, out, width);
     }
 }
 
-void isopos_turn(const Turn *turn)
+void isopos_rotate(const Rotate *call)
 {
-    const long pieces = (turn->tokens + CHUNK - 1) / CHUNK;
-#pragma omp parallel for num_threads(turn->threads)
-    for (long n = 0; n < turn->all * pieces; n++) {
-        const long from = n % pieces * CHUNK, to = from + CHUNK < turn->tokens ? from + CHUNK : turn->tokens;
-        turn_tokens(turn, n / pieces, from, to);
+    const long pieces = (call->tokens + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads(call->threads)
+    for (long n = 0; n < call->all * pieces; n++) {
+        const long from = n % pieces * CHUNK, to = from + CHUNK < call->tokens ? from + CHUNK : call->tokens;
+        rotate_tokens(call, n / pieces, from, to);
     }
 }

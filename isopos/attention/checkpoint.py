@@ -1,0 +1,115 @@
+"""What moves checkpoints: a constant basis into projections, and projections between layouts of rotary embeddings."""
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from isopos.encodings import Encoding, Exponential, InBasis, Rotary
+from isopos.maps import Chain, Isometry
+from isopos.ops.rotate import half_to_interleaved
+from isopos.scheme import Scheme
+
+__all__ = ["absorb", "convert_layout"]
+
+
+def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
+    """Fold the scheme's constant basis into projections of queries and keys, in place, and return the scheme without it.
+
+    P q = (P W) x: scores stay what they were, and attention no longer applies P. Learned angles stay learned; what a learned
+    basis had learned moves into the projections. An `Exponential` becomes a `Rotary` with its angles, since its basis is
+    constant, too (APE, Appendix A; LRPE, Eq. 75).
+
+    Args:
+        scheme: With softmax attention or the identity feature map: no other commutes with P.
+        projections: Every layer's that makes queries or keys of heads * d features.
+
+    Raises:
+        ValueError: Where there is no basis, or a feature map lies between the projections and it; nothing is changed.
+
+    Example:
+        >>> import isopos
+        >>> scheme, layer = isopos.ape_sequence(8, 2, attention="softmax"), torch.nn.Linear(16, 16)
+        >>> type(absorb(scheme, layer).encoding).__name__
+        'Rotary'
+    """
+    if scheme.attention == "linear" and scheme.choices["feature_map"] != "identity":
+        raise ValueError(
+            f"scheme: expected softmax attention or the identity feature map, which let a basis pass, "
+            f"got {scheme.choices['feature_map']}"
+        )
+    if not projections:
+        raise ValueError("projections: expected the layers that make queries and keys, got none")
+    if scheme.bias is not None:
+        raise ValueError(
+            f"scheme: expected none with a bias, whose rows meet queries or keys, got {type(scheme.bias).__name__}"
+        )
+    if len(set(map(id, projections))) < len(projections):
+        raise ValueError("projections: expected each layer once, got one twice")
+    basis, rest = _split_basis(scheme.encoding)
+    width = scheme.heads * scheme.encoding.features
+    for layer in projections:
+        if layer.out_features != width:
+            raise ValueError(f"projections: expected {width} outputs, {scheme.heads} heads, got {layer.out_features}")
+    with torch.no_grad():
+        for layer in projections:
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None:  # heads and features stand where tokens' features do: [m h 1 d]
+                    rows = parameter.double().view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
+                    rotated = basis(rows[..., None, :]).squeeze(-2).permute(1, 2, 0)
+                    parameter.copy_(rotated.reshape(parameter.shape))
+    absorbed = copy.copy(scheme)
+    absorbed._modules = dict(scheme._modules)
+    absorbed.encoding = rest
+    return absorbed
+
+
+@torch.no_grad()
+def _split_basis(encoding: nn.Module) -> tuple[Isometry, Encoding]:
+    """A constant basis in float64, and the encoding that is left."""
+    if isinstance(encoding, InBasis):
+        device = next((parameter.device for parameter in encoding.parameters()), None)
+        return encoding.basis(device, torch.float64), encoding.encoding
+    if isinstance(encoding, Exponential):
+        chain = encoding(encoding.group.origin(1, device=encoding.held.device), torch.float64)
+        assert isinstance(chain, Chain)
+        learned = isinstance(encoding.held, nn.Parameter)
+        return chain.first, Rotary(encoding.frequency()[:, None], learned=learned)
+    raise ValueError(f"scheme: expected an encoding with a basis (InBasis, Exponential), got {type(encoding).__name__}")
+
+
+def convert_layout(
+    weight: Tensor, heads: int, *, to: Literal["interleaved", "half"], rotary_dim: int | None = None
+) -> Tensor:
+    """A projection of queries or keys between the layouts of rotary embeddings, so that scores stay what they were.
+
+    Args:
+        weight: Weight ``[h * d, m]`` or bias ``[h * d]`` in the other layout: pairs (i, i + d/2) of a head are "half", as
+            in Llama's checkpoints, pairs (2i, 2i+1) "interleaved", as in RoFormer's and by default here.
+        heads: h: of keys for the key projection, where there are fewer.
+        to: The layout of the result.
+        rotary_dim: Features of a head that are rotated, where only the first do.
+
+    Returns:
+        A new tensor shaped as `weight`.
+
+    Example:
+        >>> convert_layout(torch.tensor([0, 1, 2, 3]), 1, to="interleaved").tolist()
+        [0, 2, 1, 3]
+    """
+    if not isinstance(weight, Tensor) or weight.ndim not in (1, 2):
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"weight: expected a tensor [heads * d, m] or [heads * d], got {got}")
+    if to not in ("interleaved", "half"):
+        raise ValueError(f"to: expected interleaved or half, got {to!r}")
+    if heads < 1 or len(weight) % heads:
+        raise ValueError(f"heads: expected a divisor of the {len(weight)} rows, got {heads}")
+    features = len(weight) // heads
+    rotated = features if rotary_dim is None else rotary_dim
+    if not 0 < rotated <= features or rotated % 2:
+        raise ValueError(f"rotary_dim: expected an even number up to {features}, got {rotated}")
+    index = half_to_interleaved(rotated, device=weight.device)
+    index = index if to == "interleaved" else index.argsort()
+    index = torch.cat((index, torch.arange(rotated, features, device=weight.device)))
+    return weight.unflatten(0, (heads, features))[:, index].flatten(0, 1)

@@ -1,0 +1,87 @@
+"""Clipped relative terms in linear attention: what they add to the sums, of whole, packed and streamed sequences."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from isopos.attention.problem import LinearProblem
+from isopos.exact import broadcast
+from isopos.feature_maps import sides
+from isopos.ops import clipped
+from isopos.terms import Clipped
+
+__all__ = ["with_terms", "with_terms_of_stream"]
+
+
+def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
+    """Sums and denominators ``[*b h t e+1]``, and those of all clipped terms."""
+    values = _values(problem).expand(*problem.batch, -1, -1) if problem.terms else total
+    for term in _terms(problem):
+        score = _scores(problem, term).expand(*problem.batch, -1, -1)
+        if problem.segments is not None:
+            total = total + _packed(score, values, term, problem.segments, problem.causal)
+            continue
+        total = total + clipped.clipped(
+            score, values, term.x, term.y, term.reach, outside=term.outside, causal=problem.causal
+        )
+    return total
+
+
+def with_terms_of_stream(total: Tensor, problem: LinearProblem) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same for the next tokens of a stream, and what its state has of them: near keys, and the sum of far ones."""
+    state, after = problem.state, {}
+    assert state is not None
+    for term in _terms(problem):
+        if term.x.shape[-1] > 1 or term.outside:
+            raise ValueError(
+                "state: expected clipped terms of a sequence without class tokens, whose far keys share one sum"
+            )
+        rows, positions, far = _values(problem), term.y, state["far"]
+        if (near := state["near"]) is not None and (places := state["places"]) is not None:
+            rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
+            positions = torch.cat((places.expand(*positions.shape[:-2], *places.shape[-2:]), positions), -2)
+        score = _scores(problem, term)
+        batch = broadcast(score.shape[:-2], rows.shape[:-2])
+        wide, score = rows.expand(*batch, *rows.shape[-2:]), score.expand(*batch, *score.shape[-2:])
+        added = clipped.clipped(score, wide, term.x, positions, term.reach, causal=True)
+        total = total + (added if far is None else added + score[..., :1] * far.unsqueeze(-2))
+        gone = rows[..., : max(0, rows.shape[-2] - term.reach), :].sum(-2)
+        after = {"near": rows[..., -term.reach :, :].clone(), "places": positions[..., -term.reach :, :].clone()}
+        after["far"] = gone if far is None else far + gone
+    return total, after
+
+
+def _terms(problem: LinearProblem) -> list[Clipped]:
+    return [term for term in problem.terms if isinstance(term, Clipped)]  # checked: no others
+
+
+def _values(problem: LinearProblem) -> Tensor:
+    """Values and, where a denominator is wanted, a column of ones; zero for keys that take no part."""
+    v, mask = problem.v.to(torch.promote_types(problem.v.dtype, torch.float32)), problem.mask_of_keys
+    v = v if problem.denominator is None else torch.cat((v, torch.ones_like(v[..., :1])), -1)
+    return v if mask is None else torch.where(mask, v, 0)
+
+
+def _scores(problem: LinearProblem, term: Clipped) -> Tensor:
+    """<phi(q), phi(row)> for each row of a clipped term's table: ``[*b h t n]``."""
+    phi_q, phi_k = sides(problem.phi)
+    q = problem.q.to(torch.promote_types(problem.q.dtype, torch.float32))
+    return phi_q(q) @ phi_k(term.table.to(q.dtype)).mT
+
+
+def _packed(score: Tensor, values: Tensor, term: Clipped, ids: Tensor, causal: bool) -> Tensor:
+    """The sums of each segment alone: far keys of other segments must not take part. Samples go one by one."""
+    if torch.compiler.is_compiling():
+        raise ValueError("segment_ids: expected none beside clipped terms under a compiler, which cannot read their borders")
+    *samples, heads, t, s = *score.shape[:-1], values.shape[-2]
+    rows = [a.reshape(-1, heads, *a.shape[-2:]) for a in (score, values)]
+    places = [a.expand(*samples, *a.shape[-2:]).reshape(-1, *a.shape[-2:]) for a in (term.x, term.y)]
+    out = []
+    for *sample, own in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
+        borders = [0, *((own.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
+        for keys in pairwise(borders):
+            queries = slice(*(max(0, border - (s - t)) for border in keys))
+            scores, gathered, x, y = (a[..., part, :] for a, part in zip(sample, (queries, slice(*keys)) * 2, strict=True))
+            out.append(clipped.clipped(scores, gathered, x, y, term.reach, causal=causal))
+    return torch.cat(out, -2).unflatten(-2, (-1, t)).movedim(-3, 0).reshape(*samples, heads, t, -1)

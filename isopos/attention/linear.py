@@ -1,0 +1,251 @@
+"""Linear attention with positions: check, group, segment, sum, divide."""
+
+from collections.abc import Sequence
+from typing import Literal, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from isopos.attention.clipped import with_terms, with_terms_of_stream
+from isopos.attention.problem import (
+    DecayPair,
+    IsometryPair,
+    LinearOptions,
+    LinearProblem,
+    check,
+    check_decay,
+    check_linear,
+    group,
+    ungroup,
+)
+from isopos.attention.segments import segmented
+from isopos.exact import full_precision
+from isopos.feature_maps import Phi, identity, sides
+from isopos.maps import Chain, Gather, Identity, Isometry, Reflection, Rotation
+from isopos.ops import linear
+from isopos.ops.linear import Features, Opaque, Step, Stream, Sums
+from isopos.state import State
+from isopos.terms import Term
+
+__all__ = ["explain", "linear_attention", "naive_linear_attention"]
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[LinearOptions]
+) -> Tensor: ...
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[LinearOptions]
+) -> tuple[Tensor, State]: ...
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    isometry: IsometryPair = None,
+    feature_map: Phi | None = None,
+    decay: DecayPair = None,
+    denominator: str | None = "plain",
+    causal: bool = False,
+    terms: Sequence[Term] | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, State]:
+    """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost proportional to length.
+
+    Args:
+        q: Queries ``[*b h t d]``, any floating dtype; sums are float32 or wider.
+        k: Keys ``[*b h s d]``.
+        v: Values ``[*b h s e]``.
+        isometry: rho, evaluated at the positions of q and k; a pair (of queries, of keys) for cross-attention.
+        feature_map: phi, applied before rho; None leaves q and k as they are.
+        decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
+            a pair for cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
+        denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by
+            the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
+            None by nothing. "complex" takes feature pairs (2i, 2i+1) for complex numbers, divides the complex sum by the
+            complex denominator and returns the real part (LRPE, Eq. 38 to the letter: another function than "encoded").
+            Decay, terms and mask weigh in all. A vanishing one is clamped to a magnitude of 1e-6; `isopos.Clamped` counts.
+        causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
+        terms: Added to the weights: `Clipped` ones of side "query", <phi(q_i), phi(row)>, in linear time. No others
+            factor: a bias of logits is a factor of weights that depends on both tokens.
+        mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
+        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
+            take part. Queries have the ids of the last keys; tokens of one id are next to each other.
+        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
+        return_state: Also return the state after these tokens.
+
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
+    terms are then those of the keys' heads.
+
+    Returns:
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
+
+    Raises:
+        ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
+
+    Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; Horn et al. 2021
+    for terms.
+
+    Example:
+        >>> from isopos.feature_maps import FEATURE_MAPS
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 16)
+        >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
+        torch.Size([2, 4, 100, 16])
+    """
+    options = LinearOptions(isometry=isometry, feature_map=feature_map, decay=decay, denominator=denominator, causal=causal)
+    options |= LinearOptions(terms=terms, mask=mask, segment_ids=segment_ids, state=state)
+    q, groups = group(q, k, v)
+    problem = segmented(check_linear(q, k, v, options, streams=return_state))
+    with full_precision(q.device):
+        if problem.empty:
+            out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
+        elif problem.state is not None:
+            out, after = _streamed(problem, problem.state)
+        else:
+            total = with_terms(linear.linear(_sums(problem)), problem)
+            out, after = _divided(total, problem), State()
+    out = ungroup(out.to(q.dtype), groups)
+    return (out, after) if return_state else out
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[LinearOptions]
+) -> linear.Explanation:
+    """Which backend serves `linear_attention` of these arguments, and why others do not.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
+        >>> from isopos.feature_maps import FEATURE_MAPS
+        >>> print(explain(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True))
+        chunks serves
+        cpu does not: it sums up float32, not torch.float64
+    """
+    q, _ = group(q, k, v)
+    return linear.explain(_sums(segmented(check_linear(q, k, v, options, streams=return_state))))
+
+
+def naive_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    isometry: IsometryPair = None,
+    feature_map: Phi | None = None,
+    decay: DecayPair = None,
+    denominator: str | None = "plain",
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`linear_attention` by its definition: every weight is formed. Quadratic; any number of derivatives, and `torch.func`.
+
+    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
+        >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
+        True
+    """
+    rho_q, rho_k = check(q, k, v, isometry, mask, ())
+    g = check_decay(decay, q, k)
+    if denominator not in ("plain", "encoded", None):
+        raise ValueError(f"denominator: expected 'plain', 'encoded' or None, got {denominator!r}")
+    keys = None if mask is None else mask[..., None, :, None]
+    k, v = (k, v) if keys is None else (torch.where(keys, x, 0) for x in (k, v))
+    phi_q, phi_k = sides(identity if feature_map is None else feature_map)
+    q, k = phi_q(q), phi_k(k)
+    k = k if keys is None else torch.where(keys, k, 0)
+    mapped = rho_q.apply(q), rho_k.apply(k)
+    total = linear.naive(*mapped, v, g, causal=causal)
+    if denominator is None:
+        return total
+    ones = torch.ones_like(v[..., :1]) if keys is None else keys.to(v.dtype)
+    weights = linear.naive(*(mapped if denominator == "encoded" else (q, k)), ones, g, causal=causal)
+    return linear.divide(torch.cat((total, weights), -1))
+
+
+def _sums(problem: LinearProblem) -> Sums:
+    """The problem as the engine has it."""
+    (phi_q, phi_k), mask = sides(problem.phi), problem.mask_of_keys
+    wide = torch.promote_types(problem.q.dtype, torch.float32)
+    features = (
+        Features(phi_q, _as_data(problem.rho_q), None, problem.plain, wide),
+        Features(phi_k, _as_data(problem.rho_k), mask, problem.plain, wide),
+        Features(mask=mask, dtype=wide),
+    )
+    form = None if problem.denominator is None else "column" if problem.terms else "divide"
+    stream, q, k, v = None, problem.q, problem.k, problem.v
+    if (state := problem.state) is not None:
+        given = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
+        stream = Stream(given, problem.before, state.in_place)
+    else:
+        q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (q, k, v))
+    sums = Sums(q, k, v, features, problem.g, problem.causal, form, stream)
+    return _complex(sums) if problem.denominator == "complex" else sums
+
+
+def _complex(sums: Sums) -> Sums:
+    """Real and imaginary sums over real and imaginary denominators ``[2 *b h t e+1]``.
+
+    Features are complex queries and i times them: <i q, k>, the real part of conj(i q) k, is Im(conj(q) k).
+    """
+    (query,), (key,), value = sums.made()
+    mask, value = sums.features[2].mask, torch.cat((value, torch.ones_like(value[..., :1])), -1)
+    value = value if mask is None else torch.where(mask, value, 0)
+    pairs = query.unflatten(-1, (-1, 2))
+    query = torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
+    if sums.stream is None:
+        key, value = (x.expand(2, *x.shape) for x in (key, value))
+    return Sums(query, key, value, g=sums.g, causal=sums.causal, stream=sums.stream)
+
+
+def _as_data(rho: Isometry) -> tuple[Step, ...] | Opaque:
+    """What a map does, in closed form where the engine knows one."""
+    steps = _steps(rho)
+    if steps is not None:
+        return steps
+    return Opaque(
+        tuple(rho.tensors()),
+        lambda x, tensors: rho.replace(tensors)(x),
+        lambda tensors, place: tuple(rho.replace(tensors).part(place).tensors()),
+        (lambda x, tensors: rho.replace(tensors).adjoint(x)) if rho.linear else None,
+    )
+
+
+def _steps(rho: Isometry) -> tuple[Step, ...] | None:
+    match rho:
+        case Identity():
+            return ()
+        case Rotation():
+            return (Step("lift" if rho.lifted else "rotation", rho.table, -4, -3),)
+        case Gather():
+            return (Step("gather", rho.index, -3, None if rho.constant else -2),)
+        case Reflection():
+            return (Step("reflection", rho.normal, -3, None),)
+        case Chain():
+            first, second = _steps(rho.first), _steps(rho.second)
+            return None if first is None or second is None else first + second
+    return None
+
+
+def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
+    """Sums over their denominators, where they have not been divided yet."""
+    if problem.denominator == "complex":
+        return linear.divide_complex(total)
+    return linear.divide(total) if problem.terms and problem.denominator is not None else total
+
+
+def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
+    """The output of the next tokens of a stream, and the state after them."""
+    total, sums = linear.stream(_sums(problem))
+    total, after = with_terms_of_stream(total, problem)
+    after |= {f"sum{n}": x for n, x in enumerate(sums)}
+    if problem.decay is not None:
+        after["decay"] = problem.decay[1][..., -1].expand(problem.of_keys).clone()  # a view would keep all tokens in memory
+    if problem.segments is not None:
+        last = problem.segments[..., -1]
+        after["segment"] = last.expand(torch.broadcast_shapes(last.shape, problem.of_keys[:-1])).clone()
+    return _divided(total, problem), state.next(problem.kind, **after)

@@ -1,0 +1,177 @@
+"""Softmax attention with positions, through `scaled_dot_product_attention`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Unpack, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.attention.problem import (
+    DecayPair,
+    IsometryPair,
+    SegmentPair,
+    SoftmaxOptions,
+    SoftmaxProblem,
+    check_softmax,
+    group,
+    ungroup,
+)
+from isopos.exact import broadcast, full_precision
+from isopos.maps import Identity
+from isopos.state import State
+from isopos.terms import Term
+
+__all__ = ["softmax_attention"]
+
+
+@overload
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[SoftmaxOptions]
+) -> Tensor: ...
+@overload
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[SoftmaxOptions]
+) -> tuple[Tensor, State]: ...
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    isometry: IsometryPair = None,
+    decay: DecayPair = None,
+    scale: float | None = None,
+    causal: bool = False,
+    terms: Sequence[Term] | None = None,
+    locality: Tensor | None = None,
+    mask: Tensor | None = None,
+    segment_ids: SegmentPair = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, State]:
+    """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
+
+    Args:
+        q: Queries ``[*b h t d]``, any floating dtype.
+        k: Keys ``[*b h s d]``.
+        v: Values ``[*b h s e]``.
+        isometry: rho at the positions of q and k; a pair for cross-attention.
+        decay: g, a log decay ``[*b h t]`` in float64; a pair for cross-attention. Without `causal` -|g_i - g_j| is added.
+        scale: d^-1/2 by default, d being the width of q before rho.
+        causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
+        terms: Relative terms: scores of the query's or the key's side are scaled and added, numbers are added as they are,
+            rows of the value's side are added to values. Time and memory are quadratic, as those of softmax itself.
+        locality: Factors ``[*b t s]`` of scale * <rho(x_i) q_i, rho(x_j) k_j> (APE, section 4.2).
+        mask: Keys that take part, bool ``[*b s]``.
+        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
+            take part. Queries have the ids of the last keys, or of their own where this is a pair.
+        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
+        return_state: Also return the state after these tokens.
+
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
+    terms are then those of the keys' heads.
+
+    Returns:
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
+
+    Raises:
+        ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
+
+    Source: RoFormer, Eq. 2, 5-7, 10 and 16; Algebraic Positional Encodings, sections 3 and 4.2.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
+        >>> softmax_attention(q, k, v, causal=True).shape
+        torch.Size([2, 4, 10, 16])
+    """
+    options = SoftmaxOptions(isometry=isometry, decay=decay, scale=scale, causal=causal, terms=terms, locality=locality)
+    options |= SoftmaxOptions(mask=mask, segment_ids=segment_ids, state=state)
+    q, groups = group(q, k, v)
+    problem = check_softmax(q, k, v, options, streams=return_state)
+    problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
+    out = ungroup(_attend(problem), groups)
+    return (out, after) if return_state else out
+
+
+def _attend(problem: SoftmaxProblem) -> Tensor:
+    q, k, v, scale, causal, mask = problem.q, problem.k, problem.v, problem.scale, problem.causal, problem.mask
+    rho_q, rho_k, t, s = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2]
+    if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # its factors may leave float16
+        return _attend(replace(problem, q=q.float(), k=k.float(), v=v.float())).to(q.dtype)
+    extra = (problem.decay, mask, problem.segments, problem.locality)
+    if all(x is None for x in extra) and not problem.terms and (not causal or t == s):
+        return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, is_causal=causal, scale=scale)
+    if mask is not None:
+        k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
+        problem = replace(problem, k=k, v=v)
+    with full_precision(q.device):
+        bias = _bias(problem)
+    takes_part = _takes_part(problem)
+    alive = takes_part.any(-1, keepdim=True)
+    # a row without keys attends everywhere, which keeps its gradient finite, and is then set to zero
+    bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~takes_part, -torch.inf).masked_fill(~alive, 0)
+    of_values = [term for term in problem.terms if term.side == "value"]
+    if problem.locality is None and not of_values:
+        bias = bias.to(q.dtype).expand(*broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2]), t, s)
+        out = F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, attn_mask=bias, scale=scale)
+        return torch.where(alive, out, 0)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with full_precision(q.device):
+        logits = scale * rho_q(q.to(wide)) @ rho_k(k.to(wide)).mT
+        logits = logits if problem.locality is None else logits * problem.locality.unsqueeze(-3).to(wide)
+        weight = (logits + bias.to(wide)).softmax(-1)
+        out = sum((term.values(weight) for term in of_values), weight @ v.to(wide))
+    return torch.where(alive, out, 0).to(q.dtype)
+
+
+def _takes_part(problem: SoftmaxProblem) -> Tensor:
+    """Which keys take part, for which queries: bool ``[*b 1 t s]`` or what broadcasts to it."""
+    t, s, ids = problem.q.shape[-2], problem.k.shape[-2], problem.segments
+    found = torch.ones(t, s, dtype=torch.bool, device=problem.q.device)
+    found = found.tril(s - t) if problem.causal else found
+    found = found if problem.mask is None else found & problem.mask[..., None, None, :]
+    if ids is None:
+        return found
+    of_queries = ids[0] if problem.own_segments else ids[0][..., ids[0].shape[-1] - t :]
+    return found & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
+
+
+def _bias(problem: SoftmaxProblem) -> Tensor:
+    """What is added to logits, ``[*b h t s]`` or what broadcasts to it: decays in float64 and relative terms."""
+    q, k, g = problem.q, problem.k, problem.decay
+    bias = torch.zeros((), dtype=torch.float64, device=q.device)
+    if g is not None:
+        difference = g[0][..., :, None] - g[1][..., None, :]
+        bias = difference if problem.causal else -difference.abs()
+    for term in problem.terms:
+        if term.side != "value":
+            wide = torch.promote_types(q.dtype, torch.float32)
+            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(wide), k.to(wide))
+    return bias
+
+
+def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, State]:
+    """The problem with all keys of the stream so far, mapped, and what belongs to them; and the state after its tokens."""
+    k, v, mask, g, ids = problem.rho_k(problem.k), problem.v, problem.mask, problem.decay, problem.segments
+    batch, count = broadcast(k.shape[:-2], v.shape[:-2]), k.shape[-2]
+    if mask is not None or state["mask"] is not None:
+        mask = torch.ones(count, dtype=torch.bool, device=k.device) if mask is None else mask
+        if state["mask"] is None and (old := state["keys"]) is not None:
+            mask = torch.cat((mask.new_ones(*mask.shape[:-1], old.shape[-2]), mask), -1)
+    new = {
+        "keys": k.expand(*batch, *k.shape[-2:]),
+        "values": v.expand(*batch, *v.shape[-2:]),
+        "mask": None if mask is None else mask.expand(*batch[:-1], mask.shape[-1]),
+        "decays": None if g is None else g[1].expand(*batch, count),
+        "segments": None if ids is None else ids[1].expand(*batch[:-1], count),
+    }
+    joined = {}
+    for name, x in new.items():
+        old, axis = state[name], -2 if name in ("keys", "values") else -1
+        joined[name] = x if x is None or old is None else torch.cat((old, x), axis)
+    k, v, mask = joined["keys"], joined["values"], joined["mask"]
+    g = None if g is None else (g[0], joined["decays"])
+    ids = None if ids is None else (ids[0], joined["segments"])
+    problem = replace(problem, k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
+    return problem, state.next(problem.kind, **joined)

@@ -1,0 +1,163 @@
+"""The library compiled from ops/linear/cpu.c: how it is found, what it may read, and its rotations.
+
+It serves float32 on Linux and x86-64, where installation found gcc. `isopos.ops.linear.cpu` calls its sums.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: what numbers of features are multiples of
+WIDEST = 256  # features that its buffers hold
+PAST = 1 << 24  # bytes of a result that is written past the cache
+KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
+
+
+class View(ctypes.Structure):
+    """Rows of tokens: strides in numbers; those of samples and heads may be zero."""
+
+    _fields_ = (("first", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("sample", "head", "token")))
+
+
+class Input(ctypes.Structure):
+    """An input of the sums, and what makes features of it."""
+
+    _fields_ = (
+        *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table")),
+        *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add")),
+        *((name, ctypes.c_void_p) for name in ("rows", "own_rows", "grad_decay")),
+    )
+
+
+class Call(ctypes.Structure):
+    """The sums of a chunk group, or a step."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("chunks", "count", "heads", "c", "d", "e", "own")),
+        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins")),
+        *((name, View) for name in ("g_q", "g_k")),
+        *((name, ctypes.c_void_p) for name in ("state", "row", "states", "rows", "across")),
+        *((name, View) for name in ("out", "denominator", "grad")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("grad_state", "grad_row", "grad_states", "grad_rows", "grads", "less", "scratch")
+        ),
+        ("scratch_size", ctypes.c_long),
+        ("out_of_range", ctypes.POINTER(ctypes.c_long)),
+        *((name, Input) for name in ("q", "k", "v")),
+    )
+
+
+class Rotate(ctypes.Structure):
+    """Rotations alone."""
+
+    _fields_ = (
+        *((name, View) for name in ("x", "table")),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("all", "heads", "tokens", "adjoint", "threads")),
+        ("input", Input),
+    )
+
+
+@functools.cache
+def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
+    """The libraries for this processor by lanes, the most first; and which they are, or why there is none."""
+    known = list(LANES)
+    instructions = torch.backends.cpu.get_cpu_capability()
+    found, missing = {}, []
+    for name in known[known.index(instructions) :] if instructions in known else ():
+        stem = Path(__file__).with_name(f"_cpu_{name.lower()}")
+        paths = [path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := Path(f"{stem}{suffix}")).exists()]
+        try:
+            lib = ctypes.CDLL(str(paths[0])) if paths else None
+        except OSError as error:
+            missing.append(str(error))
+            continue
+        if lib is None:
+            missing.append(f"installation builds {name} on Linux, where it finds gcc")
+        elif lib.isopos_call_size() != ctypes.sizeof(Call) or lib.isopos_rotate_size() != ctypes.sizeof(Rotate):
+            missing.append(f"{paths[0].name} is of another version; install isopos again")
+        else:
+            found[LANES[name]] = lib
+    names = [name for name, lanes in LANES.items() if lanes in found]
+    return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"
+
+
+def library(*widths: int) -> ctypes.CDLL | None:
+    """The library that serves these numbers of features, if one does."""
+    fitting = (lib for lanes, lib in libraries()[0].items() if all(width % lanes == 0 for width in widths))
+    return next(fitting, None) if max(widths) <= WIDEST else None
+
+
+def unreadable(*tensors: Tensor) -> str:
+    """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches."""
+    if not libraries()[0]:
+        return f"no library is installed ({libraries()[1]})"
+    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors):
+        return "it reads plain tensors on a CPU only"
+    if (
+        torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    ):
+        return "a transform, a mode or a trace watches operations, and sees none of compiled code"
+    return ""
+
+
+def view(x: Tensor) -> View:
+    """x ``[*b h t .]`` with one or two leading axes longer than 1, as places of a plan have; `flat` if it may be any."""
+    sizes, strides, n = x.shape, x.stride(), x.ndim
+    sample = strides[-4] if n > 3 and sizes[-4] > 1 else 0
+    head = strides[-3] if n > 2 and sizes[-3] > 1 else 0
+    return View(x.data_ptr(), sample, head, strides[-2] if sizes[-2] > 1 else 0)
+
+
+def flat(x: Tensor) -> Tensor:
+    """x with its numbers as they are, a token's next to each other."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def run(function: Any, call: Call) -> None:
+    """Call the library; IndexError where a gather's index is no feature's."""
+    out_of_range = ctypes.c_long(0)
+    call.out_of_range = ctypes.pointer(out_of_range)
+    function(ctypes.byref(call))
+    if out_of_range.value:
+        raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
+
+
+def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
+    """Whether `rotate` serves these: where the result is larger than what a cache holds."""
+    width, doubled = table.shape[-2] * (1 if lifted else 2), lifted and not adjoint
+    return (
+        4 * x.shape[:-1].numel() * width * (1 + doubled) > PAST
+        and not unreadable(x, table)
+        and x.dtype == table.dtype == torch.float32
+        and library(width) is not None
+        and x.ndim > 2
+        and x.shape[-1] == width * (2 if lifted and adjoint else 1)
+        and not any(n > 1 for n in x.shape[:-4])
+        and torch.broadcast_shapes(x.shape[:-1], table.shape[:-2]) == x.shape[:-1]
+    )
+
+
+def rotate(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> Tensor:
+    """x ``[*b h t .]`` rotated or lifted by a table ``[*b h t f 2]``, or by the adjoint; without a graph."""
+    width, shape = table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
+    lib = library(width)
+    assert lib is not None
+    x, table = flat(x), flat(table.flatten(-2))
+    out = x.new_empty(*shape, 2 * width if lifted and not adjoint else width)
+    call = Rotate(view(x), view(table.expand(*shape, -1)), out.data_ptr(), shape[:-1].numel(), shape[-2], shape[-1], adjoint)
+    call.threads, call.input.kind, call.input.width = torch.get_num_threads(), KIND["lift" if lifted else "rotation"], width
+    lib.isopos_rotate(ctypes.byref(call))
+    return out

@@ -1,0 +1,105 @@
+"""Linear attention: sums of values under factorised weights, at a cost proportional to length.
+
+One primitive carries everything:
+
+    total_i = sum_j <q_i, k_j> exp(g_i - g_j) v_j
+
+A denominator is the same sum with v = 1, of the same features ("encoded") or of others ("plain"). q, k ``[*b h t d]`` are
+features, v ``[*b h t e]`` values, g a pair of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along
+tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the
+causal sum, and one over j > i that walks from the last token to the first. `naive` is the specification; the fast sums walk
+over chunks and are tested against it.
+
+The words. Inputs are q, k and v as they come; their *features* are phi of them, then a map of positions (`Features` says
+which, as data). A *mask* says which keys take part. The *log decay* g weighs the past. The *denominator* is what sums are
+divided by. A *chunk* is some tokens whose weights are formed explicitly; a *chunk group* is a few of them, of a few heads,
+that go through one operation; a *walk* visits the groups of some heads (a `Place`). A *state* is the sum of k v^T over the
+tokens before. *Buffers* are memory that is used again. A *stream* is a sequence that comes in pieces, a *step* one token of
+it. `Sums` is a problem, checked and complete; a *backend* serves it or says why not, and one with passes of its own is a
+*kernel*.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from isopos.ops.linear.autograd import Backend, Kernel
+from isopos.ops.linear.division import Clamped, clamp, divide, divide_complex
+from isopos.ops.linear.features import Decays, Features, Opaque, Step, Stream, Sums
+from isopos.ops.linear.graph import GRAPH
+from isopos.ops.linear.kernels import KERNELS
+from isopos.ops.linear.naive import naive
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Clamped",
+    "Decays",
+    "Explanation",
+    "Features",
+    "Kernel",
+    "Opaque",
+    "Step",
+    "Stream",
+    "Sums",
+    "clamp",
+    "divide",
+    "divide_complex",
+    "explain",
+    "linear",
+    "naive",
+    "stream",
+]
+
+BACKENDS: tuple[Backend, ...] = (*KERNELS, GRAPH)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a problem, and why those that were asked before it do not."""
+
+    backend: str
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        refusals = (f"{name} does not: {why}" for name, why in self.refusals.items())
+        return "\n".join((f"{self.backend} serves", *refusals))
+
+
+def explain(sums: Sums) -> Explanation:
+    """Which backend serves a problem; `isopos.attention.explain` asks with the arguments of `linear_attention`.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
+        >>> print(explain(Sums(q, k, v)))
+        chunks serves
+        cpu does not: it sums up float32, not torch.float64
+    """
+    sums, refusals = _lifted(sums), {}
+    for backend in BACKENDS:
+        if not (why := backend.serves(sums)):
+            return Explanation(backend.name, refusals)
+        refusals[backend.name] = why
+    raise AssertionError("the last backend serves everything")
+
+
+def linear(sums: Sums) -> Tensor:
+    """The sums ``[*b h t e]``, or ``[*b h t e+1]`` with a column, in `Sums.dtype`. Differentiable once."""
+    return linear(_lifted(sums))[0] if sums.q.ndim == 3 else _served(sums).run(sums)[0]
+
+
+def stream(sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`linear` of the next tokens of a stream, and its sums after them."""
+    return _served(sums).run(sums)
+
+
+def _served(sums: Sums) -> Backend:
+    return next(backend for backend in BACKENDS if not backend.serves(sums))
+
+
+def _lifted(sums: Sums) -> Sums:
+    """With an axis of samples."""
+    if sums.q.ndim > 3 or sums.stream is not None:
+        return sums
+    return replace(sums, q=sums.q[None], k=sums.k[None], v=sums.v[None])

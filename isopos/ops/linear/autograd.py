@@ -1,0 +1,101 @@
+"""Backends, and the one function of PyTorch's graph that runs those with a backward pass of their own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from isopos.exact import full_precision, once
+from isopos.feature_maps import FeatureMap
+from isopos.ops.linear.features import Sums
+
+
+class Backend(ABC):
+    """What computes sums. The first that serves a problem gets it; what it does not know it refuses."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def serves(self, sums: Sums) -> str:
+        """Why it does not serve a problem, in a sentence that follows its name and a colon; "" where it does."""
+
+    @abstractmethod
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Sums ``[*b h t e]`` in `Sums.dtype`, with a graph; and for a stream its sums after these tokens."""
+
+
+class Kernel(Backend, ABC):
+    """A backend with a forward and a backward pass without a graph, which together are differentiable once.
+
+    Both passes take what needs a gradient, by place in `operands`; gradients are in the same order.
+    """
+
+    @abstractmethod
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        """The sums, and what the backward pass needs of them, if it will come."""
+
+    @abstractmethod
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of all operands, from that of the sums."""
+
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        try:
+            return _Differentiable.apply(self, sums, *operands(sums)), ()  # pyright: ignore[reportReturnType]
+        except RuntimeError as error:
+            if "functorch" not in str(error):
+                raise
+            remedy = "use isopos.attention.naive_linear_attention there"
+            raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {remedy}") from None
+
+
+def operands(sums: Sums) -> tuple[Tensor | None, ...]:
+    """q, k, v, both log decays or None, and the tensors of the features."""
+    return *sums.inputs, *(sums.g or (None, None)), *(tensor for own in sums.features for tensor in own.tensors)
+
+
+def with_operands(sums: Sums, given: Sequence[Any]) -> Sums:
+    """The problem with other tensors, as `operands` has them."""
+    (q, k, v, g_q, g_k), rest = given[:5], iter(given[5:])
+    features = tuple(own.replace([next(rest) for _ in own.tensors]) for own in sums.features)
+    return replace(sums, q=q, k=k, v=v, g=None if g_q is None else (g_q, g_k), features=features)
+
+
+def refusal(sums: Sums) -> str:
+    """Why no kernel serves a problem, or ""."""
+    if torch.compiler.is_compiling():
+        return "a compiler cannot trace a backward pass that is no graph"
+    if sums.stream is not None:
+        return "it takes and returns no sums of a stream"
+    if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:
+        return f"{type(unnamed[0]).__name__} is no FeatureMap and may hold parameters, which another pass would not see"
+    if sums.causal and sums.q.shape[-2] != sums.k.shape[-2]:
+        return f"causal sums have as many queries as keys, here {sums.q.shape[-2]} and {sums.k.shape[-2]}"
+    if not sums.causal and sums.g is None and sums.denominator is None and sums.ready:
+        return "two products of matrices are all there is to do"
+    return ""
+
+
+class _Differentiable(torch.autograd.Function):
+    """A kernel's sums. It saves the operands and what the kernel asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, sums: Sums, *given: Tensor | None) -> Tensor:
+        needs = ctx.needs_input_grad[2:]
+        out, saved = kernel.forward(sums, needs)
+        ctx.save_for_backward(*given, *saved)
+        none = torch.empty(0)
+        ctx.kernel, ctx.count = kernel, len(given)
+        ctx.sums = replace(sums, q=none, k=none, v=none, g=None)  # hooks of saved tensors may move what is large
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        once("linear_attention", "isopos.attention.naive_linear_attention")
+        saved = ctx.saved_tensors
+        sums = with_operands(ctx.sums, saved[: ctx.count])
+        with full_precision(sums.q.device):
+            found = ctx.kernel.backward(sums, saved[ctx.count :], grads[0], ctx.needs_input_grad[2:])
+        return None, None, *found

@@ -1,0 +1,379 @@
+"""Sums chunk by chunk with PyTorch's operations: a few chunks of tokens of a few heads, whose buffers stay in the cache.
+
+For the tokens j of a query's own chunk weights are formed, those before it are summed up in a state:
+
+    total_i = sum_{j in chunk, j <= i} <q_i, k_j> exp(g_i - g_j) v_j + q_i^T (sum_{j before chunk} exp(g_i - g_j) k_j v_j^T)
+
+The backward pass walks back, makes features again and saves one state a chunk group. All chunks of a group go through one
+batched product at a time, into buffers that the next group uses again; only the states run from chunk to chunk.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.ops.linear.autograd import refusal
+from isopos.ops.linear.features import Buffers, Decays, Sums
+from isopos.ops.linear.walk import Layout, Operand, Plan, Span, Upstream, Walk, Walking
+
+__all__ = ["CHUNKS", "walks"]
+
+
+def _back(rows: Tensor) -> Tensor:
+    """Sums of rows ``[n c d]`` over the tokens from each on."""
+    return rows.flip(1).cumsum(1).flip(1)
+
+
+class Weights(ABC):
+    """The weights of a chunk group: inside its chunks, and between a chunk and the state that comes before it.
+
+    A `reverse` walk goes from the last token to the first and leaves out the diagonal.
+    """
+
+    def __init__(self, layout: Layout, reverse: bool):
+        self.layout, self.reverse = layout, reverse
+
+    @abstractmethod
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Multiply scores ``[n c c]`` by the weights inside a chunk, in place."""
+
+    @abstractmethod
+    def fade(self, rows: Tensor, name: str) -> Tensor:
+        """Multiply rows in place by the weights `before` or `after`: from the last chunk, or to this one's end."""
+
+    @abstractmethod
+    def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
+        """`fade` of a copy."""
+
+    @abstractmethod
+    def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
+        """Add faded x ``[*b h n 1 .]`` to rows ``[n c .]``, in place."""
+
+    @abstractmethod
+    def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
+        """A state ``[*b h . .]`` after all chunks; what it is before each comes `into` ``[n . .]``.
+
+        `added` ``[n . .]`` is what each chunk adds. With `back` the walk goes the other way.
+        """
+
+    @abstractmethod
+    def prefix(self, rows: Tensor) -> Tensor:
+        """Sums of rows ``[n c d]`` over the tokens of their chunk that a token sees, weighted."""
+
+    @abstractmethod
+    def suffix(self, rows: Tensor) -> Tensor:
+        """The same over the tokens that see a token. A total less a prefix would lose digits."""
+
+
+class Even(Weights):
+    """Weights without decay: one for what a query sees, zero for the rest."""
+
+    def __init__(self, layout: Layout, reverse: bool, like: Tensor):
+        super().__init__(layout, reverse)
+        n, heads = layout.count, math.prod(layout.leading)
+        earlier = torch.ones(n, n, dtype=like.dtype, device=like.device).tril_(-1)
+        self.later, self.earlier = (x.expand(heads, n, n) for x in (earlier.mT.contiguous(), earlier))
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores.triu_(1) if self.reverse else scores.tril_()
+
+    def fade(self, rows: Tensor, name: str) -> Tensor:
+        return rows
+
+    def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
+        return rows
+
+    def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
+        self.layout.apart(rows).add_(x, alpha=sign)
+        return rows
+
+    def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
+        onward, shape = back == self.reverse, (len(self.later), self.layout.count, -1)
+        flat, into = state.reshape(shape[0], 1, -1), into.view(shape)
+        added = added.view(shape)
+        torch.baddbmm(flat.expand(into.shape), self.earlier if onward else self.later, added, out=into)
+        last = -1 if onward else 0
+        return (added[:, last] + into[:, last]).view(state.shape)
+
+    def prefix(self, rows: Tensor) -> Tensor:
+        return _back(F.pad(rows[:, 1:], (0, 0, 0, 1))) if self.reverse else rows.cumsum(1)
+
+    def suffix(self, rows: Tensor) -> Tensor:
+        return F.pad(rows[:, :-1], (0, 0, 1, 0)).cumsum(1) if self.reverse else _back(rows)
+
+
+class Fading(Weights):
+    """Weights exp(g_i - g_j): `inside` chunks, from `before` one to its tokens, from them to its end (`after`), `across` it.
+
+    Every exponent is a difference of log decays and does not exceed zero: r^i and r^-j, which overflow, are never formed.
+    """
+
+    def __init__(self, layout: Layout, reverse: bool, like: Tensor, g: Sequence[Tensor]):
+        """g holds log decays of queries and keys ``[*b h t]`` of the group, less that of the last token before it."""
+        super().__init__(layout, reverse)
+        self.g, dtype = g, like.dtype
+        query, key = (x.unflatten(-1, (-1, layout.chunk)) for x in g)
+        ends = key[..., 0] if reverse else key[..., -1]
+        outside = torch.zeros_like(ends[..., :1])
+        starts = torch.cat((ends[..., 1:], outside) if reverse else (outside, ends[..., :-1]), -1)[..., None]
+        inside = (query[..., :, None] - key[..., None, :]).to(dtype).exp_()
+        self.inside = inside.triu_(1) if reverse else inside.tril_()
+        exponents = query - starts, ends[..., None] - key, ends[..., None] - starts
+        self.before, self.after, across = (x.to(dtype).exp_()[..., None] for x in exponents)
+        self.across = across[..., 0]
+        far = starts - ends[..., None, :]
+        far = (far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1)).to(dtype)
+        self.earlier = far.expand(*layout.leading, layout.count, layout.count).reshape(-1, layout.count, layout.count)
+        first, final = (starts[..., -1:, :], ends[..., :1]) if reverse else (starts[..., :1, :], ends[..., -1:])
+        self.onward, self.backward = (x.exp().to(dtype) for x in (starts - first, (final - ends)[..., None]))
+
+    def serves(self, g: Sequence[Tensor]) -> bool:
+        """Whether another group has these weights, too; only on a CPU, where looking costs less than computing."""
+        if self.inside.device.type != "cpu" or g[0].shape != self.g[0].shape:
+            return False
+        close = torch.finfo(self.inside.dtype).eps / 1024
+        pairs = zip(g, self.g, strict=True) if g[0] is not g[1] else [(g[0], self.g[0])]
+        return all(bool((a - b).abs_().amax() <= close) for a, b in pairs)
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        self.layout.apart(scores).mul_(self.inside)
+        return scores
+
+    def fade(self, rows: Tensor, name: str) -> Tensor:
+        self.layout.apart(rows).mul_(getattr(self, name))
+        return rows
+
+    def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
+        out = torch.empty_like(rows) if out is None else out
+        torch.mul(self.layout.apart(rows), getattr(self, name), out=self.layout.apart(out))
+        return out
+
+    def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
+        self.layout.apart(rows).addcmul_(getattr(self, name), x, value=sign)
+        return rows
+
+    def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
+        onward, wide = back == self.reverse, (*self.layout.leading, self.layout.count, -1)
+        first, far = (self.backward, self.earlier.mT) if back else (self.onward, self.earlier)
+        torch.mul(state.flatten(-2).unsqueeze(-2), first, out=into.view(wide))
+        shape = (len(far), self.layout.count, -1)
+        into.view(shape).baddbmm_(far, added.view(shape))
+        last = -1 if onward else 0
+        added, into = (x.view(*self.layout.leading, self.layout.count, *x.shape[1:]).select(-3, last) for x in (added, into))
+        return torch.addcmul(added, into, self.across.select(-2, last).unsqueeze(-1))
+
+    def prefix(self, rows: Tensor) -> Tensor:
+        return self._wide() @ rows
+
+    def suffix(self, rows: Tensor) -> Tensor:
+        return self._wide().mT @ rows
+
+    def _wide(self) -> Tensor:
+        shape = (*self.layout.leading, self.layout.count, self.layout.chunk, self.layout.chunk)
+        return self.inside.expand(shape).reshape(-1, *shape[-2:])
+
+
+class ChunkWalk(Walk):
+    """Causal sums forward, and those over later tokens in reverse."""
+
+    def __init__(
+        self,
+        operands: Sequence[Operand],
+        plan: Plan,
+        g: Decays,
+        buffers: Buffers,
+        *,
+        denominator: bool,
+        reverse: bool = False,
+    ):
+        super().__init__(operands, plan, g, buffers, denominator=denominator, reverse=reverse)
+        self.weights: dict[Layout, list[Weights]] = {}
+
+    def _weights(self, span: Span) -> Weights:
+        """Those of a group, or of one before that had the same: steady decays, and none at all inside packed sequences."""
+        layout = Layout(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
+        like = self.operands[0].x.new_empty(0, dtype=self.buffers.dtype)
+        if layout not in self.weights:
+            self.weights[layout] = [Even(layout, self.reverse, like)]
+        known = self.weights[layout]
+        if self.g is None:
+            return known[0]
+        g, sign = self.g, -1 if self.reverse else 1
+        border = min(span.stop, g[1].shape[-1] - 1) if self.reverse else max(span.start - 1, 0)
+        outside = g[1][..., border : border + 1]
+        keys = sign * (g[1][..., span.start : span.stop] - outside)
+        own = (keys if g[0] is g[1] else sign * (g[0][..., span.start : span.stop] - outside), keys)
+        if keys.device.type == "cpu" and not any(x.any() for x in own):
+            return known[0]
+        for weights in known[1:]:
+            if cast(Fading, weights).serves(own):
+                return weights
+        self.weights[layout] = [known[0], Fading(layout, self.reverse, like, own), *known[1:2]]
+        return self.weights[layout][1]
+
+    def _read(self, n: int) -> tuple[Weights, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """Weights and rows of queries, keys and values; two of queries and keys where the denominator has its own."""
+        span = self.plan.spans[n]
+        q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
+        return self._weights(span), tuple(q), tuple(k), v
+
+    def forward(
+        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
+    ) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
+        states: list[Tensor] = []
+        for n in self.order:
+            weights, q, k, v = self._read(n)
+            before = states or self._empty(k[0].shape[-1], v.shape[-1], k[-1].shape[-1])
+            total, own, states = self._sums(weights, q, k, v, before)
+            yield n, weights.layout.tokens(total), None if own is None else weights.layout.tokens(own), before
+
+    def _sums(
+        self, weights: Weights, q, k, v: Tensor, states: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Sums and denominators of a group, and the states after it."""
+        buffers, (n, c, _) = self.buffers, v.shape
+        scores = weights.weigh(torch.bmm(q[0], k[0].mT, out=buffers("scores", n, c, c)))
+        faded = weights.faded(k[0], "after", buffers("faded", *k[0].shape))
+        before, state = self._states(weights, faded, v, states[0])
+        total = weights.fade(torch.bmm(q[0], before, out=buffers("total", *v.shape)), "before").baddbmm_(scores, v)
+        if not self.denominator:
+            return total, None, [state]
+        keys, after = self._rows(weights, faded if len(k) == 1 else weights.faded(k[1], "after", None), states[1])
+        product = buffers("product", *q[-1].shape)
+        if len(k) == 1:
+            torch.mul(weights.layout.apart(q[0]), keys, out=weights.layout.apart(product))
+            denominator = weights.fade(product.sum(-1, keepdim=True), "before").add_(scores.sum(-1, keepdim=True))
+        else:
+            seen = weights.add(weights.prefix(k[1]), "before", keys, 1)
+            denominator = torch.mul(q[1], seen, out=product).sum(-1, keepdim=True)
+        return total, denominator, [state, after]
+
+    def _states(self, weights: Weights, faded: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of k v^T before each chunk ``[n d e]``, and after the group."""
+        shape = (len(v), faded.shape[-1], v.shape[-1])
+        before = self.buffers("before", *shape)
+        return before, weights.carry(state, torch.bmm(faded.mT, v, out=self.buffers("added", *shape)), before)
+
+    def _rows(self, weights: Weights, rows: Tensor, state: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+        """The sums of rows before each chunk ``[*b h n 1 d]``, and after the group; with `back` the other way."""
+        added = rows.sum(1, keepdim=True)
+        before = torch.empty_like(added)
+        after = weights.carry(state, added, before, back=back)
+        return weights.layout.apart(before), after
+
+    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        upstream.split(self.plan.sizes)
+        after = [torch.zeros_like(state) for state in states[0]]
+        for n, before in zip(reversed(self.order), reversed(states), strict=True):
+            here = slice(*self.plan.spans[n][:2])
+            weights, q, k, v = self._read(n)
+            grad, less = upstream.rows(n, weights.layout, v.shape[-1], self.buffers)
+            grads, after = self._sums_backward(weights, q, k, v, before, grad, less, after)
+            for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
+                scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
+                sign = -1 if bool(m) != self.reverse else 1
+                whole[..., here].add_(weights.layout.tokens(cast(Tensor, scale))[..., 0], alpha=sign)
+            for operand, rows in zip(self.operands, grads, strict=True):
+                operand.pull(n, self.plan.spans[n], [weights.layout.tokens(x) for x in rows])
+
+    def _sums_backward(self, weights: Weights, q, k, v, states, grad: Tensor, less: Tensor | None, afters: Sequence[Tensor]):
+        """Gradients of q, k and v, and of the states before the group, from those of the states after it (`afters`)."""
+        buffers, (n, c, _), d = self.buffers, v.shape, k[0].shape[-1]
+        shared = len(k) == 1
+        scores = weights.weigh(torch.bmm(q[0], k[0].mT, out=buffers("scores", n, c, c)))
+        grad_scores = torch.bmm(grad, v.mT, out=buffers("grad scores", n, c, c))
+        weights.weigh(grad_scores.sub_(less) if shared and less is not None else grad_scores)
+        faded = weights.faded(k[0], "after", buffers("faded", *k[0].shape))
+        before, _ = self._states(weights, faded, v, states[0])
+        grad_faded = weights.faded(grad, "before", buffers("grad faded", *grad.shape))
+        after = buffers("after", n, d, v.shape[-1])
+        added = torch.bmm(q[0].mT, grad_faded, out=buffers("added", n, d, v.shape[-1]))
+        befores = [weights.carry(afters[0], added, after, back=True)]
+        dq = torch.bmm(grad_faded, before.mT, out=buffers("dq", n, c, d)).baddbmm_(grad_scores, k[0])
+        dk = weights.fade(torch.bmm(v, after.mT, out=buffers("dk", n, c, d)), "after").baddbmm_(grad_scores.mT, q[0])
+        dv = torch.bmm(faded, after, out=buffers("dv", *v.shape)).baddbmm_(scores.mT, grad)
+        if less is None:
+            return ((dq,), (dk,), (dv,)), befores
+        keys, _ = self._rows(weights, faded if shared else weights.faded(k[1], "after", None), states[1])
+        product, faded_less = buffers("product", *q[-1].shape), weights.faded(less, "before", None)
+        later, before_keys = self._rows(weights, torch.mul(q[-1], faded_less, out=product), afters[1], back=True)
+        befores.append(before_keys)
+        if shared:
+            weights.layout.apart(dq).addcmul_(weights.layout.apart(faded_less), keys, value=-1)
+            return ((dq,), (weights.add(dk, "after", later, -1),), (dv,)), befores
+        seen, more = weights.add(weights.prefix(k[1]), "before", keys, 1), -less
+        dk_own = weights.suffix(torch.mul(q[1], more, out=product))
+        return ((dq, seen.mul_(more)), (dk, weights.add(dk_own, "after", later, -1)), (dv,)), befores
+
+
+class Whole(Walk):
+    """Sums over every key without decay: two products, group by group, with one state."""
+
+    def __init__(self, operands: Sequence[Operand], plan: Plan, buffers: Buffers, *, denominator: bool):
+        super().__init__(operands, plan, None, buffers, denominator=denominator, of_keys=Plan(operands[1].x))
+        self.states = 1
+
+    def forward(
+        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
+    ) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
+        states: list[Tensor] = []
+        for n, span in enumerate(self.of_keys.spans):
+            k, (v,) = (operand.read(n, span) for operand in self.operands[1:])
+            own = [k[0].mT @ v] + [k[-1].sum(-2, keepdim=True)] * self.denominator
+            states = [state.add_(x) for state, x in zip(states, own, strict=True)] if states else own
+        for n, span in enumerate(self.plan.spans):
+            q = self.operands[0].read(n, span)
+            denominator = (q[-1] * states[1]).sum(-1, keepdim=True) if self.denominator else None
+            yield n, q[0] @ states[0], denominator, [] if n else states
+
+    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        (queries, keys, values), (sums,) = self.operands, states
+        grads = [torch.zeros_like(x) for x in sums]
+        upstream.split(self.plan.sizes)
+        for n, span in enumerate(self.plan.spans):
+            q = queries.read(n, span)
+            layout = Layout(tuple(q[0].shape[:-2]), 1, span.stop - span.start)
+            rows, less = upstream.rows(n, layout, sums[0].shape[-1], self.buffers)
+            grad = layout.tokens(rows)
+            grads[0].add_(q[0].mT @ grad)
+            dq = [grad @ sums[0].mT]
+            if less is not None:
+                denominator = layout.tokens(less)
+                grads[1].sub_((q[-1] * denominator).sum(-2, keepdim=True))
+                own = denominator * sums[1]
+                dq = [dq[0].sub_(own)] if len(q) == 1 else [dq[0], own.neg_()]
+            queries.pull(n, span, dq)
+        for n, span in enumerate(self.of_keys.spans):
+            k, (v,) = keys.read(n, span), values.read(n, span)
+            dk, dv, of_keys = v @ grads[0].mT, k[0] @ grads[0], [x.expand(k[-1].shape) for x in grads[1:]]
+            keys.pull(n, span, [dk.add_(of_keys[0])] if of_keys and len(k) == 1 else [dk, *(x.clone() for x in of_keys)])
+            values.pull(n, span, [dv])
+
+
+def walks(operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
+    """The walks over some heads whose results add up."""
+    denominator = sums.denominator is not None
+    if not sums.causal and g is None:
+        return [Whole(operands, plan, buffers, denominator=denominator)]
+    directions = (False,) if sums.causal else (False, True)
+    return [ChunkWalk(operands, plan, g, buffers, denominator=denominator, reverse=reverse) for reverse in directions]
+
+
+class Chunks(Walking):
+    """PyTorch's operations, chunk by chunk: any device, any floating dtype."""
+
+    name = "chunks"
+
+    def serves(self, sums: Sums) -> str:
+        return refusal(sums)
+
+    def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
+        return walks(operands, plan, g, buffers, sums)
+
+
+CHUNKS = Chunks()

@@ -1,0 +1,348 @@
+"""The compiled sums of cpu.c, for float32 on a CPU: features, positions, decay, sums and division of a chunk in one go.
+
+Features in closed form are made on the way. Those of `ROWS`, of opaque maps, of learned tables and of narrower dtypes are
+made by PyTorch and read as they are. What sums over later tokens is left to PyTorch's walk.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.feature_maps import FEATURE_MAPS, FeatureMap
+from isopos.ops import library
+from isopos.ops.library import KIND, Call, Input, View, flat, view
+from isopos.ops.linear import chunks
+from isopos.ops.linear.autograd import refusal
+from isopos.ops.linear.division import count
+from isopos.ops.linear.features import Buffers, Decays, Features, Opaque, Sums
+from isopos.ops.linear.walk import Operand, Plan, Span, Upstream, Walk, Walking
+from isopos.ops.place import Place
+
+__all__ = ["CPU"]
+
+PHI = {name: n for n, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp"))}
+ROWS = ("favor",)  # feature maps that cpu.c does not know, but whose features it sums up
+ONE = slice(0, 1)
+
+
+class Closed(NamedTuple):
+    """Features as cpu.c makes them: phi, a reflection, then a table. All numbers are float32, but those of an index."""
+
+    phi: str
+    kind: str  # of the table
+    table: Tensor | None
+    normal: Tensor | None
+    mask: Tensor | None
+    own: bool
+
+    @classmethod
+    def of(cls, features: Features, x: Tensor) -> "Closed | None":
+        """What makes features of x, if cpu.c knows it and its widths fit; PyTorch says what is wrong with others."""
+        phi, steps = features.phi, features.map
+        if isinstance(steps, Opaque) or not isinstance(phi, FeatureMap) or phi.name not in PHI or x.dtype != torch.float32:
+            return None
+        if features.dtype not in (None, torch.float32):
+            return None
+        reflections = [step for step in steps if step.kind == "reflection"]
+        tables = [step for step in steps if step.kind != "reflection"]
+        if len(reflections) > 1 or len(tables) > 1 or any(step.width != x.shape[-1] for step in steps):
+            return None
+        if tables and reflections and steps[0] is tables[0]:
+            return None
+        if any(step.tensor.dtype != (torch.int64 if step.kind == "gather" else torch.float32) for step in steps):
+            return None
+        kind, table = (tables[0].kind, tables[0].tensor) if tables else ("none", None)
+        normal = reflections[0].tensor if reflections else None
+        return cls(phi.name, kind, table, normal, features.mask, features.own)
+
+    @property
+    def doubled(self) -> int:
+        """How many features it makes of one."""
+        return 2 if self.kind == "lift" else 1
+
+    def describe(self, part: Input, x: Tensor) -> tuple[int, list[Tensor]]:
+        """Say in `part` what makes features of x; their width, and the tensors that must live on."""
+        x = flat(x)
+        part.x, part.width, part.phi, part.kind = view(x), x.shape[-1], PHI[self.phi], KIND[self.kind]
+        alive = [x]
+        if self.normal is not None:
+            alive.append(flat(self.normal))
+            part.normal = view(alive[-1])
+        if self.table is not None:
+            alive.append(flat(self.table if self.kind == "gather" else self.table.flatten(-2)))
+            part.table = view(alive[-1])
+        if self.mask is not None:
+            alive.append(self.mask)
+            part.mask = view(self.mask)
+        return x.shape[-1] * self.doubled, alive
+
+
+def _widths(features: Features, x: Tensor) -> list[int]:
+    """Numbers of features of x that cpu.c meets: those of the map, phi's own where they count, those of its input."""
+    closed = None if torch.is_grad_enabled() and any(a.requires_grad for a in features.tensors) else Closed.of(features, x)
+    if closed is not None:
+        return [x.shape[-1] * closed.doubled, *[x.shape[-1]] * closed.own, x.shape[-1]]
+    if features.ready(x):
+        return [x.shape[-1]]
+    place = Place((ONE,) * (x.ndim - 3), ONE, ONE)
+    with torch.no_grad():
+        return [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
+
+
+def _unknown(sums: Sums) -> str:
+    """Why cpu.c does not make or read these features, or ""."""
+    for phi in (own.phi for own in sums.features if isinstance(own.phi, FeatureMap)):
+        if phi.name not in ROWS and not (phi.name in PHI and FEATURE_MAPS[phi.name] == phi):
+            return f"it does not know the feature map {phi.name!r}, only {', '.join((*PHI, *ROWS))} of isopos.feature_maps"
+    return ""
+
+
+class Group:
+    """One chunk group, described for the library. Tensors that it points to live as long as it does.
+
+    Attributes:
+        sizes: Features of keys, of values, and of the keys that a denominator sums up.
+    """
+
+    def __init__(self, operands: Sequence[Operand], n: int, span: Span, buffers: Buffers):
+        self.operands, self.n, self.span, self.buffers = operands, n, span, buffers
+        self.leading = operands[0].xs[n].shape[:-2]
+        self.alive: list[Tensor] = []
+        self.call = Call(heads=self.leading[-1], c=span.chunk, count=(span.stop - span.start) // span.chunk)
+        self.call.chunks = self.call.count * self.leading.numel()
+        self.rows: list[list[Tensor] | None] = []
+        widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
+        _, (self.call.d, self.call.own), (self.call.e, _) = widths
+        self.sizes = (self.call.d, self.call.e, self.call.own or self.call.d)
+        lib = library.library(self.call.d, self.call.e, self.call.own, *(part.width for part in self._parts()))
+        assert lib is not None
+        self.library = lib
+
+    def _parts(self) -> tuple[Input, ...]:
+        return self.call.q, self.call.k, self.call.v
+
+    def _buffer(self, name: str, *shape: int) -> int:
+        return self.buffers(f"cpu {name}", *shape).data_ptr()
+
+    def _operand(self, operand: Operand, part: Input) -> tuple[int, int]:
+        """Describe an operand; its width, and that of its own features or 0."""
+        x, features = operand.xs[self.n], operand.described(self.span)
+        closed = None if features is None else Closed.of(features, x)
+        chunks, tokens = self.call.chunks, -(-self.span.chunk // 4) * 4
+        if closed is None:
+            rows = [flat(x) for x in operand.read(self.n, self.span)]
+            self.rows.append(rows)
+            self.alive += rows
+            part.x, part.width = view(rows[0]), rows[0].shape[-1]
+            own = 0
+            for x in rows[1:]:
+                part.own, own = view(x), x.shape[-1]
+            if self.span.chunk % 4:
+                part.rows = operand.buffers("cpu", chunks, tokens, part.width).data_ptr()
+            return part.width, own
+        self.rows.append(None)
+        out, alive = closed.describe(part, x)
+        self.alive += alive
+        part.rows = operand.buffers("cpu", chunks, tokens, out).data_ptr()
+        if not closed.own:
+            return out, 0
+        if closed.kind != "none" or closed.normal is not None:
+            part.own_rows = operand.buffers("cpu own", chunks, tokens, part.width).data_ptr()
+        elif closed.phi == "identity" and closed.mask is None:
+            part.own = part.x
+        else:
+            part.own_rows = part.rows
+        return out, part.width
+
+    def _prepare(self, g: Decays, states: Sequence[Tensor], denominator: bool) -> None:
+        call = self.call
+        call.threads, call.denominated = torch.get_num_threads(), denominator
+        call.begins, call.across = self.span.start == 0, self._buffer("across", call.chunks)
+        if g is not None:
+            decays = [x.resolve_neg()[..., None] for x in g]  # of all tokens: the one before the group counts, too
+            self.alive += decays
+            call.g_q, call.g_k = (view(x) for x in decays)
+            for rows in (call.g_q, call.g_k):
+                rows.first += 8 * rows.token * self.span.start
+        call.scratch_size = max(64, call.d) * max(call.d, call.e) + 64 * (2 * call.d + call.e + 2 * call.own)
+        call.scratch = self._buffer("scratch", call.threads, call.scratch_size)
+        call.state, call.states = states[0].data_ptr(), self._buffer("states", call.chunks, call.d, call.e)
+        if denominator:
+            call.row, call.rows = states[1].data_ptr(), self._buffer("rows", call.chunks, call.own or call.d)
+
+    def forward(self, g: Decays, states: Sequence[Tensor], out: Tensor, denominator: Tensor | None, *, divide: bool) -> None:
+        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after the group."""
+        self._prepare(g, states, denominator is not None)
+        self.call.out, self.call.divide = view(out), divide
+        if denominator is not None:
+            self.call.denominator = view(denominator)
+        library.run(self.library.isopos_forward, self.call)
+
+    def backward(
+        self, g: Decays, before: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
+    ) -> Sequence[Tensor]:
+        """Write gradients of the operands, and return those of log decays ``[*b h t]`` if they are wanted.
+
+        `before` holds the states before the group; `grads` are gradients of those after it and become those of `before`.
+        """
+        call, buffer = self.call, self._buffer
+        transposed = [x.contiguous() for x in (before[0].mT, *(row.clone() for row in before[1:]))]
+        self._prepare(g, transposed, len(before) > 1)
+        grad, out, denominator = (None if part is None else part[self.n] for part in upstream.parts)
+        assert grad is not None
+        grad = flat(grad)
+        call.grad = view(grad)
+        if out is not None and denominator is not None:
+            call.out, call.denominator, call.divide = view(out), view(denominator), 1
+        call.grad_state, call.grad_states = grads[0].data_ptr(), buffer("grad states", call.chunks, call.d, call.e)
+        call.grads = buffer("grads", call.chunks, -(-call.c // 4) * 4, call.e)
+        if len(before) > 1:
+            call.grad_row, call.grad_rows = grads[1].data_ptr(), buffer("grad rows", call.chunks, call.own or call.d)
+            call.less = buffer("less", call.chunks, call.c)
+        pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, strict=True)]
+        shape = (*self.leading, self.span.stop - self.span.start)
+        grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
+        for part, x in zip(self._parts(), grad_g, strict=False):
+            part.grad_decay = x.data_ptr()
+        library.run(self.library.isopos_backward, call)
+        for operand, own in zip(self.operands, pulled, strict=True):
+            if own:
+                operand.pull(self.n, self.span, own)
+        return grad_g
+
+    def _grads(self, operand: Operand, part: Input, rows: list[Tensor] | None) -> list[Tensor]:
+        """Say where gradients of an operand go: into its own, or those of its rows into the buffers returned."""
+        if rows is None:
+            assert operand.grad_xs is not None
+            part.grad, part.add = view(operand.grad_xs[self.n]), not operand.first
+            return []
+        own = [operand.buffers(f"cpu grad {m}", *x.shape) for m, x in enumerate(rows)]
+        part.grad, part.grad_own = view(own[0]), view(own[1]) if len(own) > 1 else View()
+        return own
+
+
+class CpuWalk(Walk):
+    """Causal sums, a call of the library a chunk group."""
+
+    def forward(
+        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
+    ) -> Iterator[tuple[int, None, None, list[Tensor]]]:
+        states: list[Tensor] = []
+        for n in self.order:
+            group = Group(self.operands, n, self.plan.spans[n], self.buffers)
+            states = states or self._empty(*group.sizes)
+            before = [state.clone() for state in states] if keep else []
+            group.forward(self.g, states, outs[n], denominators[n] if self.denominator else None, divide=divide)
+            yield n, None, None, before
+
+    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        upstream.split(self.plan.sizes)
+        after = [torch.zeros_like(state) for state in states[0]]
+        for n, before in zip(reversed(self.order), reversed(states), strict=True):
+            span = self.plan.spans[n]
+            scales = Group(self.operands, n, span, self.buffers).backward(self.g, before, after, upstream, bool(grad_g))
+            for whole, scale in zip(grad_g, scales, strict=True):
+                whole[..., span.start : span.stop].add_(scale)
+
+
+class Cpu(Walking):
+    """cpu.c, chunk by chunk, and a token of a stream at a time."""
+
+    name = "cpu"
+
+    def serves(self, sums: Sums) -> str:
+        if sums.dtype != torch.float32:
+            return f"it sums up float32, not {sums.dtype}"
+        if why := _unknown(sums):
+            return why
+        if sums.stream is not None:
+            return self._refuses_step(sums)
+        if why := refusal(sums):
+            return why
+        if not sums.causal and sums.g is None:
+            return "sums over all keys are products of matrices, which PyTorch has"
+        if why := library.unreadable(*sums.tensors):
+            return why
+        widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
+        if widths[0][0] != widths[1][0]:
+            return f"features of queries and keys are {widths[0][0]} and {widths[1][0]}"
+        every = sorted({width for own in widths for width in own})
+        if library.library(*every) is None:
+            return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}, not by {every}"
+        return ""
+
+    def _refuses_step(self, sums: Sums) -> str:
+        q, stream = sums.q, sums.stream
+        assert stream is not None
+        if q.shape[-2] > 1 or not stream.sums:
+            return "a step is one token after others"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors):
+            return "a step has no gradients"
+        if torch.compiler.is_compiling() or sums.denominator == "column":
+            return "a compiler cannot trace a step" if sums.denominator != "column" else "a step divides at once"
+        if why := library.unreadable(*sums.tensors):
+            return why
+        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
+            return "a step has one log decay, and another before it"
+        if any(x.dtype != torch.float32 for x in (*sums.inputs, *stream.sums)):
+            return "a step reads float32"
+        if any(x.shape[:-2] != q.shape[:-2] for x in sums.inputs) or any(n > 1 for n in q.shape[:-4]):
+            return "a step has one state a query, and at most two axes of heads and samples"
+        closed = [Closed.of(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
+        known = [x for x in closed if x is not None]
+        if len(known) < len(closed):
+            return "a step makes features in closed form"
+        (d, of_k, e), own = [x.shape[-1] * c.doubled for x, c in zip(sums.inputs, known, strict=True)], known[0].own
+        shapes = [(d, e + (sums.denominator is not None and not own)), *[(q.shape[-1], 1)] * own]
+        expected = [(*q.shape[:-2], *shape) for shape in shapes]
+        if d != of_k or [tuple(x.shape) for x in stream.sums] != expected or not all(x.is_contiguous() for x in stream.sums):
+            return f"a step needs contiguous sums {expected}, for queries and keys alike"
+        if library.library(d, e, *(x.shape[-1] for x in sums.inputs)) is None:
+            return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}"
+        return ""
+
+    def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
+        walks = chunks.walks(operands, plan, g, buffers, sums)
+        if library.unreadable(*sums.tensors):
+            return walks  # a backward pass that is watched
+        return [CpuWalk(operands, plan, g, buffers, denominator=sums.denominator is not None), *walks[1:]]
+
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return super().run(sums) if sums.stream is None else self._step(sums)
+
+    def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output ``[*b h 1 e]`` of the next token of a stream, and its sums."""
+        (q, _, v), leading, stream = sums.inputs, sums.q.shape[:-2], sums.stream
+        assert stream is not None
+        call = Call(leading.numel(), 1, leading[-1], 1, own=q.shape[-1] * sums.features[0].own)
+        call.denominated, call.threads, alive, widths = sums.denominator is not None, torch.get_num_threads(), [], []
+        for part, x, features in zip((call.q, call.k, call.v), sums.inputs, sums.features, strict=True):
+            closed = Closed.of(features, x)
+            assert closed is not None
+            width, tensors = closed.describe(part, x)
+            alive += tensors
+            widths.append(width)
+        call.d, _, call.e = widths
+        after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
+        out, denominator = v.new_empty(v.shape), v.new_empty(*leading, 1, 1) if call.denominated else None
+        call.out, call.state, call.states = view(out), stream.sums[0].data_ptr(), after[0].data_ptr()
+        if call.own:
+            call.row, call.rows = stream.sums[1].data_ptr(), after[1].data_ptr()
+        if denominator is not None:
+            call.denominator = view(denominator)
+        if sums.g is not None and stream.before is not None:
+            alive.append((sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(leading).contiguous())
+            call.across = alive[-1].data_ptr()
+        lib = library.library(call.d, call.e, *(x.shape[-1] for x in sums.inputs))
+        assert lib is not None
+        library.run(lib.isopos_step, call)
+        if stream.in_place:
+            torch.autograd.graph.increment_version(after)
+        if denominator is not None:
+            count(denominator)
+        return out, after
+
+
+CPU = Cpu()

@@ -1,0 +1,119 @@
+"""Sums as a graph of PyTorch's operations, for what kernels refuse: under a compiler, in streams, with any phi."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.exact import full_precision
+from isopos.ops.linear.autograd import Backend, Kernel
+from isopos.ops.linear.division import divide
+from isopos.ops.linear.features import Decays, Sums
+from isopos.ops.linear.kernels import KERNELS
+from isopos.ops.linear.step import carry
+
+__all__ = ["GRAPH"]
+
+
+def _kernel(sums: Sums) -> Kernel | None:
+    return next((kernel for kernel in KERNELS if not kernel.serves(sums)), None)
+
+
+def _ready(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> tuple[Kernel, Sums]:
+    sums = Sums(q, k, v, g=None if g_q is None or g_k is None else (g_q, g_k), causal=causal)
+    kernel = _kernel(sums)
+    assert kernel is not None
+    return kernel, sums
+
+
+@torch.library.custom_op("isopos::linear_sum", mutates_args=())
+def _linear_sum(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> Tensor:
+    kernel, sums = _ready(q, k, v, g_q, g_k, causal)
+    return kernel.forward(sums, ())[0]
+
+
+@_linear_sum.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.library.custom_op("isopos::linear_sum_backward", mutates_args=())
+def _linear_sum_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool
+) -> list[Tensor]:
+    (kernel, sums), needs = _ready(q, k, v, g_q, g_k, causal), (True,) * 5
+    with full_precision(q.device):
+        found = kernel.backward(sums, kernel.forward(sums, needs)[1], grad, needs)
+    return [x for x in found if x is not None]
+
+
+@_linear_sum_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> list[Tensor]:
+    decays = [x.new_empty(*q.shape[:-2], x.shape[-1]) for x in (g_q, g_k) if x is not None]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] + decays
+
+
+def _keep_inputs(ctx, inputs, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.causal = inputs[5]
+
+
+def _linear_sum_autograd(ctx, grad: Tensor):
+    grads = _linear_sum_backward(grad, *ctx.saved_tensors, ctx.causal)
+    return *grads, *(None,) * (6 - len(grads))
+
+
+_linear_sum.register_autograd(_linear_sum_autograd, setup_context=_keep_inputs)
+
+
+def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
+    if not causal and g is None:
+        return q @ (k.mT @ v)
+    g_q, g_k = g or (None, None)
+    return _linear_sum(q, k, v, g_q, g_k, causal)
+
+
+def _aligned(operands: Sequence[Sequence[Tensor]], g: Decays) -> tuple[list[list[Tensor]], Decays]:
+    """Causal operands of one length: rows of zeros come first where tokens are missing."""
+    t, s = operands[0][0].shape[-2], operands[0][1].shape[-2]
+    missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
+    padded = [[F.pad(x, (0, 0, n, 0)) for x, n in zip(xs, missing, strict=True)] for xs in operands]
+    if g is None:
+        return padded, g
+    query, key = torch.broadcast_tensors(g[0][..., :1], g[1][..., :1])  # one shape but for the tokens
+    query, key = g[0].expand(*query.shape[:-1], t), g[1].expand(*key.shape[:-1], s)
+    return padded, (torch.cat((key[..., : missing[0]], query), -1), torch.cat((query[..., : missing[1]], key), -1))
+
+
+class Graph(Backend):
+    """PyTorch's operations with their graph. Causal sums are one operation, which a compiler leaves as it is."""
+
+    name = "graph"
+
+    def serves(self, sums: Sums) -> str:
+        return ""
+
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return (self._sum(sums), ()) if sums.stream is None else carry(sums, self._alone)
+
+    def _alone(self, sums: Sums) -> Tensor:
+        """By the first kernel that serves, if one does."""
+        if sums.q.ndim == 3:
+            return self._alone(replace(sums, q=sums.q[None], k=sums.k[None], v=sums.v[None]))[0]
+        return (_kernel(sums) or self).run(sums)[0]
+
+    def _sum(self, sums: Sums) -> Tensor:
+        t, g = sums.q.shape[-2], sums.g
+        queries, keys, values = sums.made()
+        ones = torch.ones_like(values[..., :1])
+        parts = [values if sums.denominator is None or len(queries) > 1 else torch.cat((values, ones), -1), ones]
+        operands = [list(each) for each in zip(queries, keys, parts, strict=False)]
+        if sums.causal and t != sums.k.shape[-2]:
+            operands, g = _aligned(operands, g)
+        total = torch.cat([_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands], -1)[..., -t:, :]
+        return divide(total) if sums.denominator == "divide" else total
+
+
+GRAPH = Graph()

@@ -1,0 +1,70 @@
+"""Streams: causal sums of the next tokens, and the sums that come after them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from isopos.exact import broadcast
+from isopos.ops.linear.division import divide
+from isopos.ops.linear.features import Decays, Stream, Sums
+
+
+def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Sums of the next tokens of a stream, of any number of them, with a graph; and those of all tokens, for the next.
+
+    `linear` sums up the tokens alone.
+    """
+    stream = sums.stream
+    assert stream is not None
+    queries, keys, values = sums.made()
+    if sums.denominator is not None:
+        mask, values = sums.features[2].mask, torch.cat((values, torch.ones_like(values[..., :1])), -1)
+        values = values if mask is None else torch.where(mask, values, 0)
+    parts = [values] if len(queries) == 1 else values.split((values.shape[-1] - 1, 1), -1)
+    totals, after = [], []
+    for n, operands in enumerate(zip(queries, keys, parts, strict=True)):
+        total, own = _carried(*operands, sums.g, stream, stream.sums[n] if stream.sums else None, linear)
+        totals.append(total)
+        after.append(own)
+    total = torch.cat(totals, -1)
+    return divide(total) if sums.denominator == "divide" else total, tuple(after)
+
+
+def _carried(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Decays,
+    stream: Stream,
+    state: Tensor | None,
+    linear: Callable[[Sums], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Causal sums ``[*b h t e]`` of features, and the sum of k v^T over all tokens so far ``[*b h d e]``.
+
+    The state is that sum at the log decay ``[*b h]`` of the last token before. Together with it, the sums are those of the
+    whole sequence; k and v may lack leading axes of q, which share their state.
+    """
+    to_end = across = from_end = from_start = None  # of keys, of the state, of queries after one token, of queries
+    if g is not None:
+        query, key = g
+        last = key[..., -1:]
+        start = last if stream.before is None else stream.before[..., None]
+        exponents = last - key, last - start, query - last, query - start
+        to_end, across, from_end, from_start = (x.exp().to(k.dtype)[..., None] for x in exponents)
+    if q.shape[-2] == 1:
+        if state is None:
+            after = k.mT @ v
+        elif stream.in_place:
+            after = (state if across is None else state.mul_(across)).addcmul_(k.mT, v)
+        else:
+            after = torch.addcmul(state if across is None else state * across, k.mT, v)
+        return (q if from_end is None else q * from_end) @ after, after
+    after = (k if to_end is None else k * to_end).mT @ v
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    queries, keys, values = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
+    total = linear(Sums(queries, keys, values, g=g))
+    if state is None:
+        return total, after
+    after = after + (state if across is None else state * across)
+    return total + (q if from_start is None else q * from_start) @ state, after

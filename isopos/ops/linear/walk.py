@@ -1,0 +1,312 @@
+"""What a walk over the tokens of some heads is made of: its plan, its operands with their gradients, and the walk itself."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.ops.linear.autograd import Kernel
+from isopos.ops.linear.division import EPS, clamp, count
+from isopos.ops.linear.features import Buffers, Decays, Features, Opaque, Sums
+from isopos.ops.place import Place
+
+CHUNK = 64  # tokens whose weights are formed explicitly
+LEAST, MOST = 4, 16  # chunks of a group: states before a group are saved for the backward pass
+GROUP, WIDE = 1 << 17, 1 << 24  # features of a group, on a CPU and elsewhere: some fifteen buffers of that size are in use
+
+
+class Span(NamedTuple):
+    """Tokens of a chunk group, in chunks of equal length."""
+
+    start: int
+    stop: int
+    chunk: int
+
+    @property
+    def place(self) -> Place:
+        """These tokens of all heads and samples."""
+        return Place((), slice(None), slice(self.start, self.stop))
+
+
+class Plan:
+    """How ``[*b h t d]`` is cut into groups of about GROUP features: of all heads that fit, then of more tokens.
+
+    Attributes:
+        places: Heads and samples that walk together.
+        spans: Chunk groups of a place: of whole chunks, then the tokens that are left.
+    """
+
+    def __init__(self, x: Tensor):
+        *batch, heads, length, width = x.shape
+        whole, chunk = length - length % CHUNK, CHUNK * width
+        size = max(1, (GROUP if x.device.type == "cpu" else WIDE) // chunk)  # in chunks
+        some = max(1, size // min(LEAST, -(-length // CHUNK)))  # heads of all samples
+        per_head = -(-heads // -(-heads // min(heads, some)))
+        steps = [*(1 for _ in batch[:-1]), min(batch[-1], max(1, some // per_head)), per_head]
+        parts = itertools.product(*(_slices(n, step) for n, step in zip((*batch, heads), steps, strict=True)))
+        self.places = [Place(part[:-1], part[-1], slice(None)) for part in parts]
+        count = min(MOST, max(LEAST, size // (steps[-1] * steps[-2])))
+        self.spans = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, count * CHUNK)]
+        self.spans += [Span(whole, length, length - whole)] if whole < length else []
+        self.sizes = [span.stop - span.start for span in self.spans]
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a chunk group: its chunks are rows ``[n c .]``, n = samples times heads times chunks of a head."""
+
+    leading: tuple[int, ...]  # samples and heads
+    count: int  # chunks of a head
+    chunk: int
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x ``[*b h t .]`` by chunks."""
+        return x.reshape(-1, self.chunk, x.shape[-1])
+
+    def apart(self, rows: Tensor) -> Tensor:
+        """Rows with their axes apart: ``[*b h n c .]``."""
+        return rows.view(*self.leading, self.count, *rows.shape[1:])
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """The inverse of `rows`."""
+        return rows.view(*self.leading, -1, rows.shape[-1])
+
+
+class Operand:
+    """One input of a walk with what makes its features; in the backward pass with its gradient and those of their tensors.
+
+    `needs` says which tensors need a gradient, `grads` are buffers for them (None for the others).
+    """
+
+    def __init__(self, x: Tensor, features: Features, needs: Sequence[bool], buffers: Buffers):
+        self.x, self.features, self.needs, self.buffers = x, features, needs, buffers
+        self.grad: Tensor | None = None
+        self.grads: Sequence[Tensor | None] = [None] * len(needs)
+        self.first = True  # whether no gradient has been written yet
+        self.direct = features.direct and not any(needs)
+
+    def open(self) -> None:
+        """Make buffers for gradients."""
+        self.grad = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        pairs = zip(self.features.tensors, self.needs, strict=True)
+        self.grads = [torch.zeros_like(tensor) if need else None for tensor, need in pairs]
+
+    def at(self, place: Place) -> "Operand":
+        """That of some heads and samples."""
+        part = Operand(place.of(self.x, -3, -2), self.features.part(place), self.needs, self.buffers)
+        part.grads = self._grads(place)
+        part.grad = None if self.grad is None else place.of(self.grad, -3, -2)
+        return part
+
+    def _grads(self, place: Place) -> list[Tensor | None]:
+        """The buffers for some tokens of some heads and samples."""
+        if not any(self.needs):
+            return [None] * len(self.needs)
+        pairs = zip(self.features.tensors, self.grads, strict=True)
+        views = self.features.replace([tensor if grad is None else grad for tensor, grad in pairs]).part(place).tensors
+        return [view if need else None for view, need in zip(views, self.needs, strict=True)]
+
+    def split(self, sizes: Sequence[int]) -> None:
+        """Cut its tokens into chunk groups."""
+        self.xs = self.x.split(sizes, -2)
+        self.grad_xs = None if self.grad is None else self.grad.split(sizes, -2)
+
+    def described(self, span: Span) -> Features | None:
+        """What makes the features of these tokens, if it is direct and in closed form."""
+        if not self.direct or isinstance(self.features.map, Opaque):
+            return None
+        return self.features.part(span.place).without_idle_mask()
+
+    def read(self, n: int, span: Span) -> tuple[Tensor, ...]:
+        """The features of group n ``[*b h t .]``, contiguous."""
+        x, self.here = self.xs[n], self.features.part(span.place)
+        if self.direct:
+            self.here = self.here.without_idle_mask()
+            return self.here.write(x, self.buffers)
+        back = self.grad is not None
+        tensors = [tensor.detach() for tensor in self.here.tensors]
+        self.leaves = [x.detach(), *(tensor for tensor, need in zip(tensors, self.needs, strict=True) if need)]
+        for leaf in self.leaves:
+            leaf.requires_grad_(back)
+        with torch.set_grad_enabled(back):
+            self.outputs = self.here.replace(tensors)(self.leaves[0])
+        return tuple(out.detach().contiguous() for out in self.outputs)
+
+    def pull(self, n: int, span: Span, grads: Sequence[Tensor]) -> None:
+        """Add the gradients of group n, which was read last, from those of its features."""
+        assert self.grad_xs is not None
+        slope = None
+        if self.direct:
+            own, slope = self.here.adjoint(self.xs[n], grads, self.buffers)
+        else:
+            pairs = [(out, grad) for out, grad in zip(self.outputs, grads, strict=True) if out.requires_grad]
+            own, *learned = torch.autograd.grad([o for o, _ in pairs], self.leaves, [g for _, g in pairs])
+            for buffer, grad in zip([x for x in self._grads(span.place) if x is not None], learned, strict=True):
+                buffer.add_(grad)
+        if slope is not None:
+            torch.mul(own, slope, out=self.grad_xs[n]) if self.first else self.grad_xs[n].addcmul_(own, slope)
+        elif self.first:
+            self.grad_xs[n].copy_(own)
+        else:
+            self.grad_xs[n].add_(own)
+
+
+def operands_of(sums: Sums, needs: Sequence[bool]) -> tuple[list[Operand], Buffers]:
+    """The inputs with their features, and buffers for what they share; `needs` as kernels have it."""
+    rest, buffers, found = iter(needs[5:]), Buffers(sums.q, sums.dtype), []
+    for x, features in zip(sums.inputs, sums.features, strict=True):
+        found.append(Operand(x, features, [next(rest) for _ in features.tensors], Buffers(x, buffers.dtype, buffers)))
+    return found, buffers
+
+
+class Upstream:
+    """The gradient of the output, and for a division the output and its denominator."""
+
+    def __init__(self, grad: Tensor, out: Tensor | None = None, denominator: Tensor | None = None):
+        self.all = (grad, out, denominator)
+
+    def at(self, place: Place) -> "Upstream":
+        """That of some heads and samples."""
+        grad, *rest = self.all
+        return Upstream(place.of(grad, -3, -2), *(None if x is None else place.of(x, -3, -2) for x in rest))
+
+    def split(self, sizes: Sequence[int]) -> None:
+        """Cut tokens into chunk groups."""
+        self.parts = [x if x is None else x.split(sizes, -2) for x in self.all]
+
+    def rows(self, n: int, layout: Layout, values: int, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
+        """Gradients of a group's sums ``[n c e]``, and less those of its denominators ``[n c 1]``, if it has any."""
+        grad, out, denominator = (None if x is None else x[n] for x in self.parts)
+        assert grad is not None
+        sums = buffers("grad", *grad.shape[:-1], values)
+        if out is None or denominator is None:
+            sums.copy_(grad[..., :values])
+            return layout.rows(sums), None if grad.shape[-1] == values else layout.rows(-grad[..., values:])
+        torch.div(grad, denominator, out=sums)
+        less = torch.mul(sums, out, out=buffers("product", *sums.shape)).sum(-1, keepdim=True)
+        return layout.rows(sums), layout.rows(less.masked_fill_(denominator.abs() <= EPS, 0))
+
+
+class Walk(ABC):
+    """One walk over the tokens of some heads, forward and back.
+
+    `reverse` goes from the last token to the first, without the diagonal. Gradients go to the operands.
+    """
+
+    def __init__(
+        self,
+        operands: Sequence[Operand],
+        plan: Plan,
+        g: Decays,
+        buffers: Buffers,
+        *,
+        denominator: bool,
+        reverse: bool = False,
+        of_keys: Plan | None = None,
+    ):
+        self.operands, self.plan, self.g, self.buffers = operands, plan, g, buffers
+        self.of_keys = plan if of_keys is None else of_keys
+        self.denominator, self.reverse = denominator, reverse
+        self.leading = tuple(operands[0].x.shape[:-2])
+        self.states = len(plan.spans)
+        self.order = range(len(plan.spans))[:: -1 if reverse else 1]
+        for operand, own in zip(operands, (plan, self.of_keys, self.of_keys), strict=True):
+            operand.split(own.sizes)
+
+    @abstractmethod
+    def forward(
+        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
+    ) -> Iterator[tuple[int, Tensor | None, Tensor | None, list[Tensor]]]:
+        """Number, sums ``[*b h t e]`` and denominators ``[*b h t 1]`` of each group, in buffers, and the states before it.
+
+        Instead of sums None, where they are in `outs` and `denominators` already, and divided if they are to be.
+        """
+
+    @abstractmethod
+    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        """Add the gradients of the operands and of the log decays, given the states of `forward` in its order."""
+
+    def _empty(self, d: int, e: int, own: int) -> list[Tensor]:
+        """Zero sums of k v^T ``[*b h d e]`` and, for a denominator, of its k ``[*b h 1 d]``."""
+        like, shapes = self.operands[0].x, [(d, e)] + [(1, own)] * self.denominator
+        return [like.new_zeros(*self.leading, *shape, dtype=self.buffers.dtype) for shape in shapes]
+
+
+class Walking(Kernel, ABC):
+    """A kernel that walks over chunk groups. It saves one state a group, and computes the rest again."""
+
+    @abstractmethod
+    def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
+        """The walks over some heads whose results add up."""
+
+    def _places(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Place, list[Walk]]]:
+        plan = Plan(sums.q)
+        for place in plan.places:
+            g = None
+            if sums.g is not None:
+                keys = place.of(sums.g[1], -2, -1)
+                g = (keys if sums.g[0] is sums.g[1] else place.of(sums.g[0], -2, -1), keys)
+            yield place, self.walks([operand.at(place) for operand in operands], plan, g, buffers, sums)
+
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        divide, keep, e = sums.denominator == "divide", any(needs), sums.v.shape[-1]
+        operands, buffers = operands_of(sums, needs)
+        out = sums.q.new_empty(*sums.q.shape[:-1], e + (sums.denominator == "column"), dtype=buffers.dtype)
+        denominator = out.new_empty(*sums.q.shape[:-1], 1) if divide else out[..., e:]
+        states: list[Tensor] = []
+        for place, walks in self._places(sums, operands, buffers):
+            outs = [place.of(x, -3, -2) for x in (out[..., :e], denominator)]
+            states += _forward(walks, *outs, divide=divide, keep=keep)
+        return out, [out, denominator, *states] if divide else states
+
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        operands, buffers = operands_of(sums, needs)
+        for operand in operands:
+            operand.open()
+        first = 2 if sums.denominator == "divide" else 0
+        upstream, states = Upstream(grad, *saved[:first]), iter(saved[first:])
+        g, shape = sums.g if sums.g is not None and any(needs[3:5]) else (), sums.q.shape[:-2]
+        grad_g = [sums.q.new_zeros(*shape, x.shape[-1], dtype=x.dtype) for x in g]
+        for place, walks in self._places(sums, operands, buffers):
+            _backward(walks, upstream.at(place), states, [place.of(x, -2, -1) for x in grad_g])
+        own = [x for operand in operands for x in operand.grads]
+        return [*(operand.grad for operand in operands), *(grad_g or (None, None)), *own]
+
+
+def _forward(walks: Sequence[Walk], out: Tensor, denominator: Tensor, *, divide: bool, keep: bool) -> list[Tensor]:
+    """Write sums and denominators of all walks of a place, divide at the last; return the states if they are to be kept."""
+    states: list[Tensor] = []
+    outs, denominators = (x.split(walks[0].plan.sizes, -2) for x in (out, denominator))
+    for walk in walks:
+        for n, total, own, before in walk.forward(outs, denominators, keep=keep, divide=divide and len(walks) == 1):
+            states += before if keep else []
+            if total is None:
+                if divide and walk is walks[-1]:
+                    count(denominators[n])
+                continue
+            if walk is not walks[0]:
+                total, own = total.add_(outs[n]), own if own is None else own + denominators[n]
+            if own is not None and divide and walk is walks[-1]:
+                own = clamp(own)
+                torch.div(total, own, out=outs[n])
+            else:
+                outs[n].copy_(total)
+            if own is not None:
+                denominators[n].copy_(own)
+    return states
+
+
+def _backward(walks: Sequence[Walk], upstream: Upstream, states: Iterator[Tensor], grad_g: list[Tensor]) -> None:
+    """Add the gradients of all walks of a place, which take their states one by one."""
+    for walk in walks:
+        walk.backward(upstream, [[next(states) for _ in range(1 + walk.denominator)] for _ in range(walk.states)], grad_g)
+        for operand in walk.operands:
+            operand.first = False
