@@ -25,7 +25,7 @@ from isopos.attention.problem import (
 )
 from isopos.exact import broadcast, full_precision
 from isopos.feature_maps import FEATURE_MAPS, IN_PLACE, Favor, FeatureMap, identity, sides
-from isopos.maps import Chain, Gather, Identity, Isometry, Reflection, Rotation
+from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import clipped, linear, native
 from isopos.ops.place import Place
 from isopos.ops.tiles import Formula, Room
@@ -460,7 +460,7 @@ def _softmax(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    isometry: tuple[Isometry, Isometry],
+    isometry: tuple[TokenMap, TokenMap],
     g: tuple[Tensor, Tensor] | None,
     scale: float | None,
     causal: bool,
@@ -566,7 +566,7 @@ class _Features:
     Values are features, too, of the trivial maps.
     """
 
-    rho: Isometry
+    rho: TokenMap
     phi: FeatureMap
     parts: int
     dtype: torch.dtype
@@ -584,7 +584,7 @@ class _Features:
         rho, kept = self._split(tensors)
         return *rho.part(place).tensors(), *(place.of(mask, -3, -2) for mask in kept)
 
-    def _split(self, tensors: Sequence[Tensor]) -> tuple[Isometry, Sequence[Tensor]]:
+    def _split(self, tensors: Sequence[Tensor]) -> tuple[TokenMap, Sequence[Tensor]]:
         count = len(tensors) - (self.kept is not None)
         return self.rho.replace(tensors[:count]), tensors[count:]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap
-from isopos.maps import Identity, Isometry
+from isopos.maps import Identity, TokenMap
 from isopos.state import State
 from isopos.terms import Clipped, Term
 
@@ -26,7 +26,7 @@ __all__ = [
     "kind_of",
 ]
 
-IsometryPair = Isometry | tuple[Isometry, Isometry] | None
+IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
 
@@ -76,7 +76,7 @@ def kind_of(
     name: str,
     q: Tensor,
     v: Tensor,
-    rho: Isometry,
+    rho: TokenMap,
     phi: FeatureMap | None,
     denominator: str | None,
     terms: Sequence[Term],
@@ -92,15 +92,15 @@ def kind_of(
     return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in terms)])
 
 
-def structure(rho: Isometry) -> str:
-    inner = [structure(x) for x in vars(rho).values() if isinstance(x, Isometry)]
-    inner += [structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, Isometry)]
+def structure(rho: TokenMap) -> str:
+    inner = [structure(x) for x in vars(rho).values() if isinstance(x, TokenMap)]
+    inner += [structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, TokenMap)]
     return type(rho).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None, terms: Sequence[Term], seen: int = 0
-) -> tuple[Isometry, Isometry]:
+) -> tuple[TokenMap, TokenMap]:
     """The isometries of queries and keys; ValueError where the arguments do not fit together, after `seen` keys."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():
@@ -131,7 +131,7 @@ def check(
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     rho_q, rho_k = rho_q or Identity(), rho_k or Identity()
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
-        if not isinstance(rho, Isometry):
+        if not isinstance(rho, TokenMap):
             raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
         if not broadcasts(rho.leading, x.shape[:-2]):
