@@ -246,7 +246,7 @@ class Gather(Isometry):
 
     @property
     def length(self) -> int | None:
-        return None if self.constant else super().length
+        return None if self.constant else self.index.shape[-2]
 
 
 class Powers(Isometry):
