@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Held, constant, full_precision, normal
-from isopos.maps import Affine, Append, Chain, Isometry, Matrices, Rotation, Scaling
+from isopos.maps import Affine, Append, Composed, Matrices, Rotation, Scaling, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotations
 from isopos.positions import Group, Line, Product
@@ -39,15 +39,15 @@ class Absolute(Coupling):
         self.encoding, self.side = encoding, side
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """rho at x, or at the origin."""
         return self._at(x, dtype, self.side == "query")
 
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """rho at x, or at the origin."""
         return self._at(x, dtype, self.side == "key")
 
-    def _at(self, x: Tensor, dtype: torch.dtype, placed: bool) -> Isometry:
+    def _at(self, x: Tensor, dtype: torch.dtype, placed: bool) -> TokenMap:
         self.group.check(x)
         return self.encoding(x if placed else self.group.origin(*x.shape[:-1], device=x.device), dtype)
 
@@ -86,13 +86,13 @@ class Constrained(Coupling):
         start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * count, 2) / count
         self.hold("projection", start, learned=True)  # [h c*m 2]: a and b
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """q, then u_x W*."""
         sin, cos = self._sinusoids(x)
         a, b = self.held[:, None].double().unbind(-1)
         return self._append((a * sin - b * cos, b * sin + a * cos), dtype)
 
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """k, then u_y."""
         return self._append(self._sinusoids(x), dtype)
 
@@ -102,7 +102,7 @@ class Constrained(Coupling):
         kept = torch.arange(x.shape[-2], device=x.device)[:, None] >= self.outside
         return angle.sin() * kept, angle.cos() * kept
 
-    def _append(self, pairs: tuple[Tensor, Tensor], dtype: torch.dtype) -> Isometry:
+    def _append(self, pairs: tuple[Tensor, Tensor], dtype: torch.dtype) -> TokenMap:
         return Append(torch.stack(pairs, -1).flatten(-2).to(dtype))
 
 
@@ -134,14 +134,14 @@ class TransformerXL(Coupling):
         )
         self.hold("projection", normal(seed, heads, width, features) / width**0.5, learned=True)
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """q + u, then W^T (q + v) turned by x."""
         self.group.check(x)
         rotation = Rotation(rotations(x, self.frequency, dtype))
-        relative = Chain(Affine(self.location.held.to(dtype), self.held.to(dtype)), rotation)
+        relative = Composed(Affine(self.location.held.to(dtype), self.held.to(dtype)), rotation)
         return Append(relative, Affine(self.content.held.to(dtype)))
 
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """k, then p_y as (cos, sin) pairs: the vector (1, 0, 1, 0, ...) turned by y."""
         self.group.check(x)
         return Append(rotations(x, self.frequency, dtype).flatten(-2))
@@ -174,15 +174,15 @@ class XPos(Coupling):
         self.log_scale = ((share + 0.4) / 1.4).log().repeat_interleave(2) / length
         self.max_length = 1 + int(40 / self.log_scale.abs().max())  # exp(+-40): long sums of two stay inside float32
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """Turned, then shrunk with x."""
         return self._at(x, dtype, 1)
 
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """Turned, then grown with x."""
         return self._at(x, dtype, -1)
 
-    def _at(self, x: Tensor, dtype: torch.dtype, sign: int) -> Isometry:
+    def _at(self, x: Tensor, dtype: torch.dtype, sign: int) -> TokenMap:
         self.group.check(x)
         limit = self.max_length or 0
         if not torch.compiler.is_compiling() and x.device.type == "cpu" and (x.abs() >= limit).any():
@@ -191,7 +191,7 @@ class XPos(Coupling):
                 f"got {x.abs().max().item()}; use rope with decay='retnet' for longer sequences"
             )
         factor = torch.exp(sign * self.log_scale.to(x.device) * x.double())[..., None, :, :]
-        return Chain(Rotation(rotations(x, self.frequency, dtype)), Scaling(factor.to(dtype)))
+        return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(factor.to(dtype)))
 
 
 class SineSPE(Coupling):
@@ -227,15 +227,15 @@ class SineSPE(Coupling):
         self.phase = Held(0.5 * normal(generator, *shape))
         self.noise = constant(normal(generator, *shape[1:], 2, self.out_features))
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The matrix of a query at x, with phases."""
         return self._at(x, dtype, self.phase.held)
 
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The matrix of a key at x."""
         return self._at(x, dtype, None)
 
-    def _at(self, x: Tensor, dtype: torch.dtype, phase: Tensor | None) -> Isometry:
+    def _at(self, x: Tensor, dtype: torch.dtype, phase: Tensor | None) -> TokenMap:
         self.group.check(x)
         angle = angles(x, self.held.flatten(1)[:, None]).unflatten(-1, self.held.shape[1:])  # [*b h t d k]
         angle = angle if phase is None else angle + phase[:, None].double()
@@ -271,15 +271,15 @@ class ConvSPE(Coupling):
         self.out_features = _count(features if realizations is None else realizations)
         self.hold("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The matrix of a query at x."""
         return self._at(x, dtype, 0)
 
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The matrix of a key at x."""
         return self._at(x, dtype, 1)
 
-    def _at(self, x: Tensor, dtype: torch.dtype, side: int) -> Isometry:
+    def _at(self, x: Tensor, dtype: torch.dtype, side: int) -> TokenMap:
         self.group.check(x)
         lags = x.long() - torch.arange(self.reach, device=x.device)  # [*b t p]
         noise = gaussian(lags, self.features * self.out_features, self.seed).to(dtype) / self.out_features**0.5

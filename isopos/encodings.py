@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.exact import ExactModule, constant, once
-from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrices, Matrix, Powers, Rotation
+from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
@@ -53,11 +53,11 @@ class Coupling(ExactModule, ABC):
     max_length: int | None = None  # positions from 0 on, where their number is limited
 
     @abstractmethod
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The map of queries at positions x ``[*b t c]``."""
 
     @abstractmethod
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The map of keys at positions x ``[*b t c]``."""
 
 
@@ -392,7 +392,7 @@ class TreePath(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """The operator of each node."""
         self.group.check(x)
-        return Matrices(path(skew_exponential(self.held.to(x.device, torch.float64)).to(dtype), x))
+        return Operators(path(skew_exponential(self.held.to(x.device, torch.float64)).to(dtype), x))
 
 
 class InBasis(Encoding):

@@ -14,7 +14,7 @@ from isopos.decays import RATES, Decay
 from isopos.embeddings import Learned, Sinusoidal, TreeStack
 from isopos.encodings import Coupling, Encoding, InBasis, Rotary
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides
-from isopos.maps import Isometry, Mapped
+from isopos.maps import Mapped, TokenMap
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 
@@ -241,7 +241,7 @@ class Scheme(nn.Module):
         return arguments | {"state": state.stamped(self.fingerprint, places)}
 
 
-def _last(rho: Isometry, count: int, new: int) -> Isometry:
+def _last(rho: TokenMap, count: int, new: int) -> TokenMap:
     """The part of an isometry for the last tokens, where it has one for each."""
     return rho if rho.length is None else rho.tokens(rho.length - new, rho.length)
 

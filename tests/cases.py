@@ -1,6 +1,6 @@
 """The case table: a new scheme or encoding adds a row here and inherits every law.
 
-Also what the tests share: the tolerance, random inputs and positions, and the quadratic references.
+Also what the tests share: the tolerance, random inputs and positions, and the definitions.
 """
 
 import itertools
@@ -17,17 +17,16 @@ from isopos import bases, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
-from isopos.feature_maps import sides
-from isopos.maps import Identity
+from isopos.laws import reference
 from isopos.positions import Group, Line, Product, Ring, Tree, grid
 from isopos.state import State
-from isopos.terms import Clipped
 
 Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
 SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta")
 ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
+DEFINITIONS, quadratic, softmax_by_definition = reference.DEFINITIONS, reference.linear, reference.softmax
 LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
 
 
@@ -397,109 +396,10 @@ def ascending(*shape: int, least: int = 0) -> Tensor:
     return torch.randint(least, least + 3, shape).cumsum(-1)[..., None]
 
 
-def pair(value: Any) -> tuple[Any, Any]:
-    """One for queries and one for keys."""
-    return value if isinstance(value, tuple) else (value, value)
-
-
-def bucket_of(offset: Tensor, reach: int) -> Tensor:
-    """Bucket of offsets ``[... c]``: each axis rounded (halves up) and clipped, a digit of base 2R + 1."""
-    digit = (offset.double() + 0.5).floor().clamp(-reach, reach).long() + reach
-    return (digit * (2 * reach + 1) ** torch.arange(offset.shape[-1]).flip(0)).sum(-1)
-
-
-def rows_of(term: Any, phi: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
-    index = term.index()
-    if isinstance(term, Clipped):
-        index = bucket_of(term.y[..., None, :, :] - term.x[..., :, None, :], term.reach)
-        count = (2 * term.reach + 1) ** term.x.shape[-1]
-        index[..., : term.outside, :] = count + 1
-        index[..., : term.outside] = count
-    table = (term.table if phi is None else phi(term.table))[:, index]
-    return table.movedim(0, -3 if term.side == "none" else -4)
-
-
-def term_scores(term: Any, q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """What a term adds to each pair: ``[*b h t s]``."""
-    rows = rows_of(term, phi)
-    if term.side == "none":
-        return rows
-    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * rows).sum(-1)
-
-
-def kept(t: int, s: int, causal: bool, mask: Tensor | None) -> Tensor:
-    """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
-    keep = torch.ones(t, s, dtype=torch.bool)
-    keep = keep.tril(s - t) if causal else keep
-    return keep if mask is None else keep & mask[..., None, None, :]
-
-
-def quadratic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    isometry=None,
-    feature_map=None,
-    decay=None,
-    denominator="plain",
-    causal=False,
-    terms=(),
-    mask=None,
-) -> Tensor:
-    """Linear attention by its definition: every weight is formed, numerator over denominator."""
-    rho_q, rho_k = (rho or Identity() for rho in pair(isometry))
-    phi_q, phi = sides(feature_map or (lambda x: x))
-    q, k = phi_q(q), phi(k)
-    factor = kept(q.shape[-2], k.shape[-2], causal, mask).double()
-    if decay is not None:
-        g_q, g_k = pair(decay)
-        factor = factor * (-(g_q[..., :, None] - g_k[..., None, :]).abs()).exp()
-    if mask is not None:
-        k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
-    if denominator == "complex":
-        a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rho_q(q), rho_k(k)))
-        weight = (a.conj() @ b.mT) * factor
-        below = weight.sum(-1, keepdim=True)
-        return (weight @ v.to(weight.dtype) / torch.where(below.abs() < 1e-6, 1, below)).real
-    extra = sum(term_scores(term, q, k, phi) for term in terms)
-    weight = (rho_q(q) @ rho_k(k).mT + extra) * factor
-    if denominator is None:
-        return weight @ v
-    below = (weight if denominator == "encoded" else (q @ k.mT + extra) * factor).sum(-1, keepdim=True)
-    return weight @ v / torch.where(below.abs() < 1e-6, torch.full_like(below, 1e-6).copysign(below), below)
-
-
 def inputs_of(scheme: schemes.Scheme, *batch: int, t: int, **kw: Any) -> tuple[Tensor, ...]:
     """Random q, k, v of the widths that a scheme takes; values, where it has rows for them, of theirs."""
     d = scheme.encoding.features
     return inputs(*batch, t=t, **({"d": d, "e": d // scheme.width} | kw))
-
-
-def softmax_by_definition(
-    q, k, v, *, isometry=None, decay=None, scale=None, causal=False, terms=(), locality=None, mask=None
-) -> Tensor:
-    """Every logit is formed; rows without keys are zero."""
-    rho_q, rho_k = (rho or Identity() for rho in pair(isometry))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = scale * rho_q(q) @ rho_k(k).mT
-    if locality is not None:
-        logits = logits * locality[..., None, :, :]
-    for term in terms:
-        if term.side != "value":
-            logits = logits + (1 if term.side == "none" else scale) * term_scores(term, q, k)
-    if decay is not None:
-        g_q, g_k = pair(decay)
-        logits = logits - (g_q[..., :, None] - g_k[..., None, :]).abs()
-    keep = kept(*logits.shape[-2:], causal, mask)
-    weight = torch.where(keep, (logits - logits.amax(-1, keepdim=True)).exp(), 0)
-    weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
-    of_values = sum((weight[..., None] * rows_of(term)).sum(-2) for term in terms if term.side == "value")
-    return weight @ (v if mask is None else torch.where(mask[..., None, :, None], v, 0)) + of_values
-
-
-DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
 
 
 def gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:

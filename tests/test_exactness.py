@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import quadratic, scheme_case, softmax_by_definition
 from rich.console import Console
 
 import isopos
@@ -44,20 +43,6 @@ def test_no_more_is_refused_than_known(found):
 def test_compiled_too():
     for error in exactness.measure(["retnet"], ["graph"], ["float32"]).values():
         assert error < BOUNDS["float32"]
-
-
-@pytest.mark.parametrize(
-    "name", ["rope", "retnet", "xpos", "spe-conv", "horn-constrained", "horn-clipped", "t5", "shaw", "deberta"]
-)
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_definition_is_that_of_the_tests(name, causal):
-    case = scheme_case(name)
-    for kind in case.kinds:
-        scheme = case.build(attention=kind)
-        trial = exactness.Trial(scheme, torch.float64)
-        at = {"terms": ()} | scheme.at(trial.x, trial.x, dtype=torch.float64)
-        expected = (quadratic if kind == "linear" else softmax_by_definition)(*trial.qkv, causal=causal, **at)
-        torch.testing.assert_close(trial.alone(slice(None), causal=causal), expected, rtol=0, atol=1e-12)
 
 
 def test_a_wrong_answer_shows(monkeypatch):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from cases import HEADS, bucket_of, close, inputs, rows_of, same_everywhere, term_scores
+from cases import HEADS, close, inputs, same_everywhere
 
 from isopos.attention import linear_attention, softmax_attention
+from isopos.laws import reference
 from isopos.positions import grid, sequence
 from isopos.terms import SIDES, Clipped, Indexed, Term
 
@@ -26,7 +27,7 @@ def test_scores_by_definition(side, batch, heads):
     term = term_of(side, *batch, heads=heads)
     q, k, _ = leaves = inputs(2, t=3, s=6, d=D, requires_grad=True)
     found = term.scores(q, k).expand(2, HEADS, 3, 6)
-    same_everywhere(found, term_scores(term, q, k).expand_as(found), [*leaves, term.table])
+    same_everywhere(found, reference.scores(term, q, k).expand_as(found), [*leaves, term.table])
     index = term.index().expand(2, 3, 6)
     for b, h, i, j in [(0, 0, 0, 0), (1, 1, 2, 5), (1, 0, 1, 3)]:
         row = term.table[h % heads, index[b, i, j]]
@@ -38,7 +39,7 @@ def test_scores_by_definition(side, batch, heads):
 def test_values_by_definition(batch):
     term = term_of("value", *batch)
     weight = torch.rand(2, HEADS, 3, 6, dtype=torch.float64, requires_grad=True)
-    expected = (weight[..., None] * rows_of(term)).sum(-2)
+    expected = (weight[..., None] * reference.rows(term)).sum(-2)
     same_everywhere(term.values(weight), expected, [weight, term.table])
 
 
@@ -49,8 +50,10 @@ def test_clipped_buckets_are_clipped_offsets(axes, outside):
     term = Clipped(torch.zeros(1, 9**axes, D), "query", x, y, 4, outside)
     index = term.index()
     assert index.shape == (4, 7)
-    inner = bucket_of(y - x[:, None], 4)
-    assert torch.equal(index[outside:, outside:], inner[outside:, outside:])
+    numbers = Clipped(torch.arange(9**axes + 2)[None], "none", x, y, 4, outside)  # each row is its own number
+    assert reference.rows(numbers)[0].equal(index)
+    offset = (y - x[:, None]).clamp(-4, 4)[outside:, outside:] + 4
+    assert index[outside:, outside:].equal(offset[..., 0] if axes == 1 else 9 * offset[..., 0] + offset[..., 1])
     assert (index[:, :outside] == 9**axes).all()
     assert (index[:outside, outside:] == 9**axes + 1).all()
     assert term.index().min() >= 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.encodings import Encoding, Exponential, InBasis, Rotary
-from isopos.maps import Chain, Isometry
+from isopos.maps import Chain, TokenMap
 from isopos.ops.rotate import half_to_interleaved
 from isopos.scheme import Scheme
 
@@ -66,7 +66,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
 
 
 @torch.no_grad()
-def _split_basis(encoding: nn.Module) -> tuple[Isometry, Encoding]:
+def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
     """A constant basis in float64, and the encoding that is left."""
     if isinstance(encoding, InBasis):
         device = next((parameter.device for parameter in encoding.parameters()), None)

@@ -21,7 +21,7 @@ from isopos.attention.problem import (
 from isopos.attention.segments import segmented
 from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
-from isopos.maps import Chain, Gather, Identity, Isometry, Reflection, Rotation
+from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
 from isopos.ops.linear import Features, Opaque, Step, Stream, Sums
 from isopos.state import State
@@ -202,7 +202,7 @@ def _complex(sums: Sums) -> Sums:
     return Sums(query, key, value, g=sums.g, causal=sums.causal, stream=sums.stream)
 
 
-def _as_data(rho: Isometry) -> tuple[Step, ...] | Opaque:
+def _as_data(rho: TokenMap) -> tuple[Step, ...] | Opaque:
     """What a map does, in closed form where the engine knows one."""
     steps = _steps(rho)
     if steps is not None:
@@ -215,7 +215,7 @@ def _as_data(rho: Isometry) -> tuple[Step, ...] | Opaque:
     )
 
 
-def _steps(rho: Isometry) -> tuple[Step, ...] | None:
+def _steps(rho: TokenMap) -> tuple[Step, ...] | None:
     match rho:
         case Identity():
             return ()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity
-from isopos.maps import Identity, Isometry
+from isopos.maps import Identity, TokenMap
 from isopos.ops.linear import Decays
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
@@ -25,7 +25,7 @@ __all__ = [
     "ungroup",
 ]
 
-IsometryPair = Isometry | tuple[Isometry, Isometry] | None
+IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
 
@@ -70,8 +70,8 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    rho_q: Isometry
-    rho_k: Isometry
+    rho_q: TokenMap
+    rho_k: TokenMap
     decay: Decays
     causal: bool
     terms: tuple[Term, ...]
@@ -219,7 +219,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool, see
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None, terms: Sequence[Term], seen: int = 0
-) -> tuple[Isometry, Isometry]:
+) -> tuple[TokenMap, TokenMap]:
     """The isometries of queries and keys; ValueError where the arguments do not fit together, after `seen` keys."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():
@@ -250,7 +250,7 @@ def check(
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     rho_q, rho_k = rho_q or Identity(), rho_k or Identity()
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
-        if not isinstance(rho, Isometry):
+        if not isinstance(rho, TokenMap):
             raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
         if not broadcasts(rho.leading, x.shape[:-2]):
@@ -334,9 +334,9 @@ def _kind(name: str, common: dict[str, Any], choices: tuple[str, ...], *, packed
     return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in common["terms"])])
 
 
-def _structure(rho: Isometry) -> str:
-    inner = [_structure(x) for x in vars(rho).values() if isinstance(x, Isometry)]
-    inner += [_structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, Isometry)]
+def _structure(rho: TokenMap) -> str:
+    inner = [_structure(x) for x in vars(rho).values() if isinstance(x, TokenMap)]
+    inner += [_structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, TokenMap)]
     return type(rho).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ from torch import Tensor
 from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG
 from isopos.encodings import Encoding
-from isopos.feature_maps import sides
 from isopos.lab.bench import accuracy
 from isopos.lab.reports.kernels import fill_zeros
-from isopos.ops.linear import divide, naive
+from isopos.laws import reference
 from isopos.positions import Group, Line, Product, Ring, Tree, grid, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State
@@ -79,27 +77,7 @@ def definition(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, ca
     """Attention by the quadratic definition, in float64 throughout: every weight is formed."""
     q, k, v = (_embedded(scheme, token.double(), x) for token in (q, k, v))
     at = scheme.at(x, x, dtype=torch.float64)
-    (rho_q, rho_k), terms, decay = at["isometry"], at.get("terms", ()), at["decay"]
-    if scheme.attention == "softmax":
-        scale = at.get("scale", q.shape[-1] ** -0.5)
-        logits = scale * (rho_q(q) @ rho_k(k).mT) * at.get("locality", torch.ones((), dtype=torch.float64))
-        for term in terms:
-            if term.side != "value":
-                logits = logits + (1 if term.side == "none" else scale) * term.scores(q, k)
-        if decay is not None:
-            logits = logits - (decay[0][..., :, None] - decay[1][..., None, :]).abs()
-        later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        weight = (logits.masked_fill(later, -torch.inf) if causal else logits).softmax(-1)
-        return torch.stack([weight @ v, *(term.values(weight) for term in terms if term.side == "value")]).sum(0)
-    phi_q, phi_k = sides(at["feature_map"] or (lambda features: features))
-    q, k, v = phi_q(q), phi_k(k), torch.cat((v, torch.ones_like(v[..., :1])), -1)
-    total, plain = (naive(a, b, v, decay, causal=causal) for a, b in ((rho_q(q), rho_k(k)), (q, k)))
-    for term in terms:
-        scores = replace(term, table=phi_k(term.table)).scores(q, k)
-        added = naive(scores, torch.eye(len(x), dtype=torch.float64), v, causal=causal)
-        total, plain = total + added, plain + added
-    below = {"plain": plain, "encoded": total}.get(at["denominator"])
-    return total[..., :-1] if below is None else divide(torch.cat((total[..., :-1], below[..., -1:]), -1))
+    return reference.DEFINITIONS[scheme.attention](q, k, v, causal=causal, **at)
 
 
 def _embedded(scheme: Scheme, tokens: Tensor, x: Tensor) -> Tensor:

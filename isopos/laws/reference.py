@@ -1,0 +1,153 @@
+"""Attention by its definition: every weight is formed. What tests and benchmarks measure `isopos.attention` by.
+
+    y_i = sum_j w_ij (v_j + row_ij) / sum_j w_ij
+
+    linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
+    softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij - |g_i - g_j|)
+
+Sums are over the keys j that take part: those that are not masked, of the query's segment, and where it is causal not after
+the query, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs
+of features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
+differentiable any number of times. Arguments are those of `isopos.attention`, which checks them; nothing does here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopos.feature_maps import Phi, identity, sides
+from isopos.maps import Identity, TokenMap
+from isopos.terms import Clipped, Term
+
+__all__ = ["DEFINITIONS", "linear", "rows", "scores", "softmax"]
+
+Pair = Tensor | tuple[Tensor, Tensor] | None  # one for queries and one for keys, or one for both
+Maps = TokenMap | tuple[TokenMap | None, TokenMap | None] | None
+LEAST = 1e-6  # magnitude of a denominator
+
+
+def linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    isometry: Maps = None,
+    feature_map: Phi | None = None,
+    decay: Pair = None,
+    denominator: str | None = "plain",
+    causal: bool = False,
+    terms: Sequence[Term] = (),
+    mask: Tensor | None = None,
+    segment_ids: Pair = None,
+) -> Tensor:
+    """Linear attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]``: ``[*b h t e]``.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+        >>> torch.allclose(linear(q, k, v, causal=True)[..., 0, :], v[..., 0, :])
+        True
+    """
+    k, v = (_without(x, mask) for x in (k, v))
+    phi_q, phi = sides(feature_map or identity)
+    q, k = phi_q(q), _without(phi(k), mask)
+    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    factor = _takes_part(q, k, causal, mask, segment_ids).to(q.dtype)
+    if decay is not None:
+        factor = factor * (-_differences(decay)).exp()
+    if denominator == "complex":
+        a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rho_q(q), rho_k(k)))
+        weight = (a.conj() @ b.mT) * factor
+        total = weight.sum(-1, keepdim=True)
+        return (weight @ v.to(weight.dtype) / torch.where(total.abs() < LEAST, 1, total)).real
+    added = sum(scores(term, q, k, phi) for term in terms)
+    weight = (rho_q(q) @ rho_k(k).mT + added) * factor
+    if denominator is None:
+        return weight @ v
+    total = (weight if denominator == "encoded" else (q @ k.mT + added) * factor).sum(-1, keepdim=True)
+    return weight @ v / torch.where(total.abs() < LEAST, torch.full_like(total, LEAST).copysign(total), total)
+
+
+def softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    isometry: Maps = None,
+    decay: Pair = None,
+    scale: float | None = None,
+    causal: bool = False,
+    terms: Sequence[Term] = (),
+    locality: Tensor | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Pair = None,
+) -> Tensor:
+    """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
+    k, v = (_without(x, mask) for x in (k, v))
+    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = scale * rho_q(q) @ rho_k(k).mT
+    if locality is not None:
+        logits = logits * locality[..., None, :, :]
+    for term in terms:
+        if term.side != "value":
+            logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
+    if decay is not None:
+        logits = logits - _differences(decay)
+    part = _takes_part(q, k, causal, mask, segment_ids)
+    weight = torch.where(part, (logits - logits.amax(-1, keepdim=True)).exp(), 0)
+    weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
+    return weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value")
+
+
+DEFINITIONS: dict[str, Callable[..., Tensor]] = {"linear": linear, "softmax": softmax}
+
+
+def rows(term: Term, phi: Phi = identity) -> Tensor:
+    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
+    index = _clipped(term) if isinstance(term, Clipped) else term.index()
+    return phi(term.table)[:, index].movedim(0, -3 if term.side == "none" else -4)
+
+
+def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
+    """What a term adds to each pair: ``[*b h t s]``."""
+    found = rows(term, phi)
+    if term.side == "none":
+        return found
+    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * found).sum(-1)
+
+
+def _takes_part(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, segment_ids: Pair = None) -> Tensor:
+    """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
+    t, s = q.shape[-2], k.shape[-2]
+    part = torch.ones(t, s, dtype=torch.bool, device=q.device)
+    part = part.tril(s - t) if causal else part
+    if segment_ids is not None:
+        of_queries, of_keys = _pair(segment_ids)
+        part = part & (of_queries[..., -t:, None] == of_keys[..., None, :]).unsqueeze(-3)
+    return part if mask is None else part & mask[..., None, None, :]
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def _without(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zeros for what is masked, whatever it holds."""
+    return x if mask is None else torch.where(mask[..., None, :, None], x, 0)
+
+
+def _differences(decay: Pair) -> Tensor:
+    g_q, g_k = _pair(decay)
+    return (g_q[..., :, None] - g_k[..., None, :]).abs()
+
+
+def _clipped(term: Clipped) -> Tensor:
+    """The offset of each axis rounded (halves up) and clipped, a digit of base 2R + 1; two more buckets for class tokens."""
+    offset, base = term.y[..., None, :, :] - term.x[..., :, None, :], 2 * term.reach + 1
+    digit = (offset.double() + 0.5).floor().clamp(-term.reach, term.reach).long() + term.reach
+    index = (digit * base ** torch.arange(offset.shape[-1]).flip(0)).sum(-1)
+    index[..., : term.outside, :] = base ** offset.shape[-1] + 1
+    index[..., : term.outside] = base ** offset.shape[-1]
+    return index

@@ -1,0 +1,241 @@
+"""Maps of the features of tokens: norms, adjoints, dtypes, slices, and what they refuse."""
+
+import pytest
+import torch
+from cases import close, gradients
+from torch import Tensor
+
+from isopos import maps
+from isopos.encodings import Permutation
+from isopos.maps import (
+    Affine,
+    Append,
+    BlockSum,
+    Chain,
+    Composed,
+    Gather,
+    Identity,
+    Mapped,
+    Matrices,
+    Matrix,
+    OnPairs,
+    Operators,
+    Powers,
+    Reflection,
+    Rotation,
+    Scaling,
+    TokenMap,
+)
+from isopos.ops.place import Place
+from isopos.positions import sequence
+
+B, H, T, D = 3, 2, 7, 6
+
+
+def rotation(features=D, tokens=T, **options):
+    angle = torch.randn(H, tokens, features // (1 if options.get("lifted") else 2), dtype=torch.float64)
+    return Rotation(torch.stack((angle.cos(), angle.sin()), -1), **options)
+
+
+def gather(tokens=T):
+    return Gather(torch.stack([torch.randperm(D) for _ in range(H * tokens)]).view(H, tokens, D))
+
+
+def reflection():
+    return Reflection(torch.nn.functional.normalize(torch.randn(H, 1, D, dtype=torch.float64), dim=-1))
+
+
+def matrix():
+    return Matrix(torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64)).Q)
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+ISOMETRIES = {
+    "identity": Identity,
+    "rotation": rotation,
+    "one-row": lambda: rotation(tokens=1),
+    "lifted": lambda: rotation(lifted=True),
+    "gather": gather,
+    "powers": lambda: Powers(Permutation(torch.stack([torch.randperm(D) for _ in range(H)])).table, sequence(T) - 3),
+    "powers-samples": lambda: Powers(Permutation(torch.stack([torch.randperm(D)])).table, torch.randint(9, (B, T, 1))),
+    "constant-gather": lambda: Gather(torch.randperm(D)[None, None], constant=True),
+    "reflection": reflection,
+    "matrix": matrix,
+    "chain": lambda: Chain(matrix(), rotation()),
+    "chain-back": lambda: Chain(gather(), reflection()),
+    "block-sum": lambda: BlockSum((rotation(4), Identity()), (4, 2)),
+    "block-sum-lifted": lambda: BlockSum((Identity(), rotation(4, lifted=True)), (2, 4)),
+    "operators": lambda: Operators(torch.linalg.qr(random(B, H, T, D, D)).Q),
+    "on-pairs": lambda: OnPairs(Matrix(torch.linalg.qr(random(H, D // 2, D // 2)).Q)),
+}
+OTHERS = {
+    "scaling": lambda: Scaling(random(B, H, T, D)),
+    "composed": lambda: Composed(rotation(), Scaling(random(1, T, D))),
+    "matrices": lambda: Matrices(random(H, T, 9, D)),
+    "affine": lambda: Affine(random(H, 1, D)),
+    "affine-matrix": lambda: Affine(random(H, 1, D), random(H, 4, D)),
+    "append": lambda: Append(random(H, T, 3)),
+    "append-made": lambda: Append(Composed(Affine(random(H, 1, D), random(H, 4, D)), rotation(4)), Affine(random(H, 1, D))),
+    "append-shared": lambda: Append(random(1, T, 3)),
+    "mapped": lambda: Mapped(rotation(), torch.exp),
+}
+
+
+@pytest.fixture(params=[*ISOMETRIES, *OTHERS])
+def rho(request):
+    return (ISOMETRIES | OTHERS)[request.param]()
+
+
+def test_every_class_has_a_row():
+    def final_under(cls):
+        own = [sub for sub in cls.__subclasses__() if vars(maps).get(sub.__name__) is sub]
+        return {cls} if not own else set().union(*map(final_under, own))
+
+    made = [(type(make()), make().isometric) for make in ISOMETRIES.values()]
+    assert all(isometric for _, isometric in made)
+    others = {type(make()) for make in OTHERS.values()}
+    assert not any(cls.isometric for cls in others)
+    assert {cls for cls, _ in made} | others == final_under(TokenMap)
+
+
+def tokens_of(rho):
+    return T if rho.length is None else rho.length
+
+
+def content(rho, *batch, dtype=torch.float64):
+    return torch.randn(*batch, B, H, tokens_of(rho), D, dtype=dtype)
+
+
+def test_isometries_keep_inner_products_and_what_is_linear_has_an_adjoint(rho):
+    x, y = content(rho, 2)
+    if rho.isometric:
+        close((rho(x) * rho(y)).sum(-1), (x * y).sum(-1))
+        close(rho(2 * x - y), 2 * rho(x) - rho(y))
+    if rho.linear:
+        image = torch.randn_like(rho(y))
+        close((rho(x) * image).sum(-1), (x * rho.adjoint(image)).sum(-1))
+    else:
+        with pytest.raises(NotImplementedError, match="has no adjoint"):
+            next(part for part in (rho, *rho._parts()) if not part._has_adjoint).adjoint(x)
+
+
+@pytest.mark.parametrize("batch", [slice(None), slice(0, 1), slice(1, B)])
+def test_a_part_is_the_maps_part(rho, batch):
+    t, x = tokens_of(rho), content(rho)
+    for heads in (slice(None), slice(0, 1), slice(1, H)):
+        for tokens in (slice(None), slice(0, 1), slice(t // 2, t)):
+            part, own = rho.part(Place((batch,), heads, tokens)), x[batch, heads, tokens]
+            assert part.length in (None, own.shape[-2])
+            assert part.features == rho.features
+            assert torch.broadcast_shapes(part.leading, own.shape[:-2]) == own.shape[:-2]
+            close(part(own), rho(x)[batch, heads, tokens])
+    close(rho.tokens(t // 2, t)(x[..., t // 2 :, :]), rho(x)[..., t // 2 :, :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_output_has_the_inputs_dtype_and_one_rounding(rho, dtype):
+    x = content(rho, dtype=dtype)
+    y = rho(x)
+    assert y.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    if dtype.itemsize < 4:  # sums are float32: the error is that of rounding the result
+        assert ((y.double() - rho(x.double())).abs() <= eps * rho(x.double()).abs() + 1e-5).all()
+    else:
+        close(y, rho(x.double()), dtype=dtype)
+
+
+def test_its_tensors_may_be_others(rho):
+    others = [torch.randn_like(x) if x.is_floating_point() else x.clone() for x in rho.tensors()]
+    again = rho.replace(others)
+    assert [id(x) for x in again.tensors()] == [id(x) for x in others]
+    assert (again.length, again.features, again.leading) == (rho.length, rho.features, rho.leading)
+    assert rho.replace(list(rho.tensors()))(x := content(rho)).equal(rho(x))
+
+
+def test_gradients_reach_its_tensors_and_content(rho):
+    learned = [a.requires_grad_() for a in rho.tensors() if a.is_floating_point()]
+    x = content(rho).requires_grad_()
+    assert all(grad.isfinite().all() and grad.any() for grad in gradients(rho(x), [x, *learned]))
+
+
+def test_it_refuses_other_shapes(rho):
+    x = content(rho)
+    with pytest.raises(ValueError, match=r"expected \[\*b h t d\], got \[6\]"):
+        rho(x[0, 0, 0])
+    with pytest.raises(ValueError, match=r"expected a floating dtype, got torch\.int64"):
+        rho(x.long())
+    if rho.features is not None:
+        with pytest.raises(ValueError, match="expected 6 features, got 8"):
+            rho(torch.nn.functional.pad(x, (0, 2)))
+    if rho.length is not None:
+        with pytest.raises(ValueError, match=f"expected {rho.length} tokens, one a position, got 2"):
+            rho(x[..., :1, :].expand(-1, -1, 2, -1))
+
+
+def test_it_is_immutable(rho):
+    with pytest.raises(AttributeError):
+        rho.table = None
+
+
+def test_widths_and_leading_axes_are_those_that_are_declared():
+    known = {"identity": (None, None, ()), "rotation": (T, D, (H,)), "powers-samples": (T, D, (B, 1))}
+    known |= {"operators": (T, D, (B, H)), "reflection": (None, D, (H,)), "block-sum": (T, D, (H,))}
+    known |= {"append": (T, None, (H,)), "append-made": (T, D, (H,)), "lifted": (T, D, (H,))}
+    for name, expected in known.items():
+        rho = (ISOMETRIES | OTHERS)[name]()
+        assert (rho.length, rho.features, rho.leading) == expected
+
+
+def test_a_tensor_without_axes_is_refused():
+    with pytest.raises(TypeError, match=r"Bare.table: expected axes, got none; table: Tensor = axes\("):
+
+        class Bare(TokenMap):
+            table: Tensor
+
+            def apply(self, x):
+                return x
+
+
+# What maps of couplings do
+
+
+def test_matrices_and_factors_are_a_tokens_own():
+    matrix, factor, x = random(H, T, 9, D), random(H, T, D), random(2, H, T, D)
+    for b, h, t in [(0, 0, 0), (1, 1, 3), (0, 1, T - 1)]:
+        close(Matrices(matrix)(x)[b, h, t], matrix[h, t] @ x[b, h, t])
+        close(Scaling(factor)(x)[b, h, t], factor[h, t] * x[b, h, t])
+
+
+def test_affine_shifts_then_multiplies():
+    shift, matrix, x = random(H, 1, D), random(H, 4, D), random(2, H, T, D)
+    close(Affine(shift)(x), x + shift)
+    for h in range(H):
+        close(Affine(shift, matrix)(x)[:, h], (x[:, h] + shift[h]) @ matrix[h].mT)
+
+
+def test_append_adds_the_product_of_channels():
+    x, y = random(2, 2, H, T, D)
+    a, b = random(2, H, T, 3)
+    close((Append(a)(x) * Append(b)(y)).sum(-1), (x * y).sum(-1) + (a * b).sum(-1))
+    made = Append(Scaling(torch.full((1, T, D), 2.0).double()), Affine(torch.ones(H, 1, D).double()))
+    close(made(x), torch.cat((x + 1, 2 * x), -1))
+
+
+def test_mapped_is_a_feature_map_of_a_map():
+    turn, x = rotation(), random(2, H, T, D)
+    close(Mapped(turn, torch.exp)(x), turn(x).exp())
+
+
+def test_on_pairs_maps_both_parts():
+    part, x = Matrix(random(H, 3, 3)), random(2, H, T, D)
+    close(OnPairs(part)(x)[..., ::2], part(x[..., ::2]))
+    close(OnPairs(part)(x)[..., 1::2], part(x[..., 1::2]))
+
+
+def test_double_inputs_take_float32_tables():
+    rho, x = rotation(), torch.randn(1, H, T, D, dtype=torch.float64)
+    close(Rotation(rho.table.float())(x), rho(x), dtype=torch.float32)
+    assert Rotation(rho.table.float())(x).dtype == torch.float64

@@ -1,0 +1,89 @@
+"""The definition of attention is what its first lines say, pair by pair."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from cases import HEADS, close, inputs
+
+from isopos.feature_maps import elu1
+from isopos.laws import reference
+from isopos.maps import Rotation
+from isopos.positions import sequence
+from isopos.terms import Clipped, Indexed
+
+T, S, D = 4, 6, 4
+MASK = torch.tensor([[True] * 5 + [False], [True, False] + [True] * 4])
+IDS = torch.tensor([0, 0, 0, 1, 1, 1])
+WIDTHS = {"query": (D,), "key": (D,), "none": (), "value": (8,)}
+
+
+def rotation(tokens):
+    angle = torch.randn(HEADS, tokens, D // 2, dtype=torch.float64)
+    return Rotation(torch.stack((angle.cos(), angle.sin()), -1))
+
+
+def arguments():
+    q, k, v = inputs(2, t=T, s=S, d=D)
+    g = -torch.arange(S, dtype=torch.float64) * torch.tensor([[0.3], [0.7]])
+    return q, k, v, (g[:, S - T :], g), (rotation(T), rotation(S))
+
+
+def pairs(causal):
+    """Sample, head, query and key of all pairs that take part, with mask and segments."""
+    for b, h, i, j in product(range(2), range(HEADS), range(T), range(S)):
+        if MASK[b, j] and IDS[i + S - T] == IDS[j] and (j <= i + S - T or not causal):
+            yield b, h, i, j
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
+def test_linear_is_the_loop(denominator, causal):
+    q, k, v, g, rho = arguments()
+    table, x = torch.randn(HEADS, 3, D, dtype=torch.float64), sequence(S)
+    terms = () if denominator == "complex" else (Clipped(table, "query", x[S - T :], x, 1),)
+    options = {"mask": MASK, "segment_ids": IDS, "causal": causal, "denominator": denominator, "terms": terms}
+    found = reference.linear(q, k, v, isometry=rho, feature_map=elu1, decay=g, **options)
+    a, b = rho[0](elu1(q)), rho[1](elu1(k))
+    total, below = torch.zeros_like(found) + 0j, torch.zeros_like(found[..., :1]) + 0j
+    for n, h, i, j in pairs(causal):
+        factor = math.exp(-abs(g[0][h, i] - g[1][h, j]))
+        row = elu1(table[h, min(max(j - (i + S - T), -1), 1) + 1])
+        added = elu1(q)[n, h, i] @ row
+        if denominator == "complex":
+            x, y = (torch.view_as_complex(z.reshape(-1, 2)) for z in (a[n, h, i], b[n, h, j]))
+            weight = plain = (x.conj() * y).sum() * factor
+        else:
+            weight = (a[n, h, i] @ b[n, h, j] + added) * factor
+            plain = (elu1(q)[n, h, i] @ elu1(k)[n, h, j] + added) * factor
+        total[n, h, i] += weight * v[n, h, j]
+        below[n, h, i] += plain if denominator == "plain" else weight
+    close(found, (total if denominator is None else total / below).real)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_softmax_is_the_loop(causal):
+    q, k, v, g, rho = arguments()
+    buckets, locality = torch.randint(3, (2, T, S)), torch.rand(T, S, dtype=torch.float64)
+    terms = [Indexed(torch.randn(HEADS, 3, *width).double(), side, buckets) for side, width in WIDTHS.items()]
+    options = {"mask": MASK, "segment_ids": IDS, "causal": causal, "locality": locality, "scale": 0.6}
+    found = reference.softmax(q, k, v, isometry=rho, decay=g, terms=terms, **options)
+    total, below = torch.zeros_like(found), torch.zeros_like(found[..., :1])
+    for n, h, i, j in pairs(causal):
+        of_query, of_key, number, of_value = (term.table[h, buckets[n, i, j]] for term in terms)
+        logit = 0.6 * (
+            rho[0](q)[n, h, i] @ rho[1](k)[n, h, j] * locality[i, j] + of_query @ q[n, h, i] + of_key @ k[n, h, j]
+        )
+        weight = (logit + number - abs(g[0][h, i] - g[1][h, j])).exp()
+        total[n, h, i] += weight * (v[n, h, j] + of_value)
+        below[n, h, i] += weight
+    close(found, total / below)
+
+
+@pytest.mark.parametrize("definition", reference.DEFINITIONS.values())
+def test_what_is_masked_is_not_seen(definition):
+    q, k, v, *_ = arguments()
+    wrong = ~MASK[:, None, :, None]
+    found = [definition(q, *(x.masked_fill(wrong, value) for x in (k, v)), mask=MASK) for value in (0, torch.nan)]
+    assert found[0].equal(found[1])
