@@ -1,6 +1,7 @@
 """Multi-head attention as a module: projections around a scheme."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -53,7 +54,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        at: dict[str, Any],
+        at: Mapping[str, Any],
         *,
         context: Tensor | None = None,
         causal: bool = False,
@@ -74,7 +75,7 @@ class Attention(nn.Module):
         """
         source = x if context is None else context
         heads = (layer(a).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, a in self._inputs(x, source))
-        options = at | {"causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
+        options = {**at, "causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
         found = self.attend(*heads, **options)
         y, *state = found if return_state else (found,)
         if self.normalised:
@@ -144,9 +145,9 @@ def _split_basis(encoding: nn.Module) -> tuple[Isometry, Encoding]:
         device = next((parameter.device for parameter in encoding.parameters()), None)
         return encoding.basis(device, torch.float64), encoding.encoding
     if isinstance(encoding, Exponential):
-        chain = encoding(encoding.group.origin(1, device=encoding.held.device), torch.float64)
+        chain = encoding(encoding.group.origin(1, device=encoding.parameter.device), torch.float64)
         assert isinstance(chain, Chain)
-        learned = isinstance(encoding.held, nn.Parameter)
+        learned = isinstance(encoding.parameter, nn.Parameter)
         return chain.first, Rotary(encoding.frequency()[:, None], learned=learned)
     raise ValueError(f"scheme: expected an encoding with a basis (InBasis, Exponential), got {type(encoding).__name__}")
 
