@@ -20,6 +20,7 @@ class Basis(ExactModule, ABC):
     """A constant orthogonal map of `features` features."""
 
     features: int
+    is_complex: bool = False  # whether it acts on pairs of features as on complex numbers, and so commutes with phases
 
     @abstractmethod
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
@@ -45,11 +46,10 @@ class Householder(Basis):
         if normal.ndim != 2 or not (normal.norm(dim=-1) > 0).all():
             raise ValueError(f"normal: expected [h d] without zero rows, got {list(normal.shape)}")
         self.features = normal.shape[-1]
-        self.hold("normal", normal, learned=learned)
+        self.parametrise("normal", normal, learned=learned)
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The reflection."""
-        normal = self.held.to(device, torch.float64)
+        normal = self.parameter.to(device, torch.float64)
         return Reflection((normal / normal.norm(dim=-1, keepdim=True)).to(dtype)[:, None])
 
 
@@ -71,18 +71,17 @@ class Orthogonal(Basis):
         if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
             raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
         self.features = generator.shape[-1]
-        self.hold("generator", generator, learned=learned)
+        self.parametrise("generator", generator, learned=learned)
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The rotation."""
-        return Matrix(skew_exponential(self.held.to(device, torch.float64)).to(dtype))
+        return Matrix(skew_exponential(self.parameter.to(device, torch.float64)).to(dtype))
 
 
 class OddEven(Basis):
     """The permutation (P x)_i = x_{pi(i)} with pi(2k) = k, pi(2k+1) = ceil(d/2) + k (LRPE, Eq. 74).
 
     This is Eq. 74 zero-based (the paper misprints it), read as the paper's listing does. Followed by an interleaved rotation
-    it is the half-split layout of rotary embeddings: feature i turns with feature i + d/2.
+    it is the half-split layout of rotary embeddings: feature i rotates with feature i + d/2.
 
     Args:
         features: d.
@@ -97,7 +96,6 @@ class OddEven(Basis):
         self.features = features
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The permutation."""
         place = torch.arange(self.features, device=device)
         return Gather((place // 2 + place % 2 * ((self.features + 1) // 2))[None, None], constant=True)
 
@@ -130,7 +128,6 @@ class Fourier(Basis):
         self.matrix = torch.cat((*ends, pairs))
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The transform."""
         return Matrix(self.matrix.to(device, dtype)[None])
 
 
@@ -147,6 +144,8 @@ class ComplexFourier(Basis):
         True
     """
 
+    is_complex = True
+
     def __init__(self, features: int):
         super().__init__()
         if features % 2 or features < 2:
@@ -159,7 +158,6 @@ class ComplexFourier(Basis):
         self.matrix = rows.flatten(2).flatten(0, 1) * (2 / features) ** 0.5
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The transform."""
         return Matrix(self.matrix.to(device, dtype)[None])
 
 
@@ -170,10 +168,11 @@ class Pairs(Basis):
         basis: P, on n features; the pairs are 2 n.
     """
 
+    is_complex = True
+
     def __init__(self, basis: Basis):
         super().__init__()
         self.basis, self.features = basis, 2 * basis.features
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The basis on each part."""
         return OnPairs(self.basis(device, dtype))

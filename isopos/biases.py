@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from isopos.exact import ExactModule, Held, normal
+from isopos.exact import ExactModule, Weight, normal
 from isopos.positions import Group, Line, Product
 from isopos.terms import Clipped, Indexed, Term
 
@@ -17,9 +17,12 @@ __all__ = ["T5", "ClippedKeys", "DeBERTa", "RelativeBias", "Shaw"]
 
 
 class RelativeBias(ExactModule, ABC):
-    """Terms of pairs of positions of `group`. Subclasses are final: they set the group and define `forward`."""
+    """Terms of pairs of positions of `group`. Subclasses are final: they set group and heads and define `forward`."""
 
     group: Group
+    heads: int = 1  # that have tables of their own; 1: all share one
+    outside: int = 0  # number of first tokens that are outside the positions: class tokens
+    is_linear: bool = False  # whether linear attention sums its terms in linear time
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
@@ -45,7 +48,7 @@ class T5(RelativeBias):
 
     def __init__(self, heads: int, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True):
         super().__init__()
-        self.group, self.bidirectional = Line(), bidirectional
+        self.group, self.heads, self.bidirectional = Line(), heads, bidirectional
         self.one_way = buckets // 2 if bidirectional else buckets
         near = self.one_way // 2
         if near < 1 or max_distance <= near or buckets % (1 + bidirectional):
@@ -57,7 +60,7 @@ class T5(RelativeBias):
         # bucket near + m starts where (distance / near)^far reaches (max_distance / near)^m
         starts = [_least(lambda d, m=m: d**far * near**m >= max_distance**m * near**far) for m in range(1, far)]
         self.starts = torch.tensor([*range(1, near + 1), *starts], device="cpu")
-        self.hold("weight", torch.zeros(heads, buckets, device="cpu", dtype=torch.float64), learned=True)
+        self.parametrise("weight", torch.zeros(heads, buckets, device="cpu", dtype=torch.float64), learned=True)
 
     def bucket(self, offset: Tensor) -> Tensor:
         """Bucket of each offset, int64 of any shape; exact at every offset."""
@@ -66,8 +69,7 @@ class T5(RelativeBias):
         return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
 
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        """One number for each pair."""
-        return (Indexed(self.held.to(dtype), "none", self.bucket(_offsets(self.group, x, y))),)
+        return (Indexed(self.parameter.to(dtype), "none", self.bucket(_offsets(self.group, x, y))),)
 
 
 class Shaw(RelativeBias):
@@ -89,13 +91,12 @@ class Shaw(RelativeBias):
         super().__init__()
         self.group, self.reach = Line(), _reach(reach)
         start = normal(seed, 2, 1, 2 * reach + 1, features) / features**0.5
-        self.keys, self.values = Held(start[0]), Held(start[1])
+        self.keys, self.values = Weight(start[0]), Weight(start[1])
 
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        """A term of scores and one of values."""
         self.group.check(x)
         self.group.check(y)
-        tables = (self.keys.held.to(dtype), "query"), (self.values.held.to(dtype), "value")
+        tables = (self.keys.parameter.to(dtype), "query"), (self.values.parameter.to(dtype), "value")
         return tuple(Clipped(table, side, x, y, self.reach) for table, side in tables)
 
 
@@ -123,7 +124,7 @@ class DeBERTa(RelativeBias):
             raise ValueError(
                 f"buckets: expected at least 4, and max_distance beyond {near + 1}, got {buckets} and {max_distance}"
             )
-        self.group, self.buckets = Line(), buckets
+        self.group, self.heads, self.buckets = Line(), heads, buckets
         if max_distance is None:
             starts = list(range(1, buckets + 1))
         else:  # near + m starts beyond (distance / near)^(near - 1) = (far / near)^(m - 1)
@@ -131,7 +132,7 @@ class DeBERTa(RelativeBias):
             starts = [*range(1, near + 1), *map(_least, tests)]
         self.starts = torch.tensor(starts, device="cpu")
         start = normal(seed, 2, heads, 2 * buckets, features) / features**0.5
-        self.keys, self.queries = Held(start[0]), Held(start[1])
+        self.keys, self.queries = Weight(start[0]), Weight(start[1])
 
     def bucket(self, offset: Tensor) -> Tensor:
         """Row delta of each offset, int64 of any shape; exact at every offset."""
@@ -139,11 +140,10 @@ class DeBERTa(RelativeBias):
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        """Terms of the queries' side and of the keys'."""
         offset = _offsets(self.group, x, y)
         return (
-            Indexed(self.keys.held.to(dtype), "query", self.bucket(offset)),
-            Indexed(self.queries.held.to(dtype), "key", self.bucket(-offset)),
+            Indexed(self.keys.parameter.to(dtype), "query", self.bucket(offset)),
+            Indexed(self.queries.parameter.to(dtype), "key", self.bucket(-offset)),
         )
 
 
@@ -167,20 +167,21 @@ class ClippedKeys(RelativeBias):
         garbled. https://arxiv.org/abs/2102.07680
     """
 
+    is_linear = True
+
     def __init__(self, heads: int, features: int, *, reach: int = 8, axes: int = 1, outside: int = 0, seed: int = 0):
         super().__init__()
         if axes < 1 or outside < 0:
             raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
         self.group: Group = Line(real=True) if axes == 1 else Product((Line(real=True),) * axes)
-        self.reach, self.outside = _reach(reach), outside
+        self.heads, self.reach, self.outside = heads, _reach(reach), outside
         count = (2 * reach + 1) ** axes + (2 if outside else 0)
-        self.hold("weight", normal(seed, heads, count, features), learned=True)
+        self.parametrise("weight", normal(seed, heads, count, features), learned=True)
 
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        """One term of the queries' side."""
         self.group.check(x)
         self.group.check(y)
-        return (Clipped(self.held.to(dtype), "query", x, y, self.reach, self.outside),)
+        return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)
 
 
 def _offsets(group: Group, x: Tensor, y: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isopos.encodings import Coupling, Encoding, rope_frequencies
-from isopos.exact import Held, constant, full_precision, normal
+from isopos.exact import Weight, constant, full_precision, normal
 from isopos.maps import Affine, Append, Composed, Matrices, Rotation, Scaling, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotations
@@ -40,11 +40,9 @@ class Absolute(Coupling):
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """rho at x, or at the origin."""
         return self._at(x, dtype, self.side == "query")
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """rho at x, or at the origin."""
         return self._at(x, dtype, self.side == "key")
 
     def _at(self, x: Tensor, dtype: torch.dtype, placed: bool) -> TokenMap:
@@ -84,12 +82,12 @@ class Constrained(Coupling):
         self.features, self.out_features, self.outside = features, features + 2 * axes * count, outside
         self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
         start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * count, 2) / count
-        self.hold("projection", start, learned=True)  # [h c*m 2]: a and b
+        self.parametrise("projection", start, learned=True)  # [h c*m 2]: a and b
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """q, then u_x W*."""
         sin, cos = self._sinusoids(x)
-        a, b = self.held[:, None].double().unbind(-1)
+        a, b = self.parameter[:, None].double().unbind(-1)
         return self._append((a * sin - b * cos, b * sin + a * cos), dtype)
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -99,8 +97,8 @@ class Constrained(Coupling):
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
         angle = angles(x, self.frequency)
-        kept = torch.arange(x.shape[-2], device=x.device)[:, None] >= self.outside
-        return angle.sin() * kept, angle.cos() * kept
+        inside = torch.arange(x.shape[-2], device=x.device)[:, None] >= self.outside
+        return angle.sin() * inside, angle.cos() * inside
 
     def _append(self, pairs: tuple[Tensor, Tensor], dtype: torch.dtype) -> TokenMap:
         return Append(torch.stack(pairs, -1).flatten(-2).to(dtype))
@@ -130,19 +128,19 @@ class TransformerXL(Coupling):
         self.group, self.features, self.out_features = Line(real=True), features, features + width
         self.frequency = rope_frequencies(width // 2)[None, None]
         self.content, self.location = (
-            Held(torch.zeros(heads, 1, features, device="cpu", dtype=torch.float64)) for _ in range(2)
+            Weight(torch.zeros(heads, 1, features, device="cpu", dtype=torch.float64)) for _ in range(2)
         )
-        self.hold("projection", normal(seed, heads, width, features) / width**0.5, learned=True)
+        self.parametrise("projection", normal(seed, heads, width, features) / width**0.5, learned=True)
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """q + u, then W^T (q + v) turned by x."""
+        """q + u, then W^T (q + v) rotated by x."""
         self.group.check(x)
         rotation = Rotation(rotations(x, self.frequency, dtype))
-        relative = Composed(Affine(self.location.held.to(dtype), self.held.to(dtype)), rotation)
-        return Append(relative, Affine(self.content.held.to(dtype)))
+        relative = Composed(Affine(self.location.parameter.to(dtype), self.parameter.to(dtype)), rotation)
+        return Append(relative, Affine(self.content.parameter.to(dtype)))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """k, then p_y as (cos, sin) pairs: the vector (1, 0, 1, 0, ...) turned by y."""
+        """k, then p_y as (cos, sin) pairs: the vector (1, 0, 1, 0, ...) rotated by y."""
         self.group.check(x)
         return Append(rotations(x, self.frequency, dtype).flatten(-2))
 
@@ -163,6 +161,8 @@ class XPos(Coupling):
         A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1. https://arxiv.org/abs/2212.10554
     """
 
+    is_causal = True
+
     def __init__(self, frequency: Tensor, *, length: float = 512.0):
         super().__init__()
         if not length > 0:
@@ -175,11 +175,11 @@ class XPos(Coupling):
         self.max_length = 1 + int(40 / self.log_scale.abs().max())  # exp(+-40): long sums of two stay inside float32
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """Turned, then shrunk with x."""
+        """Rotated, then shrunk with x."""
         return self._at(x, dtype, 1)
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """Turned, then grown with x."""
+        """Rotated, then grown with x."""
         return self._at(x, dtype, -1)
 
     def _at(self, x: Tensor, dtype: torch.dtype, sign: int) -> TokenMap:
@@ -213,6 +213,8 @@ class SineSPE(Coupling):
         https://arxiv.org/abs/2105.08399
     """
 
+    is_random = True
+
     def __init__(self, features: int, heads: int, *, sines: int = 5, realizations: int | None = None, seed: int = 0):
         super().__init__()
         if sines < 1:
@@ -222,24 +224,22 @@ class SineSPE(Coupling):
         generator = torch.Generator().manual_seed(seed)
         shape = (heads, features, sines)
         frequency = rope_frequencies(features * sines).view(sines, features).T.expand(heads, -1, -1)
-        self.hold("frequency", frequency, learned=True)
-        self.gain = Held(torch.full(shape, sines**-0.5, device="cpu", dtype=torch.float64))
-        self.phase = Held(0.5 * normal(generator, *shape))
+        self.parametrise("frequency", frequency, learned=True)
+        self.gain = Weight(torch.full(shape, sines**-0.5, device="cpu", dtype=torch.float64))
+        self.phase = Weight(0.5 * normal(generator, *shape))
         self.noise = constant(normal(generator, *shape[1:], 2, self.out_features))
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The matrix of a query at x, with phases."""
-        return self._at(x, dtype, self.phase.held)
+        return self._at(x, dtype, self.phase.parameter)
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The matrix of a key at x."""
         return self._at(x, dtype, None)
 
     def _at(self, x: Tensor, dtype: torch.dtype, phase: Tensor | None) -> TokenMap:
         self.group.check(x)
-        angle = angles(x, self.held.flatten(1)[:, None]).unflatten(-1, self.held.shape[1:])  # [*b h t d k]
+        angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
         angle = angle if phase is None else angle + phase[:, None].double()
-        waves = torch.stack((angle.cos(), angle.sin()), -1) * self.gain.held[:, None, ..., None]
+        waves = torch.stack((angle.cos(), angle.sin()), -1) * self.gain.parameter[:, None, ..., None]
         noise = self.noise.to(x.device) / self.out_features**0.5
         with full_precision(x.device):
             return Matrices(torch.einsum("...dkc,dkcr->...rd", waves.to(dtype), noise.to(dtype)))
@@ -263,20 +263,20 @@ class ConvSPE(Coupling):
         https://arxiv.org/abs/2105.08399
     """
 
+    is_random = True
+
     def __init__(self, features: int, heads: int, *, reach: int = 8, realizations: int | None = None, seed: int = 0):
         super().__init__()
         if reach < 1:
             raise ValueError(f"reach: expected at least 1 step, got {reach}")
         self.group, self.features, self.reach, self.seed = Line(), features, reach, seed
         self.out_features = _count(features if realizations is None else realizations)
-        self.hold("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
+        self.parametrise("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The matrix of a query at x."""
         return self._at(x, dtype, 0)
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The matrix of a key at x."""
         return self._at(x, dtype, 1)
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: int) -> TokenMap:
@@ -285,7 +285,7 @@ class ConvSPE(Coupling):
         noise = gaussian(lags, self.features * self.out_features, self.seed).to(dtype) / self.out_features**0.5
         noise = noise.unflatten(-1, (self.out_features, self.features))
         with full_precision(x.device):
-            return Matrices(torch.einsum("...tprd,hdp->...htrd", noise, self.held[:, :, side].to(dtype)))
+            return Matrices(torch.einsum("...tprd,hdp->...htrd", noise, self.parameter[:, :, side].to(dtype)))
 
 
 def _count(realizations: int) -> int:

@@ -1,16 +1,30 @@
 """Absolute positions added to token embeddings: the baselines that are no representations and obey no relative law."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
 from isopos.exact import ExactModule, normal
 from isopos.ops.rotate import angles
-from isopos.positions import Line, Tree
+from isopos.positions import Group, Line, Tree
 
-__all__ = ["Learned", "Sinusoidal", "TreeStack"]
+__all__ = ["Embedding", "Learned", "Sinusoidal", "TreeStack"]
 
 
-class Sinusoidal(nn.Module):
+class Embedding(nn.Module, ABC):
+    """Vectors of `model_dim` features at positions of `group`. Subclasses are final: they set both and define `forward`."""
+
+    group: Group
+    model_dim: int
+    max_length: int | None = None  # positions from 0 on, where their number is limited
+
+    @abstractmethod
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Vectors ``[*b t model_dim]`` at positions x ``[*b t c]``."""
+
+
+class Sinusoidal(Embedding):
     """p_{x, 2t} = sin(x / 10000^(2t/d)), p_{x, 2t+1} = cos(x / 10000^(2t/d)) (Vaswani et al. 2017, section 3.5).
 
     Args:
@@ -22,7 +36,7 @@ class Sinusoidal(nn.Module):
         [[0.0, 1.0, 0.0, 1.0]]
     """
 
-    max_length = None
+    group = Line(real=True)
 
     def __init__(self, model_dim: int, *, scale: float = 1.0):
         super().__init__()
@@ -32,13 +46,12 @@ class Sinusoidal(nn.Module):
         self.frequency = 10000.0 ** (-torch.arange(0, model_dim, 2, device="cpu", dtype=torch.float64) / model_dim)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Embeddings ``[*b t model_dim]`` of positions ``[*b t 1]``."""
-        Line(real=True).check(x)
+        self.group.check(x)
         angle = angles(x, self.frequency[None, None]).squeeze(-3)
         return (self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)).to(dtype)
 
 
-class Learned(nn.Module):
+class Learned(Embedding):
     """One learned vector for each of the positions 0 to length - 1 (Gehring et al. 2017).
 
     Args:
@@ -46,6 +59,8 @@ class Learned(nn.Module):
         model_dim: Width.
         seed: Of the normal initial values (standard deviation 0.02).
     """
+
+    group = Line()
 
     def __init__(self, length: int, model_dim: int, *, seed: int = 0):
         super().__init__()
@@ -62,15 +77,15 @@ class Learned(nn.Module):
                 self.weight.copy_(0.02 * normal(self.seed, *self.weight.shape))
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Embeddings ``[*b t model_dim]`` of positions ``[*b t 1]``."""
-        Line().check(x)
-        if not torch.compiler.is_compiling() and x.numel() and not 0 <= x.min() <= x.max() < self.max_length:
+        self.group.check(x)
+        length = len(self.weight)
+        if not torch.compiler.is_compiling() and x.numel() and not 0 <= x.min() <= x.max() < length:
             span = f"{int(x.min())} to {int(x.max())}"
-            raise ValueError(f"positions: expected 0 to {self.max_length - 1}, which have learned vectors, got {span}")
+            raise ValueError(f"positions: expected 0 to {length - 1}, which have learned vectors, got {span}")
         return self.weight[x[..., 0].long()].to(dtype)
 
 
-class TreeStack(ExactModule):
+class TreeStack(Embedding, ExactModule):
     """A node as the stack of its last branches: one-hot, nearest first, each step up weighed by another power of p.
 
     Several copies, each with a learned p = tanh(w), share the width. The norm of an endless path is sqrt(model_dim / 2), as
@@ -90,20 +105,17 @@ class TreeStack(ExactModule):
         [[0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]]
     """
 
-    max_length = None
-
     def __init__(self, branches: int, model_dim: int, depth: int):
         super().__init__()
-        self.group, self.model_dim, self.depth = Tree(branches), model_dim, depth
+        self.group, self.branches, self.model_dim, self.depth = Tree(branches), branches, model_dim, depth
         copies = model_dim // (branches * max(depth, 1))
         if depth < 1 or copies < 1:
             raise ValueError(
                 f"depth: expected 1 to {model_dim // branches} of {branches} branches in width {model_dim}, got {depth}"
             )
-        self.hold("decay", torch.linspace(0.6, 0.95, copies, device="cpu", dtype=torch.float64).atanh(), learned=True)
+        self.parametrise("decay", torch.linspace(0.6, 0.95, copies, device="cpu", dtype=torch.float64).atanh(), learned=True)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Embeddings ``[*b n model_dim]`` of nodes ``[*b n 2]``."""
         self.group.check(x)
         parent, branch = x.long().unbind(-1)
         node = torch.arange(x.shape[-2], device=x.device).expand(parent.shape)
@@ -112,9 +124,9 @@ class TreeStack(ExactModule):
             inside = node >= 0
             row = node.clamp_min(0)
             taken = torch.where(inside, branch.gather(-1, row), -1)
-            steps.append(taken[..., None] == torch.arange(self.group.branches, device=x.device))
+            steps.append(taken[..., None] == torch.arange(self.branches, device=x.device))
             node = torch.where(inside, parent.gather(-1, row), -1)
-        p = self.held.double().tanh()[:, None]
+        p = self.parameter.double().tanh()[:, None]
         powers = p ** torch.arange(self.depth, device=x.device) * (self.model_dim / 2 / len(p) * (1 - p.square())).sqrt()
         out = (torch.stack(steps, -2).unsqueeze(-3) * powers[..., None]).flatten(-3)
         return torch.nn.functional.pad(out, (0, self.model_dim - out.shape[-1])).to(dtype)

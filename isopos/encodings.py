@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isopos import maps
 from isopos.bases import Basis
+from isopos.catalog import expect
 from isopos.exact import ExactModule, constant, once
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
 from isopos.ops.rotate import rotations, skew_exponential
@@ -33,11 +34,12 @@ __all__ = [
     "Rotary",
     "TreePath",
     "long_orders",
+    "random_permutations",
     "rope_frequencies",
 ]
 
 
-LONG = 1 << 15  # tokens whose permutations are held as an index, eight bytes a feature
+LONG = 1 << 15  # tokens whose permutations are an index, eight bytes a feature
 
 
 class Coupling(ExactModule, ABC):
@@ -51,6 +53,11 @@ class Coupling(ExactModule, ABC):
     features: int
     out_features: int
     max_length: int | None = None  # positions from 0 on, where their number is limited
+    outside: int = 0  # number of first tokens that are outside the positions: class tokens
+    is_complex: bool = False  # whether it multiplies pairs of features by phases, as complex numbers
+    is_trivial: bool = False  # whether positions change nothing
+    is_random: bool = False  # whether it is relative in expectation only
+    is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
 
     @abstractmethod
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -68,11 +75,9 @@ class Encoding(Coupling, ABC):
     """
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The isometry at x."""
         return self(x, dtype)
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The isometry at x."""
         return self(x, dtype)
 
     @abstractmethod
@@ -100,12 +105,13 @@ class Identity(Encoding):
         group: Whose positions it ignores.
     """
 
+    is_trivial = True
+
     def __init__(self, features: int, group: Group | None = None):
         super().__init__()
         self.group, self.features, self.out_features = group or Line(real=True), features, features
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The identity map."""
         self.group.check(x)
         return maps.Identity()
 
@@ -123,6 +129,7 @@ class Rotary(Encoding):
         learned: Whether the frequencies are learned. Fixed ones are float64 constants outside parameters and buffers.
         lift: Map d features to 2d instead of rotating pairs.
         group: A line by default, a grid for several coordinates; for a ring of n frequencies must be multiples of 2 pi / n.
+        max_length: Positions from 0 on that make sense, if fewer than all.
 
     References:
         - RoFormer (Su et al. 2021), Eq. 14-16. https://arxiv.org/abs/2104.09864
@@ -134,7 +141,15 @@ class Rotary(Encoding):
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
 
-    def __init__(self, frequency: Tensor, *, learned: bool = False, lift: bool = False, group: Group | None = None):
+    def __init__(
+        self,
+        frequency: Tensor,
+        *,
+        learned: bool = False,
+        lift: bool = False,
+        group: Group | None = None,
+        max_length: int | None = None,
+    ):
         super().__init__()
         if frequency.ndim != 3 or not frequency.is_floating_point() or not frequency.isfinite().all():
             raise ValueError(f"frequency: expected finite floats [h c f], got {frequency.dtype} {list(frequency.shape)}")
@@ -144,18 +159,18 @@ class Rotary(Encoding):
         if self.group.columns != columns:
             raise ValueError(f"frequency: expected {self.group.columns} coordinates for {self.group}, got {columns}")
         if isinstance(self.group, Ring):
-            turns = frequency.detach().double() * self.group.period / (2 * math.pi)
-            if learned or not torch.allclose(turns, turns.round(), rtol=0, atol=1e-6):
+            whole = frequency.detach().double() * self.group.period / (2 * math.pi)
+            if learned or not torch.allclose(whole, whole.round(), rtol=0, atol=1e-6):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
-        self.lift = lift
+        self.lift, self.is_complex, self.max_length = lift, not lift, max_length
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
-        self.hold("frequency", frequency, learned=learned)
+        self.parametrise("frequency", frequency, learned=learned)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
-        return Rotation(rotations(x, self.held, dtype), self.lift)
+        return Rotation(rotations(x, self.parameter, dtype), self.lift)
 
 
 class Permutation(Encoding):
@@ -275,6 +290,16 @@ def long_orders(features: int, heads: int = 1) -> Tensor:
     return torch.tensor(rows, device="cpu")
 
 
+def random_permutations(features: int, heads: int, seed: int, orders: str = "random") -> Tensor:
+    """A permutation a head, ``[h d]``: random, or random relabellings of those of `long_orders`, with orders="long"."""
+    expect("orders", orders, ("random", "long"))
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(features, generator=generator, device="cpu") for _ in range(heads)]
+    if orders == "long":
+        rows = [row[longest[row.argsort()]] for row, longest in zip(rows, long_orders(features, heads), strict=True)]
+    return torch.stack(rows)
+
+
 class Exponential(Encoding):
     """exp(x (A - A^T)): every orthogonal representation of a line, in a learned basis with learned angles.
 
@@ -308,16 +333,15 @@ class Exponential(Encoding):
                 "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
                 "add a little noise, such as 0.01 * torch.randn_like(generator)"
             )
-        self.hold("generator", generator, learned=learned)
+        self.parametrise("generator", generator, learned=learned)
 
     def frequency(self) -> Tensor:
-        """Angles a step of the planes that the generator turns now: float64 ``[h d/2]``."""
-        return _spectrum(self.held.double())[0]
+        """Angles a step of the planes that the generator rotates now: float64 ``[h d/2]``."""
+        return _spectrum(self.parameter.double())[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The basis, then the rotation."""
         self.group.check(x)
-        frequency, basis = _spectrum(self.held.to(x.device, torch.float64))
+        frequency, basis = _spectrum(self.parameter.to(x.device, torch.float64))
         return Chain(Matrix(basis.to(dtype)), Rotation(rotations(x, frequency[:, None], dtype)))
 
 
@@ -387,12 +411,11 @@ class TreePath(Encoding):
             raise ValueError(f"generator: expected [h b d d], got {list(generator.shape)}")
         self.group = Tree(generator.shape[1])
         self.features = self.out_features = generator.shape[-1]
-        self.hold("generator", generator, learned=learned)
+        self.parametrise("generator", generator, learned=learned)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The operator of each node."""
         self.group.check(x)
-        return Operators(path(skew_exponential(self.held.to(x.device, torch.float64)).to(dtype), x))
+        return Operators(path(skew_exponential(self.parameter.to(x.device, torch.float64)).to(dtype), x))
 
 
 class InBasis(Encoding):
@@ -411,10 +434,10 @@ class InBasis(Encoding):
         if basis.features != encoding.features:
             raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {basis.features}")
         self.encoding, self.basis = encoding, basis
+        self.is_complex = encoding.is_complex and basis.is_complex
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The basis, then the encoding."""
         return Chain(self.basis(x.device, dtype), self.encoding(x, dtype))
 
 
@@ -444,7 +467,6 @@ class DirectSum(Encoding):
         self.features, self.out_features = sum(self.widths), sum(part.out_features for part in parts)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """Each part at its own coordinates."""
         self.group.check(x)
         columns = (x,) * len(self.parts) if self.shared else self.group.split(x)  # pyright: ignore[reportAttributeAccessIssue]
         return BlockSum(tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True)), self.widths)
@@ -467,5 +489,4 @@ class Partial(Encoding):
         self.features, self.out_features = features, encoding.out_features + self.rest
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The encoding beside the identity."""
         return BlockSum((self.encoding(x, dtype), maps.Identity()), (self.encoding.features, self.rest))

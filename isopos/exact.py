@@ -26,7 +26,7 @@ class ExactModule(nn.Module):
     """
 
     initial: Tensor
-    held_name = ""  # of what `hold` holds, if anything
+    parameter_name = ""  # of what `parametrise` made, if anything
 
     def _apply(self, fn, recurse=True):
         def moved(tensor: Tensor) -> Tensor:
@@ -37,31 +37,31 @@ class ExactModule(nn.Module):
 
         return super()._apply(moved, recurse)
 
-    def hold(self, name: str, value: Tensor, *, learned: bool) -> None:
-        """Hold a value: a float32 parameter of that name, or a float64 constant that no cast and no meta device reaches."""
-        self.initial, self.held_name = constant(value), name
+    def parametrise(self, name: str, value: Tensor, *, learned: bool) -> None:
+        """Make a value a float32 parameter of that name, or a float64 constant that no cast and no meta device reaches."""
+        self.initial, self.parameter_name = constant(value), name
         self.register_parameter(name, nn.Parameter(torch.empty(value.shape, dtype=torch.float32)) if learned else None)
         self.reset_parameters()
 
     @property
-    def held(self) -> Tensor:
-        """The parameter, or the constant."""
-        parameter = getattr(self, self.held_name)
+    def parameter(self) -> Tensor:
+        """What `parametrise` made: the parameter, or the constant."""
+        parameter = self._parameters[self.parameter_name]
         return self.initial if parameter is None else parameter
 
     def reset_parameters(self) -> None:
         """Back to the initial value."""
-        if self.held_name and self.held is not self.initial:
+        if self.parameter_name and self.parameter is not self.initial:
             with torch.no_grad():
-                self.held.copy_(self.initial)
+                self.parameter.copy_(self.initial)
 
 
-class Held(ExactModule):
-    """One learned value, for modules that hold several."""
+class Weight(ExactModule):
+    """One parameter, for modules that have several."""
 
     def __init__(self, value: Tensor):
         super().__init__()
-        self.hold("weight", value, learned=True)
+        self.parametrise("weight", value, learned=True)
 
 
 def once(name: str, instead: str) -> None:

@@ -99,7 +99,7 @@ def _embeddings(vocabulary: int, model_dim: int, scheme: Scheme) -> nn.Embedding
     return tokens
 
 
-def _enter(x: Tensor, scheme: Scheme, positions: Tensor, state: State | None = None) -> tuple[Tensor, dict[str, Any]]:
+def _enter(x: Tensor, scheme: Scheme, positions: Tensor, state: State | None = None) -> tuple[Tensor, Any]:
     """Embedded tokens with what a scheme adds to them, and what it gives attention."""
     if scheme.embedding is not None:
         x = x + scheme.embedding(positions, x.dtype)

@@ -1,33 +1,116 @@
 """A scheme: the choices that make attention see positions, as one module. `isopos.schemes` has the named ones."""
 
 import hashlib
+import inspect
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Any, Literal, TypedDict
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from isopos.bases import ComplexFourier, Pairs
-from isopos.biases import ClippedKeys, RelativeBias
+from isopos.biases import RelativeBias
+from isopos.catalog import expect
 from isopos.decays import RATES, Decay
-from isopos.embeddings import Learned, Sinusoidal, TreeStack
-from isopos.encodings import Coupling, Encoding, InBasis, Rotary
+from isopos.embeddings import Embedding
+from isopos.encodings import Coupling, Encoding
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides
 from isopos.maps import Mapped, TokenMap
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
+from isopos.terms import Term
 
-__all__ = ["Choices", "Scheme", "expect"]
+__all__ = ["Arguments", "Choices", "LinearArguments", "Scheme", "SoftmaxArguments", "choices_of"]
+
+ATTENTION = ("linear", "softmax")
+DENOMINATORS = ("plain", "encoded", "complex", "none")
 
 
 class Choices(TypedDict, total=False):
-    """Options of every scheme."""
+    """Options of every scheme, by name: `choices_of` lists the names."""
 
-    attention: Literal["linear", "softmax"]
-    feature_map: Literal["elu+1", "relu", "relu2", "exp", "favor", "identity"]
-    decay: Literal["none", "retnet", "permuteformer", "alibi"]
-    denominator: Literal["plain", "encoded", "complex", "none"]
+    attention: str
+    feature_map: str
+    decay: str
+    denominator: str
+
+
+def choices_of() -> dict[str, tuple[str, ...]]:
+    """The names that each of `Choices` may have: those of `FEATURE_MAPS` and of `decays.RATES` that there are now."""
+    features, decays = (*FEATURE_MAPS, "favor"), ("none", *RATES)
+    return {"attention": ATTENTION, "feature_map": features, "decay": decays, "denominator": DENOMINATORS}
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Arguments(Mapping[str, Any]):
+    """A scheme at positions: a frozen value that ``**`` unpacks into the keyword arguments of its attention function.
+
+    As a mapping it has those that apply; ``|`` makes a dict of it and another, and `replace` makes another value.
+    """
+
+    isometry: TokenMap | tuple[TokenMap, TokenMap]
+    decay: Tensor | tuple[Tensor, Tensor] | None
+    terms: tuple[Term, ...] = ()
+    state: State | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        value = vars(self)[name]
+        if value is type(self).__dataclass_fields__[name].default:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        own = type(self).__dataclass_fields__
+        return (name for name, value in vars(self).items() if value is not own[name].default)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self}
+
+    def __repr__(self) -> str:
+        rows = (f"    {name}={_shown(value)},\n" for name, value in self.items())
+        return f"{type(self).__name__}(\n{''.join(rows)})"
+
+    def replace(self, **changes: Any) -> Self:
+        """The same but for some arguments."""
+        return type(self)(**{**self, **changes})
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearArguments(Arguments):
+    """Of `linear_attention`."""
+
+    feature_map: Phi | None
+    denominator: str | None
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class SoftmaxArguments(Arguments):
+    """Of `softmax_attention`."""
+
+    scale: float
+    locality: Tensor | None = None
+
+
+def _shown(value: Any) -> str:
+    """A value with the shapes of its tensors."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    if is_dataclass(value) and not isinstance(value, type | Group):
+        inner = (f"{field.name}={_shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        return f"{type(value).__name__}({', '.join(inner)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_shown(inner)}' for name, inner in value.items())}}}"
+    return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
 class Scheme(nn.Module):
@@ -65,7 +148,7 @@ class Scheme(nn.Module):
         feature_map: str = "auto",
         decay: str | Decay = "none",
         denominator: str = "auto",
-        embedding: Sinusoidal | Learned | TreeStack | None = None,
+        embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
         scale: float | None = None,
         locality: float | None = None,
@@ -73,33 +156,18 @@ class Scheme(nn.Module):
         width: int = 1,
     ):
         super().__init__()
-        expect("attention", attention, ("linear", "softmax"))
-        expect("feature_map", feature_map, ("auto", *FEATURE_MAPS, "favor"))
-        expect("denominator", denominator, ("auto", "plain", "encoded", "complex", "none"))
+        names = choices_of()
+        expect("attention", attention, names["attention"])
+        expect("feature_map", feature_map, ("auto", *names["feature_map"]))
+        expect("denominator", denominator, ("auto", *names["denominator"]))
         if not isinstance(decay, Decay):
-            expect("decay", decay, ("none", *RATES))
+            expect("decay", decay, names["decay"])
             decay_module = Decay(RATES[decay](heads)) if decay != "none" else None
         else:
             decay_module = decay
-        if decay_module is not None and not isinstance(encoding.group, Line):
-            raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {encoding.group}")
-        if decay_module is not None and len(decay_module.initial) not in (1, heads):
-            raise ValueError(f"decay: expected rates of {heads} heads, got {len(decay_module.initial)}")
-        if locality is not None and not 0 < locality <= 1:
-            raise ValueError(f"locality: expected a factor a step in (0, 1], got {locality}")
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, attention, embedding, bias
         self.decay, self.scale, self.locality, self.inside, self.width = decay_module, scale, locality, inside, width
-        if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(f"scale: expected a positive number, got {scale}")
-        if inside and (attention == "softmax" or bias is not None):
-            what = "softmax attention, which has no feature map" if attention == "softmax" else "a relative bias"
-            raise ValueError(f"inside: expected False beside {what}, got True")
-        if bias is not None:
-            own = {p.shape[0] for p in bias.parameters()}
-            if bias.group.columns != encoding.group.columns or not own <= {1, heads}:
-                raise ValueError(
-                    f"bias: expected positions of {encoding.group} and {heads} heads, got {bias.group} and {max(own)} heads"
-                )
+        self._check_parts()
         if attention == "softmax":
             for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
                 if choice != "auto":
@@ -117,6 +185,26 @@ class Scheme(nn.Module):
             "feature_map": feature_map,
         }
 
+    def _check_parts(self) -> None:
+        """ValueError for parts that do not fit together."""
+        group = self.group
+        if self.decay is not None and not isinstance(group, Line):
+            raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
+        if self.decay is not None and len(self.decay.initial) not in (1, self.heads):
+            raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial)}")
+        if self.locality is not None and not 0 < self.locality <= 1:
+            raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ValueError(f"scale: expected a positive number, got {self.scale}")
+        if self.inside and (self.attention == "softmax" or self.bias is not None):
+            what = "softmax attention, which has no feature map" if self.attention == "softmax" else "a relative bias"
+            raise ValueError(f"inside: expected False beside {what}, got True")
+        bias = self.bias
+        if bias is not None and (bias.group.columns != group.columns or bias.heads not in (1, self.heads)):
+            raise ValueError(
+                f"bias: expected positions of {group} and {self.heads} heads, got {bias.group} and {bias.heads} heads"
+            )
+
     def _check_linear(self, denominator: str) -> None:
         """ValueError for what linear attention cannot do."""
         name = type(self.encoding).__name__
@@ -124,16 +212,16 @@ class Scheme(nn.Module):
             raise ValueError(
                 f"denominator: expected 'encoded' or 'none', since {name} acts ahead of the feature map, got 'plain'"
             )
-        if denominator == "complex" and not _is_complex(self.encoding):
+        if denominator == "complex" and not self.encoding.is_complex:
             raise ValueError(
-                f"denominator: expected 'plain', 'encoded' or 'none', since {name} turns no pairs, got 'complex'"
+                f"denominator: expected 'plain', 'encoded' or 'none', since {name} rotates no pairs, got 'complex'"
             )
         for name, value in (("locality", self.locality), ("scale", self.scale)):
             if value is not None:
                 raise ValueError(f"{name}: expected softmax attention, whose logits it multiplies, got linear")
         if self.bias is None:
             return
-        if not isinstance(self.bias, ClippedKeys):
+        if not self.bias.is_linear:
             raise ValueError(f"bias: expected ClippedKeys in linear attention, got {type(self.bias).__name__}: use softmax")
         if self.decay is not None:
             raise ValueError("decay: expected 'none' beside clipped keys, whose far offsets share one sum")
@@ -168,6 +256,11 @@ class Scheme(nn.Module):
         return FEATURE_MAPS[self.choices["feature_map"]] if self.favor is None else self.favor
 
     @property
+    def outside(self) -> int:
+        """Number of first tokens outside the positions: class tokens."""
+        return max(self.encoding.outside, 0 if self.bias is None else self.bias.outside)
+
+    @property
     def max_length(self) -> int | None:
         """Positions from 0 on that it takes, where their number is limited."""
         return self.encoding.max_length if self.embedding is None else self.embedding.max_length
@@ -179,8 +272,8 @@ class Scheme(nn.Module):
 
     def at(
         self, x: Tensor, x_key: Tensor | None = None, *, state: State | None = None, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Any]:
-        """Keyword arguments of the attention function.
+    ) -> LinearArguments | SoftmaxArguments:
+        """Keyword arguments of the attention function: ``linear_attention(q, k, v, **scheme.at(x))``.
 
         Args:
             x: Positions of queries ``[*b t c]``, and of keys unless they differ.
@@ -196,31 +289,29 @@ class Scheme(nn.Module):
             rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
         else:
             rho = (self.encoding.query(x, dtype), self.encoding.key(y, dtype))
-        arguments: dict[str, Any] = {"isometry": rho, "decay": None}
+        decay = None
         if self.decay is not None:
-            arguments["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
-        if self.bias is not None:
-            arguments["terms"] = self.bias(x, y, dtype)
+            decay = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
+        terms = () if self.bias is None else self.bias(x, y, dtype)
         if self.attention == "softmax":
-            arguments["scale"] = self.encoding.features**-0.5 if self.scale is None else self.scale
-            if self.locality is not None:
-                arguments["locality"] = self.locality ** self.group.distance(x, y).to(dtype)
-            return arguments
+            scale = self.encoding.features**-0.5 if self.scale is None else self.scale
+            locality = None if self.locality is None else self.locality ** self.group.distance(x, y).to(dtype)
+            return SoftmaxArguments(isometry=rho, decay=decay, terms=terms, scale=scale, locality=locality)
+        phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside:
-            maps = sides(self.feature_map)
-            arguments["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, maps, strict=True))
-        denominator = self.choices["denominator"]
-        return arguments | {
-            "feature_map": None if self.inside else self.feature_map,
-            "denominator": None if denominator == "none" else denominator,
-        }
+            query, key = (Mapped(side, phi) for side, phi in zip(rho, sides(phi), strict=True))
+            rho, phi = (query, key), None
+        denominator = None if denominator == "none" else denominator
+        return LinearArguments(isometry=rho, decay=decay, terms=terms, feature_map=phi, denominator=denominator)
 
-    def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> dict[str, Any]:
+    def _continued(
+        self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype
+    ) -> LinearArguments | SoftmaxArguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
         if x_key is not None:
             raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
         expect_state(state)
-        if any(getattr(part, "outside", 0) for part in (self.encoding, self.bias)):
+        if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
         state.stamped(self.fingerprint, None)
         old = state["positions"]
@@ -228,32 +319,18 @@ class Scheme(nn.Module):
         rows = self.group.refers_to_rows
         quadratic = self.attention == "softmax" and (self.bias is not None or self.locality is not None)
         if not rows and not quadratic:
-            return self.at(x, dtype=dtype) | {"state": state.stamped(self.fingerprint, None)}
+            return self.at(x, dtype=dtype).replace(state=state.stamped(self.fingerprint, None))
         arguments = self.at(places, dtype=dtype) if rows else self.at(x, places, dtype=dtype)
         count, new = places.shape[-2], x.shape[-2]
-        rho = arguments["isometry"]
+        rho, decay = arguments.isometry, arguments.decay
         query, key = rho if isinstance(rho, tuple) else (rho, rho)
-        arguments["isometry"] = tuple(_last(side, count, new) for side in (query, key))
+        changes: dict[str, Any] = {"isometry": (_last(query, count, new), _last(key, count, new))}
         if rows and self.locality is not None:
-            arguments["locality"] = arguments["locality"][..., count - new :, :]
-        if isinstance(arguments["decay"], tuple):
-            arguments["decay"] = arguments["decay"][0]
-        return arguments | {"state": state.stamped(self.fingerprint, places)}
+            changes["locality"] = arguments["locality"][..., count - new :, :]
+        changes["decay"] = decay[0] if isinstance(decay, tuple) else decay
+        return arguments.replace(**changes, state=state.stamped(self.fingerprint, places))
 
 
 def _last(rho: TokenMap, count: int, new: int) -> TokenMap:
     """The part of an isometry for the last tokens, where it has one for each."""
     return rho if rho.length is None else rho.tokens(rho.length - new, rho.length)
-
-
-def _is_complex(encoding: Coupling) -> bool:
-    """Whether an encoding turns feature pairs, and any basis commutes with that."""
-    if isinstance(encoding, InBasis):
-        return isinstance(encoding.basis, Pairs | ComplexFourier) and _is_complex(encoding.encoding)
-    return isinstance(encoding, Rotary) and not encoding.lift
-
-
-def expect(what: str, value: Any, names: Any) -> None:
-    """Raise ValueError where a value is none of the names."""
-    if value not in names:
-        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {value!r}")

@@ -33,8 +33,8 @@ def weights(scheme, q, k, x, y=None):
     at = scheme.at(x, y, dtype=torch.float64)
     if scheme.attention == "linear":
         return linear_attention(q, k, v, **at | {"denominator": None})
-    terms = tuple(term for term in at.pop("terms", ()) if term.side != "value")  # rows of values are no part of scores
-    return softmax_attention(q, k, v, terms=terms, **at)
+    terms = tuple(term for term in at.terms if term.side != "value")  # rows of values are no part of scores
+    return softmax_attention(q, k, v, **at | {"terms": terms})
 
 
 def expected(scheme, q, k, x, y):
@@ -277,8 +277,8 @@ def test_deberta_rows_are_the_papers(buckets, far):
         rows.append(min(max(buckets - steps * (t > 0) + steps * (t < 0), 0), 2 * buckets - 1))
     _, to_position, to_content = canonical(scheme)
     scale = (3 * HEAD_DIM) ** -0.5
-    close(to_position.matrix(sequence(1), y[:, None])[:, 0, :, :, 0], scale * scheme.bias.keys.held.detach()[:, rows])
-    close(to_content.matrix(y[:, None], sequence(1))[:, :, 0, 0], scale * scheme.bias.queries.held.detach()[:, rows])
+    close(to_position.matrix(sequence(1), y[:, None])[:, 0, :, :, 0], scale * scheme.bias.keys.parameter.detach()[:, rows])
+    close(to_content.matrix(y[:, None], sequence(1))[:, :, 0, 0], scale * scheme.bias.queries.parameter.detach()[:, rows])
 
 
 # Stochastic encodings: with noise whose products are exactly what they are in expectation, one draw is the expectation.

@@ -396,7 +396,7 @@ def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
 
 @pytest.mark.parametrize("name", ["none", "lrpe-permutation", "ape-sequence", "cosformer", "horn-constrained"])
 def test_complex_denominators_need_pairs_that_turn(name):
-    with pytest.raises(ValueError, match=r"denominator: expected .* turns no pairs, got 'complex'"):
+    with pytest.raises(ValueError, match=r"denominator: expected .* rotates no pairs, got 'complex'"):
         schemes.REGISTRY[name](8, 2, denominator="complex")
 
 
@@ -724,7 +724,7 @@ def test_unknown_options_raise(case):
         (lambda: schemes.lrpe_unitary(8, 1, theta="a", length=0), r"length: expected a positive integer, got 0"),
         (lambda: schemes.lrpe_orthogonal(8, 1, theta="c", length=2.5), r"length: expected a positive integer, got 2.5"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=3), r"head size: expected an even number .* got 5"),
-        (lambda: schemes.lrpe_orthogonal(8, 1, identity=8), r"identity: expected 0 to 7 features that do not turn, got 8"),
+        (lambda: schemes.lrpe_orthogonal(8, 1, identity=8), r"identity: expected 0 to 7 features that do not rotate, got 8"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=-2), r"identity: expected 0 to 7"),
         (
             lambda: schemes.lrpe_permutation(8, 1, basis="fourier", learned_basis=True),
@@ -848,7 +848,7 @@ def test_weights_of_favor_sum_to_one(head_dim, size):
 
 def test_a_ring_of_one_pair_turns_once_a_period():
     scheme = schemes.ape_ring(2, 1, period=6)
-    assert scheme.encoding.encoding.held.item() == pytest.approx(2 * math.pi / 6)
+    assert scheme.encoding.encoding.parameter.item() == pytest.approx(2 * math.pi / 6)
 
 
 def test_terms_of_other_positions_are_refused():

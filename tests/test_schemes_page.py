@@ -1,28 +1,26 @@
-from pathlib import Path
+"""What is generated from the schemes is what is committed, and the page says what it should."""
 
 import pytest
 
-import isopos
 from isopos.catalog import CATALOG
-from tools import schemes_page
+from tools import generate, schemes_page
 
-ROOT = Path(isopos.__file__).parent.parent
-COMMITTED = ROOT / "docs" / "schemes.md"
-
-pytestmark = pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")
+pytestmark = pytest.mark.skipif(not (generate.ROOT / "docs").exists(), reason="docs/ is part of the repository only")
 
 
 @pytest.fixture(scope="module")
-def page():
-    return schemes_page.page()
+def generated():
+    return {path.name: (path, text) for path, text in generate.generated()}
 
 
-def test_the_committed_page_is_what_the_generator_prints(page):
-    expected, found = page.splitlines(), COMMITTED.read_text(encoding="utf-8").splitlines()
-    assert found == expected, f"regenerate it: {schemes_page.COMMAND}"
+@pytest.mark.parametrize("name", ["__init__.pyi", "README.md", "schemes.md"])
+def test_what_is_committed_is_what_is_generated(generated, name):
+    path, text = generated[name]
+    assert path.read_text(encoding="utf-8").splitlines() == text.splitlines(), f"repair it: {generate.COMMAND}"
 
 
-def test_every_table_has_a_row_for_each_scheme_and_few_columns(page):
+def test_every_table_has_a_row_for_each_scheme_and_few_columns(generated):
+    page = generated["schemes.md"][1]
     tables = [part.splitlines() for part in page.split("\n\n") if part.lstrip().startswith("| name |")]
     assert len(tables) == 6
     for table in tables:
@@ -33,15 +31,10 @@ def test_every_table_has_a_row_for_each_scheme_and_few_columns(page):
         assert columns.pop() <= 8
 
 
-def test_what_is_refused_has_a_note(page):
+def test_what_is_refused_has_a_note_and_performance_is_the_readme_s(generated):
+    page, bits = generated["schemes.md"][1], schemes_page._performance()
     row = next(line for line in page.splitlines() if line.startswith("| `t5` | no [") and "growing cache" in line)
     mark = row.split("[")[1].split("]")[0]
     assert f"\n[{mark}] attention: expected softmax" in page
-    assert "| `t5` |" in row
-
-
-def test_performance_is_the_readme_s(page):
-    bits = schemes_page._performance()
-    assert "rope" in bits
     assert f"| `rope` | {bits['rope']} |" in page
     assert "| `t5` | not measured here |" in page

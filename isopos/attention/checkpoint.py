@@ -72,9 +72,9 @@ def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
         device = next((parameter.device for parameter in encoding.parameters()), None)
         return encoding.basis(device, torch.float64), encoding.encoding
     if isinstance(encoding, Exponential):
-        chain = encoding(encoding.group.origin(1, device=encoding.held.device), torch.float64)
+        chain = encoding(encoding.group.origin(1, device=encoding.parameter.device), torch.float64)
         assert isinstance(chain, Chain)
-        learned = isinstance(encoding.held, nn.Parameter)
+        learned = isinstance(encoding.parameter, nn.Parameter)
         return chain.first, Rotary(encoding.frequency()[:, None], learned=learned)
     raise ValueError(f"scheme: expected an encoding with a basis (InBasis, Exponential), got {type(encoding).__name__}")
 

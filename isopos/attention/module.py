@@ -1,5 +1,6 @@
 """Multi-head attention as a module: projections around a scheme."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        at: dict[str, Any],
+        at: Mapping[str, Any],
         *,
         context: Tensor | None = None,
         causal: bool = False,
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         """
         source = x if context is None else context
         heads = (layer(a).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, a in self._inputs(x, source))
-        options = at | {"causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
+        options = {**at, "causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
         found = self.attend(*heads, **options)
         y, *state = found if return_state else (found,)
         if self.normalised:

@@ -261,7 +261,7 @@ def _of_encoding(encoding: Coupling) -> Kernel:
         case encodings.Identity():
             return lambda t: _eye(d)
         case encodings.Rotary():
-            frequency = constant(encoding.held)  # [h c f]
+            frequency = constant(encoding.parameter)  # [h c f]
             if encoding.lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
                 return lambda t: torch.diag_embed(_angles(t, frequency).cos())
             return lambda t: _exp(_skew(_angles(t, frequency)))
@@ -269,10 +269,10 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             maps = _permutation_matrices(encoding)
             return lambda t: _product(_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t)))
         case encodings.Exponential():
-            generator = constant(encoding.held)
+            generator = constant(encoding.parameter)
             return lambda t: _exp(t * (generator - generator.mT))
         case encodings.TreePath():
-            generator = constant(encoding.held)  # [h b d d]
+            generator = constant(encoding.parameter)  # [h b d d]
             step = _exp(generator - generator.mT)
             return lambda t: _product((_eye(d), *(_power(step[:, branch], sign) for branch, sign in t)))
         case encodings.InBasis():  # (LRPE, Eq. 22-24)
@@ -342,10 +342,10 @@ def _of_basis(basis: bases.Basis) -> Tensor:
     d = basis.features
     match basis:
         case bases.Householder():  # (LRPE, Appendix D.1)
-            v = constant(basis.held)
+            v = constant(basis.parameter)
             return _eye(d) - 2 * v[:, :, None] * v[:, None, :] / v.square().sum(-1)[:, None, None]
         case bases.Orthogonal():
-            generator = constant(basis.held)
+            generator = constant(basis.parameter)
             return _exp(generator - generator.mT)
         case bases.OddEven():  # row 2k is e_k, row 2k + 1 is e_{ceil(d/2) + k} (LRPE, Eq. 74, zero-based)
             return _eye(d)[:, [i // 2 if i % 2 == 0 else math.ceil(d / 2) + i // 2 for i in range(d)]]
@@ -370,7 +370,7 @@ def _fourier(n: int) -> Tensor:
 
 def _cosines(coupling: couplings.Constrained) -> Kernel:
     """Horn's relative term: sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)), over the axes."""
-    a, b = constant(coupling.held).unbind(-1)
+    a, b = constant(coupling.parameter).unbind(-1)
 
     def term(t: Relative) -> Tensor:
         angle = -_angles(t, coupling.frequency)  # of x - y; a frequency is zero where the sinusoid is another axis'
@@ -381,8 +381,8 @@ def _cosines(coupling: couplings.Constrained) -> Kernel:
 
 def _of_transformer_xl(coupling: couplings.TransformerXL) -> list[Primitive]:
     """q^T k + q^T U^T p + u^T k + v^T U^T p with sinusoids p of the offset and a projection U (RoFormer, Eq. 7)."""
-    group, d, U = coupling.group, coupling.features, constant(coupling.held)  # [h width d]
-    u, v = (constant(held.held)[:, 0] for held in (coupling.content, coupling.location))
+    group, d, U = coupling.group, coupling.features, constant(coupling.parameter)  # [h width d]
+    u, v = (constant(one.parameter)[:, 0] for one in (coupling.content, coupling.location))
     content, one, projected = _content(d), _one(d), torch.einsum("hwd,hd->hw", U, v)
 
     def sinusoids(t: Relative) -> Tensor:
@@ -399,13 +399,15 @@ def _of_transformer_xl(coupling: couplings.TransformerXL) -> list[Primitive]:
 
 def _waves(coupling: couplings.SineSPE) -> Kernel:
     """P_d(x - y) = sum_k gain_dk^2 cos(w_dk (x - y) + phase_dk) of each feature, ``[h d]``."""
-    frequency, gain, phase = (constant(held) for held in (coupling.held, coupling.gain.held, coupling.phase.held))
+    frequency, gain, phase = (
+        constant(learned) for learned in (coupling.parameter, coupling.gain.parameter, coupling.phase.parameter)
+    )
     return lambda t: (gain.square() * torch.cos(phase - frequency * t)).sum(-1)
 
 
 def _filters(coupling: couplings.ConvSPE) -> Kernel:
     """sum_p f_d(p) g_d(p + t) of the filters f of queries and g of keys, which meet in the noise at x - p = y - (p + t)."""
-    query, key = constant(coupling.held).unbind(2)  # [h d p]
+    query, key = constant(coupling.parameter).unbind(2)  # [h d p]
     reach = coupling.reach
 
     def correlation(t: Relative) -> Tensor:
@@ -420,17 +422,17 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
     group, content, one = bias.group, _content(d), _one(d)
     match bias:
         case biases.T5():
-            weight = constant(bias.held)  # [h n]
+            weight = constant(bias.parameter)  # [h n]
             return [Primitive(group, *one, *one, lambda t: weight[:, _t5_bucket(bias, t), None, None])]
         case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
-            keys, queries = (scale * constant(rows.held) for rows in (bias.keys, bias.queries))
+            keys, queries = (scale * constant(rows.parameter) for rows in (bias.keys, bias.queries))
             to_position = Primitive(group, *content, *one, lambda t: keys[:, _deberta_row(bias, -t), :, None])
             return [to_position, Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, t), None, :])]
         case biases.Shaw():  # (LRPE, Eq. 33 and 34)
-            rows = scale * constant(bias.keys.held)
+            rows = scale * constant(bias.keys.parameter)
             return [Primitive(group, *content, *one, lambda t: rows[:, _clipped(bias.reach, t), :, None])]
         case biases.ClippedKeys():
-            rows = scale * phi(constant(bias.held))
+            rows = scale * phi(constant(bias.parameter))
             last = (2 * bias.reach + 1) ** group.columns
             classes = tuple(rows[:, n, :, None] for n in range(last, rows.shape[1]))
             kernel: Kernel = lambda t: rows[:, _clipped(bias.reach, t), :, None]  # noqa: E731
@@ -441,7 +443,7 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
 def _t5_bucket(bias: biases.T5, t: int) -> int:
     """Raffel et al.: the number of buckets that begin at or below the distance, after those of the other direction."""
     if bias.bidirectional:
-        return _begun(bias.starts, abs(t)) + (bias.held.shape[-1] // 2 if t > 0 else 0)
+        return _begun(bias.starts, abs(t)) + (bias.parameter.shape[-1] // 2 if t > 0 else 0)
     return _begun(bias.starts, max(-t, 0))
 
 

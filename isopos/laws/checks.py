@@ -244,7 +244,7 @@ def _order(encoding: Encoding) -> float:
         orders = [_order(part) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
         return math.inf if math.inf in orders else math.lcm(*map(int, orders))
     if isinstance(encoding.group, Ring) and isinstance(encoding, Rotary):
-        turns = encoding.held * encoding.group.period / (2 * math.pi)
+        turns = encoding.parameter * encoding.group.period / (2 * math.pi)
         return encoding.group.period // math.gcd(encoding.group.period, *map(int, turns.round().flatten().tolist()))
     return math.inf
 

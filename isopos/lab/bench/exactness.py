@@ -53,7 +53,7 @@ class Trial:
         x, qkv = self.x if x is None else x, self.qkv if qkv is None else qkv
         tokens = [_embedded(self.scheme, token, x) for token in qkv]
         at = self.scheme.at(x, dtype=tokens[0].dtype)
-        return ATTENTIONS[self.scheme.attention](*tokens, **({"causal": True} | at | options))
+        return ATTENTIONS[self.scheme.attention](*tokens, **{"causal": True, **at, **options})
 
     def stream(self, lengths: Iterable[int], x: Tensor | None = None) -> Tensor:
         """The same in chunks of these lengths."""
@@ -158,7 +158,7 @@ def _cross(trial: Trial) -> tuple[Tensor, Tensor]:
     if scheme.group.refers_to_rows:  # the last rows are no trees of their own
         at = scheme.at(x, x, dtype=q.dtype)
         query, key = at["isometry"]
-        at["isometry"] = (query.tokens(start, LENGTH) if query.length else query, key)
+        at = at.replace(isometry=(query.tokens(start, LENGTH) if query.length else query, key))
     else:
         at = scheme.at(x[start:], x, dtype=q.dtype)
     return ATTENTIONS[scheme.attention](q[..., start:, :], k, v, **at, causal=True), trial.whole()[..., start:, :]

@@ -72,7 +72,7 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
     With linear attention they are weights, as multiples of the root mean square of those at equal positions; with softmax
     attention logits, less that of a query with a key at its own position.
     """
-    outside = getattr(scheme.bias or scheme.encoding, "outside", 0)  # tokens that have no position come first
+    outside = scheme.outside  # tokens that have no position come first
     x = torch.cat((scheme.group.origin(outside), x))
     content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=_seeded(seed), dtype=torch.float64)
     q, k = (a.expand(len(x), -1) for a in (content[0], content.sum(0) / 2**0.5))
@@ -83,7 +83,7 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
             )
         q, k = (a + scheme.embedding(x, torch.float64) for a in (q, k))
     q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in (q, k))
-    at = scheme.at(x, dtype=torch.float64)
+    at = dict(scheme.at(x, dtype=torch.float64))
     v = torch.eye(len(x), dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     if scheme.attention == "linear":
         at["denominator"] = None

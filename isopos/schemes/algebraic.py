@@ -1,0 +1,265 @@
+"""Algebraic Positional Encodings (Kogkalidis et al. 2024): learned orthogonal matrices of lines, grids, rings and trees."""
+
+import math
+import typing
+from collections.abc import Callable
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from isopos import bases, couplings, encodings
+from isopos.catalog import expect
+from isopos.encodings import Encoding, rope_frequencies
+from isopos.exact import normal
+from isopos.positions import Ring
+from isopos.scheme import Choices, Scheme
+from isopos.schemes.registry import compose, even, positive, register, split
+
+Initial = Literal["rope", "identity"]
+
+
+@register(
+    summary="powers of one learned orthogonal matrix a head",
+    citation="Kogkalidis et al. 2024, APE, section 3.1",
+    equation="<q, W^t k>",
+    cost="d^3 once, t d^2",
+    extends="any product, by direct sum",
+    learns="W: planes and angles",
+)
+def ape_sequence(
+    head_dim: int,
+    heads: int,
+    *,
+    initial: Initial = "rope",
+    base: float = 10000.0,
+    locality: float | None = None,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Algebraic encoding of sequences: exp(x (A - A^T)) with a learned A a head (APE, sections 3.1 and 4.2).
+
+    It starts in closed form and learns both angles and basis. With softmax attention it is rope with learned angles, for
+    projections that absorb the basis (APE, Appendix A; `isopos.attention.absorb`).
+
+    Args:
+        head_dim: d, even.
+        initial: Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.
+        base: Of the initial angles.
+        locality: Factor of softmax logits for each step of distance; 0.98 in the paper.
+    """
+    encoding = _line(even(head_dim), heads, initial, base)
+    return compose(encoding, heads, choices, locality=locality)
+
+
+@register(
+    summary="powers of one learned orthogonal matrix, on keys or queries only",
+    citation="Kogkalidis et al. 2024, APE, section 3.4.1",
+    equation="<q, W^y k>",
+    cost="d^3 once, t d^2",
+    extends="any group",
+    learns="W: planes and angles",
+)
+def ape_absolute(
+    head_dim: int,
+    heads: int,
+    *,
+    side: Literal["query", "key"] = "key",
+    initial: Initial = "rope",
+    base: float = 10000.0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Algebraic encoding of absolute positions: exp(x (A - A^T)) on queries or on keys only (APE, section 3.4.1).
+
+    Args:
+        head_dim: d, even.
+        side: What it acts on.
+        initial: As in `ape_sequence`.
+        base: Of the initial angles.
+    """
+    encoding = _line(even(head_dim), heads, initial, base)
+    return compose(couplings.Absolute(encoding, side), heads, choices)
+
+
+@register(
+    summary="powers of a learned orthogonal matrix an axis and head",
+    citation="Kogkalidis et al. 2024, APE, section 3.3",
+    equation="<q_1, W_1^t1 k_1> + <q_2, W_2^t2 k_2>",
+    cost="d^3 once, t d^2",
+    extends="any product, by direct sum",
+    learns="W of each axis: planes and angles",
+)
+def ape_grid(
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 2,
+    initial: Initial = "rope",
+    base: float = 10000.0,
+    locality: float | None = None,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Algebraic encoding of grids: the direct sum of one learned orthogonal matrix' powers an axis (APE, section 3.3).
+
+    Args:
+        head_dim: d, even, at least 2 for each axis.
+        axes: Of the grid, any number.
+        initial: As in `ape_sequence`.
+        base: Of the initial angles.
+        locality: Factor of softmax logits for each step of distance (the sum over axes).
+    """
+    widths = split(even(head_dim), axes, 2)
+    encoding = encodings.DirectSum([_line(width, heads, initial, base) for width in widths])
+    return compose(encoding, heads, choices, locality=locality)
+
+
+@register(
+    summary="rotations of whole turns a period, in a learned basis a head",
+    citation="Kogkalidis et al. 2024, APE, section 3.4.2",
+    equation="<P q, R(2 pi m t / n) P k>",
+    cost="d^3 once, t d^2",
+    extends="any product, by direct sum",
+    learns="the basis P",
+)
+def ape_ring(
+    head_dim: int,
+    heads: int,
+    *,
+    period: int = 128,
+    seed: int = 0,
+    locality: float | None = None,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Algebraic encoding of a ring: rotations by multiples of 2 pi / period in a learned basis a head (APE, section 3.4.2).
+
+    Positions are any integers; those that differ by the period are one. Frequencies are fixed, since others would not close
+    the ring, and fall geometrically from half a turn a step to one turn a period.
+
+    Args:
+        head_dim: d, even.
+        period: n, at least 2.
+        seed: Of the initial basis, near the identity.
+        locality: Factor of softmax logits for each step of distance, the shorter way round.
+    """
+    encoding = _ring(even(head_dim), heads, period, seed)
+    return compose(encoding, heads, choices, locality=locality)
+
+
+@register(
+    summary="products of a learned orthogonal matrix a branch and head",
+    citation="Kogkalidis et al. 2024, APE, section 3.2",
+    equation="<q, W_path(x, y) k>",
+    cost="t d^3 once, t d^2",
+    extends="any product, by direct sum",
+    learns="W of each branch: planes and angles",
+)
+def ape_tree(
+    head_dim: int,
+    heads: int,
+    *,
+    branches: int = 2,
+    initial: Initial = "rope",
+    base: float = 10000.0,
+    seed: int = 0,
+    locality: float | None = None,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Algebraic encoding of trees: products of one learned orthogonal matrix a branch and head (APE, section 3.2).
+
+    Args:
+        head_dim: d, even.
+        branches: Children of a node, at most.
+        initial: Angles of each branch at the start, as in `ape_sequence`, in planes of its own.
+        base: Of the initial angles.
+        seed: Of the initial planes.
+        locality: Factor of softmax logits for each step of distance in the tree.
+    """
+    encoding = _tree(even(head_dim), heads, branches, initial, base, seed)
+    return compose(encoding, heads, choices, locality=locality)
+
+
+@register(
+    summary="direct sums for sequences of trees, trees of grids and other products",
+    citation="Kogkalidis et al. 2024, APE, section 3.4.3",
+    equation="sum over parts of <q_p, W_p k_p>",
+    cost="of its parts",
+    extends="any product",
+    learns="what its parts learn",
+)
+def ape_product(
+    head_dim: int,
+    heads: int,
+    *,
+    parts: str = "sequence+tree2",
+    initial: Initial = "rope",
+    base: float = 10000.0,
+    seed: int = 0,
+    locality: float | None = None,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Algebraic encoding of a product of groups: the direct sum of its parts' encodings (APE, section 3.4.3).
+
+    Args:
+        head_dim: d, even, at least 2 for each part.
+        parts: Joined by "+": "sequence", "ringN" of period N, "treeN" of N branches, "gridN" of N axes. A sequence of trees
+            is "sequence+tree2", a tree of images "tree2+grid2".
+        initial: As in `ape_sequence`.
+        base: Of the initial angles.
+        seed: Of the initial planes of trees and bases of rings.
+        locality: Factor of softmax logits for each step of distance (the sum over parts).
+    """
+    makers = _makers(parts, heads, initial, base, seed)
+    widths = split(even(head_dim), len(makers), 2)
+    encoding = encodings.DirectSum([make(width) for make, width in zip(makers, widths, strict=True)])
+    return compose(encoding, heads, choices, locality=locality)
+
+
+def _generator(width: int, initial: str, base: float) -> Tensor:
+    """A whose A - A^T has blocks [[0, -w], [w, 0]] with the initial angles w: float64 ``[d d]``."""
+    expect("initial", initial, typing.get_args(Initial))
+    count = width // 2
+    angle = rope_frequencies(count, base)
+    if initial == "identity":  # quantiles of a half-normal distribution of 0.25 radians a step
+        share = (torch.arange(count, device="cpu", dtype=torch.float64) + 0.5) / count
+        angle = 0.25 * 2**0.5 * torch.erfinv(share)
+    lower = torch.zeros(width, device="cpu", dtype=torch.float64)
+    lower[::2] = angle
+    return torch.diag(lower[:-1], -1)
+
+
+def _line(width: int, heads: int, initial: str, base: float) -> Encoding:
+    return encodings.Exponential(_generator(width, initial, base).expand(heads, -1, -1))
+
+
+def _tree(width: int, heads: int, branches: int, initial: str, base: float, seed: int) -> Encoding:
+    start = _generator(width, initial, base)
+    random = normal(seed, heads, positive("branches", branches), width, width).double()
+    planes = torch.linalg.qr(random).Q
+    return encodings.TreePath(planes.mT @ start @ planes)
+
+
+def _ring(width: int, heads: int, period: int, seed: int) -> Encoding:
+    if not isinstance(period, int) or period < 2:
+        raise ValueError(f"period: expected at least 2, got {period!r}")
+    turns = (period / 2) ** torch.linspace(0, 1, width // 2, device="cpu", dtype=torch.float64)
+    ring = encodings.Rotary((2 * math.pi / period * turns.floor().flip(0))[None, None], group=Ring(period))
+    near = 0.1 * normal(seed, heads, width, width) / width**0.5
+    return encodings.InBasis(ring, bases.Orthogonal(near, learned=True))
+
+
+def _makers(parts: str, heads: int, initial: str, base: float, seed: int) -> list[Callable[[int], Encoding]]:
+    """What makes each part's encoding of a width."""
+    makers: list[Callable[[int], Encoding]] = []
+    for text in parts.split("+"):
+        name = text.strip().rstrip("0123456789")
+        number = text.strip()[len(name) :]
+        if name not in ("sequence", "ring", "tree", "grid") or (name == "sequence") != (number == ""):
+            raise ValueError(
+                f"parts: expected sequence, ringN, treeN or gridN joined by +, got {text.strip()!r} in {parts!r}"
+            )
+        if name == "ring":
+            makers.append(lambda width, n=int(number): _ring(width, heads, n, seed))
+        elif name == "tree":
+            makers.append(lambda width, n=int(number): _tree(width, heads, n, initial, base, seed))
+        else:
+            makers += [lambda width: _line(width, heads, initial, base)] * positive("axes", int(number or 1))
+    return makers

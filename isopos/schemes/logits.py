@@ -1,0 +1,138 @@
+"""Relative terms of logits, for softmax attention: Shaw, Transformer-XL, T5, DeBERTa; and ALiBi, a decay of either kind."""
+
+from typing import Any, Unpack
+
+from isopos import biases, couplings, encodings
+from isopos.scheme import Choices, Scheme
+from isopos.schemes.registry import compose, register
+
+
+@register(
+    summary="learned vectors of clipped offsets added to keys and values",
+    citation="Shaw et al. 2018; RoFormer, Eq. 5",
+    equation="<q, k + a_clip(t)>, v + b_clip(t)",
+    cost="t n d + t^2",
+    extends="grids, with n exponential in axes",
+    learns="vectors of keys and values, shared by heads",
+)
+def shaw(head_dim: int, heads: int, *, reach: int = 16, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
+    """Learned vectors of clipped offsets, added to keys and values (Shaw et al. 2018; RoFormer, Eq. 5). Softmax.
+
+    Args:
+        heads: h, which share the vectors.
+        reach: Offsets beyond it share the last vector.
+        seed: Of the initial vectors.
+    """
+    return _with_bias("shaw", biases.Shaw(head_dim, reach=reach, seed=seed), head_dim, heads, choices)
+
+
+@register(
+    summary="content and relative sinusoids with two learned vectors",
+    citation="Dai et al. 2019, section 3.3; RoFormer, Eq. 7",
+    equation="<q + u, k> + <q + v, W p_t>",
+    cost="t d m + t^2 m for m sinusoids",
+    extends="grids, by concatenation",
+    learns="u, v and W",
+)
+def transformer_xl(
+    head_dim: int, heads: int, *, model_dim: int | None = None, seed: int = 0, **choices: Unpack[Choices]
+) -> Scheme:
+    """Content and relative sinusoids with two learned vectors (Dai et al. 2019, section 3.3; RoFormer, Eq. 7). Softmax.
+
+    Args:
+        model_dim: Width of the sinusoids, even; head_dim * heads (and one more if odd) by default.
+        seed: Of the initial projection of the sinusoids.
+    """
+    width = head_dim * heads if model_dim is None else model_dim
+    width = width + width % 2 if model_dim is None else width
+    coupling = couplings.TransformerXL(head_dim, heads, width, seed=seed)
+    return compose(coupling, heads, _softmax_only("transformer-xl", choices), {"attention": "softmax"})
+
+
+@register(
+    summary="a learned number a head and bucket of offsets",
+    citation="Raffel et al. 2020, section 2.1",
+    equation="<q, k> + b_bucket(t)",
+    cost="t^2",
+    extends="grids, with n exponential in axes",
+    content=False,
+    learns="the numbers b",
+)
+def t5(
+    head_dim: int,
+    heads: int,
+    *,
+    buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """A learned number a head and bucket of offsets, added to logits (Raffel et al. 2020, section 2.1). Softmax.
+
+    T5 itself does not scale its logits by d^-1/2; this scheme does, as its neighbours.
+
+    Args:
+        buckets: Number of buckets.
+        max_distance: From there on offsets share the last bucket.
+        bidirectional: Whether keys after the query have buckets of their own.
+    """
+    bias = biases.T5(heads, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
+    return _with_bias("t5", bias, head_dim, heads, choices)
+
+
+@register(
+    summary="content to position and position to content",
+    citation="He et al. 2021, Eq. 4; RoFormer, Eq. 10",
+    equation="<q, k> + <q, K_t> + <Q_-t, k>",
+    cost="t n d + t^2",
+    extends="grids, with n exponential in axes",
+    learns="the vectors K and Q",
+)
+def deberta(
+    head_dim: int,
+    heads: int,
+    *,
+    buckets: int = 256,
+    max_distance: int | None = 512,
+    seed: int = 0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Content to position and position to content, scaled by (3 d)^-1/2 (He et al. 2021, Eq. 4; RoFormer, Eq. 10). Softmax.
+
+    Args:
+        buckets: Rows of either direction.
+        max_distance: Far offsets share rows by logarithm up to this one; none clips them, as in version 1.
+        seed: Of the initial vectors.
+    """
+    bias = biases.DeBERTa(heads, head_dim, buckets=buckets, max_distance=max_distance, seed=seed)
+    return _with_bias("deberta", bias, head_dim, heads, choices, scale=(3 * head_dim) ** -0.5)
+
+
+@register(
+    summary="no encoding, a decay a head with geometric slopes",
+    citation="Press et al. 2022, ALiBi, section 3",
+    equation="<q, k> - slope |t|; linear: <q, k> exp(-slope |t|)",
+    cost="t",
+    extends="lines",
+    content=False,
+)
+def alibi(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
+    """ALiBi: no encoding but a decay a head, logits minus slope times distance (Press et al. 2022, section 3).
+
+    With ``attention="softmax"`` it is the paper's; linear attention multiplies its weights by exp(-slope * distance).
+    """
+    return compose(encodings.Identity(head_dim), heads, choices, {"decay": "alibi"})
+
+
+def _softmax_only(name: str, choices: Choices) -> Choices:
+    if choices.get("attention", "softmax") == "linear":
+        raise ValueError(
+            f"attention: expected softmax, got linear: {name} adds to logits what depends on both positions at once, "
+            "a factor of weights that linear attention cannot split; horn-clipped and horn-constrained add to its weights"
+        )
+    return choices
+
+
+def _with_bias(name: str, bias: biases.RelativeBias, head_dim: int, heads: int, choices: Choices, **parts: Any) -> Scheme:
+    encoding = encodings.Identity(head_dim, bias.group)
+    return compose(encoding, heads, _softmax_only(name, choices), {"attention": "softmax"}, bias=bias, **parts)

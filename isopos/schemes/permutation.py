@@ -1,0 +1,91 @@
+"""PermuteFormer (Chen 2021): powers of permutations of the features."""
+
+from typing import Literal, Unpack
+
+import torch
+
+from isopos import encodings
+from isopos.catalog import expect
+from isopos.encodings import Encoding, random_permutations
+from isopos.exact import normal
+from isopos.scheme import Choices, Scheme
+from isopos.schemes.registry import compose, even, positive, register, split
+
+
+@register(
+    summary="powers of a permutation a head, with decay",
+    citation="Chen 2021, PermuteFormer, Eq. 11",
+    equation="<q, pi^t k>",
+    cost="t d",
+    extends="grids",
+)
+def permuteformer(
+    head_dim: int,
+    heads: int,
+    *,
+    width: int = 1,
+    matrix: Literal["permutation", "identity", "orthogonal"] = "permutation",
+    orders: Literal["random", "long"] = "random",
+    length: int | None = None,
+    seed: int = 0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """PermuteFormer: powers of a permutation a head, ReLU features, decay r in [0.88, 0.99] (PermuteFormer, Eq. 11).
+
+    The paper has r = 1 in bidirectional models: ``decay="none"``. `scheme.encoding.orders` tells how many positions each
+    head tells apart, and `common_order` how many all do.
+
+    Args:
+        width: Features of queries and keys are width * d, by wider projections; 4 in the paper (section 4.1).
+        matrix: What takes powers: a permutation, nothing (the ablation without permutation) or a random orthogonal matrix,
+            whose "encoded" denominators may be negative.
+        orders: Random permutations as in the paper, or ones of large orders, up to 2,042,040 for 64 features.
+        length: Longest sequence; a common order below it is warned of.
+        seed: Of the permutations.
+    """
+    expect("matrix", matrix, ("permutation", "identity", "orthogonal"))
+    if matrix != "permutation" and (orders, length) != ("random", None):
+        name = "orders" if length is None else "length"
+        raise ValueError(f"{name}: expected none beside matrix={matrix!r}, which has no orders")
+    features = head_dim * positive("width", width)
+    defaults = {"feature_map": "relu", "denominator": "encoded", "decay": "permuteformer"}
+    encoding: Encoding = encodings.Identity(features)
+    if matrix == "permutation":
+        encoding = encodings.Permutation(random_permutations(features, heads, seed, orders), length=length)
+    elif matrix == "orthogonal":
+        generator = normal(seed, heads, even(features), features)
+        encoding = encodings.Exponential(generator.double(), learned=False)
+    return compose(encoding, heads, choices, defaults, width=width)
+
+
+@register(
+    summary="powers of commuting permutations on a grid",
+    citation="Chen 2021, PermuteFormer, Eq. 14",
+    equation="<q, pi_1^t1 pi_2^t2 k>",
+    cost="t d",
+    extends="grids of any number of axes",
+)
+def permuteformer_2d(
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 2,
+    orders: Literal["random", "long"] = "random",
+    seed: int = 0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """PermuteFormer on a grid: a permutation an axis, which act on features of their own and so commute (Eq. 14).
+
+    Args:
+        head_dim: d, at least 2 for each axis.
+        axes: Of the grid.
+        orders: Random permutations as in the paper, or ones of large orders.
+        seed: Of the permutations.
+    """
+    widths = split(head_dim, axes, 1)
+    own = [random_permutations(width, heads, seed + n, orders) for n, width in enumerate(widths)]
+    maps = torch.arange(head_dim, device="cpu").expand(heads, axes, -1).clone()
+    for n, (axis, first) in enumerate(zip(own, (sum(widths[:n]) for n in range(axes)), strict=True)):
+        maps[:, n, first : first + axis.shape[-1]] = axis + first
+    defaults = {"feature_map": "relu", "denominator": "encoded"}
+    return compose(encodings.Permutation(maps), heads, choices, defaults)

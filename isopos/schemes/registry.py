@@ -1,0 +1,180 @@
+"""What makes a function a named scheme, and what finds one by its name and options as text."""
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from isopos.catalog import CATALOG, Entry, closest, expect
+from isopos.encodings import Coupling
+from isopos.scheme import Choices, Scheme, choices_of
+
+__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "positive", "register", "split"]
+
+REGISTRY: dict[str, Callable[..., Scheme]] = {}
+ARGUMENTS = {"head_dim": "d.", "heads": "h.", "choices": "See `isopos.scheme.Choices`."}  # those that every scheme has
+
+Function = TypeVar("Function", bound=Callable[..., Scheme])
+
+
+def register(**said: Any) -> Callable[[Function], Function]:
+    """Make a function ``(head_dim, heads, *, options, **choices) -> Scheme`` a scheme of that name, `-` standing for `_`.
+
+    `build`, the command line, laws and documents know it from then on. Annotations of its options say how text is read; its
+    docstring describes them, and those that all schemes have are added.
+
+    Args:
+        said: Fields of `isopos.catalog.Entry`: summary, citation and equation at least.
+
+    Raises:
+        ValueError: Where there is a scheme of that name.
+
+    Example:
+        >>> import isopos
+        >>> from isopos.scheme import Scheme
+        >>> @register(summary="rotation by whole turns", citation="me", equation="<q, k>")
+        ... def whole_turns(head_dim, heads=1, **choices):
+        ...     return Scheme(isopos.encodings.Identity(head_dim), heads, **choices)
+        >>> build("whole-turns", 8, 2, {"attention": "softmax"}).attention
+        'softmax'
+        >>> del REGISTRY["whole-turns"], isopos.catalog.CATALOG["whole-turns"]
+    """
+    entry = Entry(**said)
+
+    def add(function: Function) -> Function:
+        name = function.__name__.replace("_", "-")
+        if name in REGISTRY:
+            home = REGISTRY[name].__module__
+            raise ValueError(
+                f"scheme: expected a new name, got {name!r}, which {home} has; rename one, or del REGISTRY[{name!r}]"
+            )
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Scheme:
+            given = signature.bind(*arguments, **options).arguments
+            positive("head_dim", given["head_dim"])
+            positive("heads", 1 if given.get("heads") is None else given["heads"])
+            return function(*arguments, **options)
+
+        checked.__doc__ = _described(function)
+        REGISTRY[name], CATALOG[name] = checked, entry
+        return typing.cast(Function, checked)
+
+    return add
+
+
+def _described(function: Callable[..., Scheme]) -> str:
+    """The docstring, with the arguments that every scheme has where it does not describe them itself."""
+    text, _, own = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    own, *rest = own.split("\n\n", 1)
+    lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items() if not re.search(rf"^    {name}:", own, re.M)}
+    last = lines.pop("choices", "")
+    return "\n\n".join([text, "\n".join(filter(None, ["Args:", *lines.values(), own, last])), *rest])
+
+
+def build(
+    name: str,
+    head_dim: int,
+    heads: int,
+    options: Mapping[str, str] | None = None,
+    *,
+    model: Mapping[str, object] | None = None,
+) -> Scheme:
+    """A scheme from its name and options as text, as the command line has them.
+
+    Args:
+        name: In `REGISTRY`.
+        head_dim: d.
+        heads: h.
+        options: Text by option.
+        model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
+            will be evaluated; "scale", the standard deviation of token embeddings; "seed". Where no option says otherwise,
+            options that the scheme's `Entry.fits` names, and any seed, follow them.
+
+    Raises:
+        ValueError: For an unknown scheme, option or value, naming those that exist.
+
+    Example:
+        >>> build("rope", 64, 8, {"decay": "retnet", "base": "500000"}).choices["decay"]
+        'retnet'
+        >>> build("learned", 64, 8, model={"length": 100}).max_length
+        100
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
+    parameters, model = options_of(name), model or {}
+    follows = {"seed": "seed"} | dict(CATALOG[name].fits)
+    fitting = {option: str(model[what]) for option, what in follows.items() if option in parameters and what in model}
+    values = {}
+    for option, text in (fitting | dict(options or {})).items():
+        if option not in parameters:
+            raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
+        values[option] = _parse(f"{name}: {option}", text, parameters[option])
+    return REGISTRY[name](head_dim, heads, **values)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a scheme and their types, or the names to choose from."""
+    hints = typing.get_type_hints(REGISTRY[name])
+    parameters = inspect.signature(REGISTRY[name]).parameters.values()
+    own = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {
+        o: typing.get_args(kind) if typing.get_origin(kind) is Literal else kind for o, kind in own.items()
+    } | choices_of()
+
+
+def _parse(what: str, text: str, kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        expect(what, text, kind)
+        return text
+    kinds = typing.get_args(kind) or (kind,)
+    if str in kinds:
+        return text
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    readers: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: {"true": True, "false": False}.__getitem__}
+    for reader in (readers[k] for k in kinds if k in readers):
+        try:
+            return reader(text.lower())
+        except (ValueError, KeyError):
+            continue
+    names = " or ".join("true or false" if k is bool else k.__name__ for k in kinds if k in readers)
+    raise ValueError(f"{what}: expected {names}, got {text!r}")
+
+
+def compose(
+    encoding: Coupling, heads: int | None, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
+) -> Scheme:
+    """A scheme of these parts with a preset's defaults, where they have a meaning and the user has not chosen."""
+    defaults = defaults or {}
+    if heads is None and choices.get("decay", "none") != "none":
+        raise ValueError("heads: expected their number beside a decay, whose rate is each head's own, got none")
+    heads = 1 if heads is None else heads
+    if {**defaults, **choices}.get("attention") == "softmax":
+        defaults = {name: value for name, value in defaults.items() if name in ("attention", "decay")}
+    return Scheme(encoding, heads, **parts, **{**defaults, **choices})
+
+
+def positive(name: str, value: int) -> int:
+    """The value; ValueError where it is no positive integer."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+    return value
+
+
+def even(width: int) -> int:
+    """The width; ValueError where it has no pairs of features."""
+    if width % 2 or width < 2:
+        raise ValueError(f"head size: expected an even number of features for a rotation of pairs, got {width}")
+    return width
+
+
+def split(width: int, parts: int, step: int) -> list[int]:
+    """Widths of parts, as equal as multiples of `step` allow, larger ones first."""
+    if width < step * positive("axes", parts):
+        raise ValueError(f"head size: expected at least {step * parts} features for {parts} parts, got {width}")
+    share, rest = divmod(width // step, parts)
+    return [step * (share + (n < rest)) for n in range(parts)]

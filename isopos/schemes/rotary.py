@@ -1,0 +1,130 @@
+"""Rotations of feature pairs with fixed frequencies: RoPE, RetNet, xPos, and cosFormer's single angle."""
+
+import math
+from typing import Literal, Unpack
+
+import torch
+
+from isopos import bases, couplings, encodings
+from isopos.catalog import expect
+from isopos.encodings import Encoding, rope_frequencies
+from isopos.scheme import Choices, Scheme
+from isopos.schemes.registry import compose, even, register
+
+
+@register(
+    summary="rotation of feature pairs",
+    citation="Su et al. 2021, RoFormer, Eq. 14-16",
+    equation="<q, R(w t) k>",
+    cost="t d",
+    extends="grids, rings, by direct sum",
+)
+def rope(
+    head_dim: int,
+    heads: int | None = None,
+    *,
+    base: float = 10000.0,
+    learned: bool = False,
+    rotary_dim: int | None = None,
+    layout: Literal["interleaved", "half"] = "interleaved",
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Rotary position embedding: pairs of features rotate by base^(-2i/d) a step (RoFormer, Eq. 14-16; linear: Eq. 19).
+
+    Args:
+        head_dim: d, even.
+        heads: h; without it any number of heads is served alike, learned frequencies shared.
+        base: Of the geometric frequencies.
+        learned: Learn the frequencies, each head its own.
+        rotary_dim: Features that rotate, even; the others pass unchanged (partial rotary). All by default.
+        layout: Which features are a pair: "interleaved" (2i, 2i+1) as in the paper, or "half" (i, i + rotary_dim / 2) as in
+            Llama's checkpoints: scores are Llama's, the rotated features come out interleaved.
+            `isopos.attention.convert_layout` converts weights.
+    """
+    expect("layout", layout, ("interleaved", "half"))
+    width = head_dim if rotary_dim is None else rotary_dim
+    if not 0 < width <= head_dim:
+        raise ValueError(f"rotary_dim: expected an even number up to the head size {head_dim}, got {rotary_dim}")
+    rotary = _rotary(width, heads, base, learned)
+    rotary = rotary if layout == "interleaved" else encodings.InBasis(rotary, bases.OddEven(width))
+    return compose(rotary if width == head_dim else encodings.Partial(rotary, head_dim), heads, choices)
+
+
+@register(
+    summary="rotation of feature pairs, with decay a head",
+    citation="Sun et al. 2023, RetNet, Eq. 5 and 8",
+    equation="<q, R(w t) k> gamma^|t|",
+    cost="t d",
+    extends="lines",
+)
+def retnet(
+    head_dim: int, heads: int, *, original: bool = False, base: float = 10000.0, **choices: Unpack[Choices]
+) -> Scheme:
+    """Rotary with per-head decay gamma = 1 - 2^(-5-h) (RetNet, Sun et al. 2023, Eq. 5 and 8).
+
+    By default on the feature map and denominator of its neighbours, so that only the decay differs from rope.
+    TransNormerLLM's LRPE-d is of this family.
+
+    Args:
+        head_dim: d, even.
+        original: RetNet itself: identity feature map, no denominator, a norm of each head's output.
+        base: Of the geometric frequencies.
+    """
+    defaults = {"feature_map": "identity", "denominator": "none"} if original else {}
+    if original and choices.get("attention") == "softmax":
+        raise ValueError("original: expected linear attention, for which RetNet is defined, got softmax")
+    return compose(_rotary(head_dim, heads, base, False), heads, choices, {"decay": "retnet"} | defaults)
+
+
+@register(
+    summary="rotation of feature pairs that shrink with distance; causal",
+    citation="Sun et al. 2022, arXiv 2212.10554, Algorithm 1",
+    equation="<q, zeta^-t R(w t) k>",
+    cost="t d",
+    extends="lines",
+)
+def xpos(
+    head_dim: int, heads: int | None = None, *, base: float = 10000.0, length: float = 512.0, **choices: Unpack[Choices]
+) -> Scheme:
+    """xPos: rotations whose pairs shrink with distance, fast ones more (Sun et al. 2022, Algorithm 1). Causal.
+
+    A scale is a power of the position about a fixed zero, so cached keys stay valid; positions are limited to some 16,000
+    at the default length. RetNet's decay a head, without a limit, is the scheme retnet.
+
+    Args:
+        head_dim: d, even.
+        base: Of the geometric frequencies.
+        length: Steps in which pair i shrinks by (2i/d + 0.4) / 1.4.
+    """
+    frequency = rope_frequencies(even(head_dim) // 2, base)
+    return compose(couplings.XPos(frequency, length=length), heads, choices, {"denominator": "encoded"})
+
+
+@register(
+    summary="weights times a cosine of the offset, direction-blind",
+    citation="cosFormer (2022); LRPE, Eq. 35",
+    equation="cos(pi t / 2 M) <q, k>",
+    cost="t d, twice the features",
+    extends="lines",
+    content=False,
+    fits={"length": "reach"},
+)
+def cosformer(head_dim: int, heads: int | None = None, *, length: int = 2048, **choices: Unpack[Choices]) -> Scheme:
+    """cosFormer: ReLU features, weights times cos(pi / 2 * offset / length) (Qin et al. 2022; LRPE, Eq. 35).
+
+    One angle for all features, as LRPE's unitary type: direction-blind. Weights are positive for offsets below `length`;
+    features here are max(x, 0) + 0.001.
+
+    Args:
+        length: M, the offset whose weight is zero: at least the longest sequence.
+    """
+    if length < 1:
+        raise ValueError(f"length: expected at least 1, got {length}")
+    angle = torch.full((1, 1, head_dim), math.pi / 2 / length, device="cpu", dtype=torch.float64)
+    encoding = encodings.Rotary(angle, lift=True, max_length=length)
+    return compose(encoding, heads, choices, {"feature_map": "relu", "denominator": "encoded"})
+
+
+def _rotary(width: int, heads: int | None, base: float, learned: bool) -> Encoding:
+    frequency = rope_frequencies(even(width) // 2, base)
+    return encodings.Rotary(frequency.expand((heads or 1) if learned else 1, 1, -1), learned=learned)
