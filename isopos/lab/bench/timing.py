@@ -72,8 +72,8 @@ def ratios(ours: Sequence[float], other: Sequence[float], goal: Goal | None = No
         >>> ratios([1.0], [4.0], at_most(1.1)).median
         0.25
     """
-    above, below = (ours, other) if goal is not None and goal.sense == "at most" else (other, ours)
-    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+    over, under = (ours, other) if goal is not None and goal.sense == "at most" else (other, ours)
+    return Spread.of([a / b for a, b in zip(over, under, strict=True)])
 
 
 def verdict(spread: Spread, goal: Goal | None = None) -> str:
