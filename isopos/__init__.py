@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from isopos.attention import Attention as Attention
     from isopos.attention import linear_attention as linear_attention
     from isopos.attention import softmax_attention as softmax_attention
-    from isopos.lab.training.run import load as load
     from isopos.models import Decoder as Decoder
     from isopos.ops.linear import Clamped as Clamped
     from isopos.positions import forest as forest
@@ -81,7 +80,6 @@ _HOME = {
     "Attention": "attention",
     "Decoder": "models",
     "Scheme": "scheme",
-    "load": "lab.training.run",
     **{name.replace("-", "_"): "schemes" for name in CATALOG},
 }
 _MODULES = (

@@ -32,30 +32,32 @@ def _run(arguments: list[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from isopos.lab.commands import pending
+    from isopos.lab.commands import compare, train
     from isopos.lab.commands.bench import Bench
     from isopos.lab.commands.check import Check
+    from isopos.lab.commands.eval import Evaluation
+    from isopos.lab.commands.generate import Generate
     from isopos.lab.commands.list import List
     from isopos.lab.commands.runs import Runs
     from isopos.lab.commands.show import Show
-    from isopos.lab.recipes import Comparison, TableRun
+    from isopos.lab.commands.table import TableRun
 
     commands = {
-        "compare": Comparison,
+        "compare": compare.Comparison,
         "table": TableRun,
-        "train": pending.Train,
+        "train": train.Train,
         "list": List,
         "check": Check,
         "show": Show,
-        "eval": pending.Evaluation,
+        "eval": Evaluation,
         "runs": Runs,
-        "generate": pending.Generate,
+        "generate": Generate,
         "bench": Bench,
     }
-    defaults: dict[str, Any] = {"train": {"default": pending.training(arguments)}} if arguments[0] == "train" else {}
+    own = {"train": train.default, "compare": compare.default}  # whose options depend on what is named
+    defaults: dict[str, Any] = {arguments[0]: {"default": own[arguments[0]](arguments)}} if arguments[0] in own else {}
     kinds = [Annotated[kind, tyro.conf.subcommand(name, **defaults.get(name, {}))] for name, kind in commands.items()]
     choice: Any = Union[tuple(kinds)]  # noqa: UP007
     options = tyro.cli(choice, prog="isopos", args=arguments, description=DESCRIPTION)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    run = pending.HOOKS.get(type(options)) or sys.modules[type(options).__module__].run
-    return run(options, console)
+    return sys.modules[type(options).__module__].run(options, console)

@@ -1,1 +1,14 @@
-"""The laboratory: text, training, comparison and reports. It imports isopos and is never imported by it."""
+"""The laboratory: tasks, training, comparison, reports, measurements. `load` gives the model of a run."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isopos.lab.runs.weights import load as load
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":
+        from isopos.lab.runs.weights import load
+
+        return load
+    raise AttributeError(f"module 'isopos.lab' has no attribute {name!r}")

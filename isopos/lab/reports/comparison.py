@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,122 +10,197 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from isopos.lab.recipes import join_spec, split_spec
-from isopos.lab.runs.folders import read_rows
+from isopos.lab import tasks
+from isopos.lab.recipes import Recipe, join_spec, split_spec
+from isopos.lab.runs.folders import read_rows, recipe_of
+from isopos.lab.runs.outcomes import Result
+from isopos.lab.tasks.task import Task
 
-__all__ = ["NUMBERS", "Row", "cells", "header", "notes", "read_runs", "render", "rows_of"]
-
-Results = dict[int, dict[str, Any]]  # by seed
-NUMBERS = ("bits/byte", "to best", "at 2x", "at 4x", "tokens/s", "speed", "parameters")
-
+__all__ = ["Ranking", "Row", "Run", "about", "ranking", "read_runs"]
 
 WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
 
 
 @dataclass(frozen=True)
+class Run:
+    """A run of a comparison: its training rows and, where it ended, its result."""
+
+    folder: Path
+    recipe: Recipe
+    training: list[dict[str, Any]]
+    result: Result | None
+
+
+@dataclass(frozen=True)
 class Row:
-    """A scheme: what its runs came to."""
+    """A scheme: what its runs came to; scores by metric, of the seeds that are compared."""
 
     scheme: str
     status: str
-    choices: dict[str, str]
-    bits: dict[str, list[float]]
-    difference: list[float]
-    tokens_per_second: float
+    choices: Mapping[str, str]
+    scores: Mapping[str, Sequence[float]]
+    difference: Sequence[float]
+    rate: float
     speed: float | None
     parameters: int
     laws: str
 
 
-def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """Every run of a comparison in order of its start: recipe, training rows and, where it ended, its result."""
+def about(folder: Path) -> dict[str, Any]:
+    """comparison.json, also of before there were tasks."""
+    found = json.loads((folder / "comparison.json").read_text())
+    if "text" in found:
+        found |= {"task": "language", "data": found["text"], "summary": f"{found['bytes']:,} bytes"}
+    return found
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Every run of a comparison in order of its start."""
     runs = []
     for path in sorted(folder.glob("*/recipe.json"), key=lambda p: p.stat().st_mtime_ns):
-        rows, result = read_rows(path.parent / "metrics.jsonl"), path.parent / "result.json"
-        runs.append(
-            {
-                "folder": path.parent,
-                "recipe": json.loads(path.read_text()),
-                "training": [row for row in rows if "loss" in row],
-                "result": json.loads(result.read_text()) if result.exists() else None,
-            }
-        )
+        run = path.parent
+        training = [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
+        runs.append(Run(run, recipe_of(run), training, Result.of(run)))
     return runs
 
 
-def rows_of(folder: Path) -> list[Row]:
+def ranking(folder: Path) -> "Ranking":
     """One row a scheme with a result, best first; those that did not finish last."""
-    speed = json.loads((folder / "comparison.json").read_text()).get("speed", {})
-    by_scheme: dict[str, Results] = {}
-    for run in read_runs(folder):
-        if run["result"]:
-            by_scheme.setdefault(run["recipe"]["scheme"], {})[run["recipe"]["seed"]] = run["result"]
+    said, runs = about(folder), read_runs(folder)
+    task = runs[0].recipe.task if runs else tasks.find(said["task"])()
+    main, by_scheme = task.metrics[0], {}
+    for run in runs:
+        if run.result:
+            by_scheme.setdefault(run.recipe.scheme, {})[run.recipe.seed] = run.result
 
     finished = {
-        scheme: {seed: result for seed, result in results.items() if result["status"] == "finished"}
+        scheme: {seed: result for seed, result in results.items() if result.status == "finished"}
         for scheme, results in by_scheme.items()
     }
     # an interrupted comparison ranks by the seeds that every scheme without a failure has, which keeps the runs paired
     seeds = [set(results) for scheme, results in finished.items() if len(results) == len(by_scheme[scheme])]
     shared = set.intersection(*seeds) if seeds else set()
 
-    def score(scheme: str) -> float:
-        bits = [finished[scheme][seed]["bits_per_byte"]["1"] for seed in shared if seed in finished[scheme]]
-        return statistics.mean(bits) if len(finished[scheme]) == len(by_scheme[scheme]) and bits else float("inf")
+    def rank(scheme: str) -> float:
+        found = [finished[scheme][seed].scores[main.title] for seed in shared if seed in finished[scheme]]
+        whole = len(finished[scheme]) == len(by_scheme[scheme]) and found
+        return main.rank(statistics.mean(found)) if whole else float("inf")
 
-    ordered = sorted(by_scheme, key=score)
-    best = finished[ordered[0]] if ordered else {}
-    return [_row(scheme, by_scheme[scheme], best, shared, speed.get(scheme)) for scheme in ordered]
+    ordered = sorted(by_scheme, key=rank)
+    best, speed = finished[ordered[0]] if ordered else {}, said.get("speed", {})
+    return Ranking(task, [_row(task, scheme, by_scheme[scheme], best, shared, speed.get(scheme)) for scheme in ordered])
 
 
-def _row(scheme: str, results: Results, best: Results, shared: set[int], speed: float | None) -> Row:
-    first = next(iter(results.values()))
-    paired = [results[seed]["bits_per_byte"] for seed in sorted(shared) if seed in results]
-    bits = {m: [values[m] for values in paired if values[m] is not None] for m in ("1", "2", "4")}
-    pairs = [(results[seed]["bits_per_byte"]["1"], best[seed]["bits_per_byte"]["1"]) for seed in sorted(shared & {*results})]
+def _row(
+    task: Task, scheme: str, results: dict[int, Result], best: dict[int, Result], shared: set[int], speed: float | None
+) -> Row:
+    first, titles = next(iter(results.values())), [metric.title for metric in task.metrics]
+    paired = [results[seed].scores for seed in sorted(shared) if seed in results]
+    scores = {title: [value for values in paired if (value := values[title]) is not None] for title in titles}
+    pairs = [(results[seed].scores[titles[0]], best[seed].scores[titles[0]]) for seed in sorted(shared & {*results})]
     return Row(
         scheme=scheme,
-        status=next((r["status"] for r in results.values() if r["status"] != "finished"), "finished"),
-        choices=first["choices"],
-        bits=bits,
-        difference=[a - b for a, b in pairs if None not in (a, b)],
-        tokens_per_second=statistics.mean(r["tokens_per_second"] for r in results.values()),
+        status=next((r.status for r in results.values() if r.status != "finished"), "finished"),
+        choices=first.choices,
+        scores=scores,
+        difference=[a - b for a, b in pairs if a is not None and b is not None],
+        rate=statistics.mean(r.rate for r in results.values()),
         speed=speed,
-        parameters=first["parameters"],
-        laws=first["laws"],
+        parameters=first.parameters,
+        laws=first.laws,
     )
 
 
-def header(rows: list[Row]) -> tuple[str, ...]:
-    """The titles of the columns; the kind of attention is one where rows differ in it."""
-    differ = len({row.choices["attention"] for row in rows}) > 1
-    return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *NUMBERS, "laws hold")
+@dataclass(frozen=True)
+class Ranking:
+    """The rows of a comparison, best first, as text."""
+
+    task: Task
+    rows: Sequence[Row]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The titles of columns of numbers."""
+        first, *others = (metric.title for metric in self.task.metrics)
+        return (first, "to best", *others, f"{self.task.unit}/s", "speed", "parameters")
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The titles of the columns; the kind of attention is one where rows differ in it."""
+        differ = len({row.choices["attention"] for row in self.rows}) > 1
+        return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *self.numbers, "laws hold")
+
+    def cells(self, row: Row, titles: Sequence[str]) -> tuple[str, ...]:
+        """A row under titles of `header`."""
+        name, options = split_spec(row.scheme)
+        main = self.task.metrics[0]
+        means = {
+            m.title: m.text(statistics.mean(row.scores[m.title]) if row.scores[m.title] else None) for m in self.task.metrics
+        }
+        found = {
+            "scheme": join_spec(
+                name, {k: v for k, v in options.items() if k not in row.choices}
+            ),  # other columns show those
+            **row.choices,
+            "features": row.choices["feature_map"],
+            **means,
+            "to best": _difference(row.difference, main.style),
+            f"{self.task.unit}/s": f"{row.rate:,.0f}",
+            "speed": "-" if row.speed is None else f"{row.speed:.2f}",
+            "parameters": f"{row.parameters:,}",
+            "laws hold": row.laws,
+        }
+        if row.status != "finished":
+            found[main.title] = row.status
+        return tuple(found[title] for title in titles)
+
+    def notes(self) -> Iterator[str]:
+        """What a reader must know to read the table."""
+        main, unit = self.task.metrics[0], self.task.unit
+        yield (
+            f"{main.note or main.title}, {main.better} is better. speed: training, none with the same attention = 1, "
+            f"measured side by side; {unit}/s is also what else the machine did during that run."
+        )
+        if any(len(row.difference) > 1 for row in self.rows):
+            yield "to best: mean and standard deviation of differences paired by seed; (in brackets): inside that spread."
+        else:
+            yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
+        differ = [what for what in WORDS if len({row.choices[what] for row in self.rows}) > 1]
+        words = [WORDS[what] for what in differ] + ["parameters"] * (len({row.parameters for row in self.rows}) > 1)
+        if words:
+            words = ", ".join(words)
+            yield f"Rows that differ in more than the encoding, here in {words}, do not compare encodings alone."
+
+    def render(self, width: int) -> tuple[Table, Text]:
+        """The table for a terminal of so many columns; where it does not fit, what matters least is left to the report."""
+        titles, left = list(self.header), []
+        others = [metric.title for metric in self.task.metrics[1:]]
+        for title in (
+            "denominator",
+            "features",
+            "parameters",
+            f"{self.task.unit}/s",
+            "attention",
+            "decay",
+            *others,
+            "laws hold",
+        ):
+            columns = zip(titles, *(self.cells(row, titles) for row in self.rows), strict=True)
+            if sum(max(map(len, column)) for column in columns) + 3 * len(titles) + 1 <= width:
+                break
+            left += [title] if title in titles else []
+            titles = [other for other in titles if other != title]
+        table = Table(header_style="bold")
+        for title in titles:
+            right = "right" if title in self.numbers else "left"
+            table.add_column(title, justify=right, no_wrap=title != "scheme", overflow="fold")
+        for row in self.rows:
+            table.add_row(*self.cells(row, titles))
+        narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
+        return table, Text("\n".join([*self.notes(), *narrow]))
 
 
-def cells(row: Row, titles: Sequence[str]) -> tuple[str, ...]:
-    """The row as text, under `header`."""
-    name, options = split_spec(row.scheme)
-    found = {
-        "scheme": join_spec(name, {k: v for k, v in options.items() if k not in row.choices}),  # other columns show those
-        **row.choices,
-        "features": row.choices["feature_map"],
-        "bits/byte": _mean(row.bits["1"]) if row.status == "finished" else row.status,
-        "to best": _difference(row.difference),
-        "at 2x": _mean(row.bits["2"]),
-        "at 4x": _mean(row.bits["4"]),
-        "tokens/s": f"{row.tokens_per_second:,.0f}",
-        "speed": "-" if row.speed is None else f"{row.speed:.2f}",
-        "parameters": f"{row.parameters:,}",
-        "laws hold": row.laws,
-    }
-    return tuple(found[title] for title in titles)
-
-
-def _mean(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f}" if values else "-"
-
-
-def _difference(values: list[float]) -> str:
+def _difference(values: Sequence[float], style: str) -> str:
     """Mean of the paired differences, with their standard deviation; in brackets where it does not exceed it."""
     if not values:
         return "-"
@@ -133,42 +208,7 @@ def _difference(values: list[float]) -> str:
     if mean == 0:
         return "best"
     if len(values) == 1:
-        return f"{mean:+.3f}"
+        return format(mean, f"+{style}")
     spread = statistics.stdev(values)
-    text = f"{mean:+.3f} ± {spread:.3f}"
+    text = f"{mean:+{style}} ± {spread:{style}}"
     return f"({text})" if abs(mean) <= spread else text
-
-
-def notes(rows: list[Row]) -> Iterator[str]:
-    """What a reader must know to read the table."""
-    yield (
-        "bits/byte of held-out text, lower is better; at 2x and 4x the training length. speed: training, none with the same "
-        "attention = 1, measured side by side; tokens/s is also what else the machine did during that run."
-    )
-    if any(len(row.difference) > 1 for row in rows):
-        yield "to best: mean and standard deviation of paired differences between seeds; (in brackets): inside that spread."
-    else:
-        yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
-    differ = [what for what in WORDS if len({row.choices[what] for row in rows}) > 1]
-    words = [WORDS[what] for what in differ] + ["parameters"] * (len({row.parameters for row in rows}) > 1)
-    if words:
-        words = ", ".join(words)
-        yield f"Rows that differ in more than the encoding, here in {words}, do not compare encodings alone."
-
-
-def render(rows: list[Row], width: int) -> tuple[Table, Text]:
-    """The table for a terminal of so many columns; where it does not fit, what matters least is left to the report."""
-    titles, left = list(header(rows)), []
-    for title in ("denominator", "features", "parameters", "tokens/s", "attention", "decay", "at 2x", "laws hold"):
-        columns = zip(titles, *(cells(row, titles) for row in rows), strict=True)
-        if sum(max(map(len, column)) for column in columns) + 3 * len(titles) + 1 <= width:
-            break
-        left += [title] if title in titles else []
-        titles = [other for other in titles if other != title]
-    table = Table(header_style="bold")
-    for title in titles:
-        table.add_column(title, justify="right" if title in NUMBERS else "left", no_wrap=title != "scheme", overflow="fold")
-    for row in rows:
-        table.add_row(*cells(row, titles))
-    narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
-    return table, Text("\n".join([*notes(rows), *narrow]))

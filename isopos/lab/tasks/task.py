@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from isopos.lab.recipes import Recipe
 
@@ -114,8 +114,8 @@ class Task(ABC):
         """The columns of a comparison; the first ranks, decides which weights are best, and ends patience."""
 
     @abstractmethod
-    def model(self, recipe: "Recipe") -> "nn.Module":
-        """The model on the CPU, without looking at data, as `build.seeded` initialises it from the recipe's seed.
+    def model(self, recipe: "Recipe") -> Any:
+        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.seeded`).
 
         It has the attributes `scheme` and, to be sharded, `blocks`.
         """
@@ -159,14 +159,18 @@ class Task(ABC):
         """What a report says of model and samples, in a sentence."""
         return f"{type(self).__name__}."
 
+    @property
+    def figures(self) -> tuple[Metric, ...]:
+        """Everything that `Data.score` finds, once."""
+        return tuple({metric.figure: metric for metric in reversed((*self.metrics, *self.more))}.values())[::-1]
+
     def figure(self, name: str) -> Metric:
-        """The metric of that figure, or title.
+        """That of `figures` with this name.
 
         Raises:
             ValueError: Where there is none.
         """
-        known = {metric.figure: metric for metric in reversed((*self.metrics, *self.more))}
-        known = {metric.title: metric for metric in self.metrics} | known
+        known = {metric.figure: metric for metric in self.figures}
         if name not in known:
             raise ValueError(f"figure: expected one of {', '.join(known)}, got {name!r}")
         return known[name]
@@ -208,17 +212,29 @@ class Data(ABC):
         """A rank's share in the batch of a step: a function of (seed, step, rank). The shares together are the batch."""
 
     @abstractmethod
-    def loss(self, model: "nn.Module", *batch: "Tensor") -> "Tensor":
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         """The mean loss of a batch in nats: a scalar with a graph."""
 
     @abstractmethod
-    def score(self, model: "nn.Module", recipe: "Recipe", view: View) -> Scored:
-        """Figures of held-out data, with the model in evaluation mode for the time."""
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """Figures of held-out data, of a model in evaluation mode; no gradients are recorded."""
+
+    def measure(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """`score`, which the model is put in evaluation mode for."""
+        import torch
+
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self.score(model, recipe, view)
+        finally:
+            model.train(training)
 
     def save(self, folder: Path) -> None:
         """Write beside the weights what they need to be used again, such as a tokenizer."""
         return
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
         """A few held-out samples with the model's answers, for the report; none by default."""
         return []
