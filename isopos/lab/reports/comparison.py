@@ -67,7 +67,7 @@ def read_runs(folder: Path) -> list[Run]:
 def ranking(folder: Path) -> "Ranking":
     """One row a scheme with a result, best first; those that did not finish last."""
     said, runs = about(folder), read_runs(folder)
-    task = runs[0].recipe.task if runs else tasks.find(said["task"])()
+    task = runs[0].recipe.task if runs else tasks.find(said.get("task", "language"))()
     main, by_scheme = task.metrics[0], {}
     for run in runs:
         if run.result:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
@@ -13,7 +12,7 @@ __all__ = ["step_times"]
 
 
 def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
-    """Seconds of forward and backward of the same batch, round by round.
+    """Seconds of forward and backward of the same samples, round by round.
 
     Args:
         recipe: Sizes and device.
@@ -21,14 +20,13 @@ def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: i
         schemes: By the names that the seconds have.
         rounds: After one that warms up.
     """
-    device = recipe.training.device
-    batch = [tensor.to(device) for tensor in data.batch(recipe, 0)]
-    works = {name: _step(recipe.edit(scheme=scheme), data, batch) for name, scheme in schemes.items()}
-    yield from turns(works, rounds, device)
+    works = {name: _step(recipe.edit(scheme=scheme), data) for name, scheme in schemes.items()}
+    yield from turns(works, rounds, recipe.training.device)
 
 
-def _step(recipe: Recipe, data: Data, batch: list[Tensor]) -> Callable[[], None]:
+def _step(recipe: Recipe, data: Data) -> Callable[[], None]:
     device, narrow = recipe.training.device, recipe.training.precision == "bfloat16"
+    batch = [tensor.to(device) for tensor in data.batch(recipe, 1)]
     model = recipe.task.model(recipe).to(device)
 
     def step() -> None:
