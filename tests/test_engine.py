@@ -2,6 +2,7 @@
 
 import os
 import signal
+
 import pytest
 import torch
 

@@ -1,4 +1,5 @@
 import json
+
 import pytest
 
 from isopos.lab.recipes import Recipe
