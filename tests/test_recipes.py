@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from isopos.lab.commands.compare import Comparison
-from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, split_spec
+from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.language import Language
 
 
@@ -63,13 +63,13 @@ def test_the_best_weights_come_from_checkpoints():
 def test_named_recipes_are_complete_and_their_schemes_build(name, scale):
     from isopos.lab.tasks.build import build_scheme
 
-    recipe = RECIPES[name](scale)
+    recipe = preset(name, scale)
     recipe.check()
     build_scheme(recipe)
 
 
 def test_recipes_of_papers_are_what_the_papers_say():
-    lrpe, permuteformer = RECIPES["lrpe-alm"]("paper"), RECIPES["permuteformer-lm"]("paper")
+    lrpe, permuteformer = preset("lrpe-alm", "paper"), preset("permuteformer-lm", "paper")
     m, t = lrpe.model, lrpe.training
     assert (m.layers, m.model_dim, m.heads, m.hidden_dim, lrpe.task.length, t.batch) == (6, 512, 8, 2048, 512, 128)
     assert (t.steps, t.warmup, t.learning_rate, t.schedule) == (50_000, 4000, 5e-4, "inverse-sqrt")

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from isopos import __version__
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.rows import Row
-from isopos.lab.runs.folders import write_json
+from isopos.lab.runs.files import write_json
 from isopos.ops.native import libraries
 
 __all__ = ["CHART", "DATA", "chart", "heading", "machine", "target", "write"]

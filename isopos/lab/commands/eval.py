@@ -56,6 +56,7 @@ def run(options: Evaluation, console: Console) -> int:
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
     data = recipe.task.load(recipe, console, run=folder)
+    expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     table = Table("length", *(metric.title for metric in metrics), "", header_style="bold")
     found: dict[str, Any] = {}

@@ -1,10 +1,9 @@
 """Recipes: what a run is, and functions of a scale that return complete ones, a file a task. No torch here."""
 
 import difflib
-from collections.abc import Callable
+import importlib
 
 from isopos.lab import tasks
-from isopos.lab.recipes.language import lrpe_alm, permuteformer_lm, quickstart
 from isopos.lab.recipes.recipe import PLACEMENT, SCALES, Model, Recipe, Training, unknown_field
 from isopos.lab.recipes.specs import join_spec, parse_schemes, split_spec
 
@@ -22,12 +21,12 @@ __all__ = [
     "unknown_field",
 ]
 
-RECIPES: dict[str, Callable[[str], Recipe]] = {
-    "quickstart": quickstart,
-    "lrpe-alm": lrpe_alm,
-    "permuteformer-lm": permuteformer_lm,
+RECIPES = {
+    "quickstart": "language:quickstart",
+    "lrpe-alm": "language:lrpe_alm",
+    "permuteformer-lm": "language:permuteformer_lm",
 }
-"""Functions of a scale that return complete recipes."""
+"""In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 
 
 def preset(name: str, scale: str) -> Recipe:
@@ -37,7 +36,8 @@ def preset(name: str, scale: str) -> Recipe:
         ValueError: Where there is none.
     """
     if name in RECIPES:
-        return RECIPES[name](scale)
+        module, _, function = RECIPES[name].partition(":")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), function)(scale)
     if name not in tasks.TASKS and ":" not in name:
         near = difflib.get_close_matches(name, RECIPES, 1)
         meant = f", did you mean {near[0]}?" if near else ""

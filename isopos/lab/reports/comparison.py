@@ -156,9 +156,10 @@ class Ranking:
 
     def notes(self) -> Iterator[str]:
         """What a reader must know to read the table."""
-        main, unit = self.task.metrics[0], self.task.unit
+        unit = self.task.unit
+        texts = dict.fromkeys(f"{metric.note or metric.title}, {metric.better} is better" for metric in self.task.metrics)
         yield (
-            f"{main.note or main.title}, {main.better} is better. speed: training, none with the same attention = 1, "
+            f"{'; '.join(texts)}. speed: training, none with the same attention = 1, "
             f"measured side by side; {unit}/s is also what else the machine did during that run."
         )
         if any(len(row.difference) > 1 for row in self.rows):

@@ -245,12 +245,12 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         if len(pairs) < FEW:
             continue
         rank = table.metric(column).rank
-        orders = [sorted((rank(pair[n]), pair[0]) for pair in pairs) for n in (1, 2)]
-        papers, ours = (", ".join(name for _, name in order) for order in orders)
-        rho = spearman([p[1] for p in pairs], [p[2] for p in pairs])
+        names, theirs, ours = zip(*pairs, strict=True)
+        orders = [sorted(zip(map(rank, figures), names, strict=True)) for figures in (theirs, ours)]
+        first, second = (", ".join(name for _, name in order) for order in orders)
         yield (
-            f"{column.title}: rank correlation with the paper {rho:+.2f} over {len(pairs)} rows. Best first, paper: "
-            f"{papers}; ours: {ours}."
+            f"{column.title}: rank correlation with the paper {spearman(theirs, ours):+.2f} over {len(pairs)} rows. Best first, paper: "
+            f"{first}; ours: {second}."
         )
 
 

@@ -13,6 +13,7 @@ from isopos.catalog import CATALOG
 from isopos.encodings import Permutation
 from isopos.lab.recipes import join_spec, split_spec
 from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
+from isopos.lab.runs.files import replacing
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.schemes import Scheme, build
 
@@ -42,11 +43,9 @@ def show(
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         draw(axes, panel, scheme, alone=len(shown) == 1)
     figure.suptitle("\n".join(_title(join_spec(name, options), scheme, shown, drawn)), fontsize=11)
-    part = path.with_name(path.name + ".part")
     try:
-        with rc_context({"svg.fonttype": "none"}):
+        with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
-        os.replace(part, path)
     except OSError as error:
         raise ValueError(f"out: cannot write {path}: {error.strerror}") from None
     return path
