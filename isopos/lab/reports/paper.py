@@ -249,8 +249,8 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         orders = [sorted(zip(map(rank, figures), names, strict=True)) for figures in (theirs, ours)]
         first, second = (", ".join(name for _, name in order) for order in orders)
         yield (
-            f"{column.title}: rank correlation with the paper {spearman(theirs, ours):+.2f} over {len(pairs)} rows. Best first, paper: "
-            f"{first}; ours: {second}."
+            f"{column.title}: rank correlation with the paper {spearman(theirs, ours):+.2f} over {len(pairs)} rows. "
+            f"Best first, paper: {first}; ours: {second}."
         )
 
 
