@@ -58,12 +58,13 @@ def run(options: Evaluation, console: Console) -> int:
     data = recipe.task.load(recipe, console, run=folder)
     expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
-    table = Table("length", *(metric.title for metric in metrics), "", header_style="bold")
+    lengths = ["length"] * ("multiple" in recipe.task.views)
+    table = Table(*lengths, *(metric.title for metric in metrics), "", header_style="bold")
     found: dict[str, Any] = {}
     for view in views:
         scored = data.measure(model, recipe, view)
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
-        table.add_row(f"{view.multiple}x", *texts, scored.reason)
+        table.add_row(*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason)
         found[str(view.multiple)] = dict(scored.figures) or None
     console.print(f"{folder}: {source}, step {step}; {data.name}", markup=False)
     console.print(table)

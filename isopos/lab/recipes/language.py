@@ -8,20 +8,9 @@ __all__ = ["lrpe_alm", "permuteformer_lm", "quickstart"]
 def quickstart(scale: str) -> Recipe:
     """A byte-level model of the Python language reference, or of your text: a minute on 2 cores."""
     small = Recipe().edit(device="auto")
-    sizes = {
-        "tiny": {"steps": 50, "length": 64, "layers": 1, "model_dim": 32, "heads": 2},
-        "small": {},
-        "paper": {
-            "steps": 5000,
-            "length": 512,
-            "batch": 32,
-            "layers": 6,
-            "model_dim": 512,
-            "heads": 8,
-            "validate_every": 500,
-        },
-    }
-    return small.edit(**sizes[scale])
+    tiny = small.edit(steps=50, length=64, layers=1, model_dim=32, heads=2)
+    paper = small.edit(steps=5000, length=512, batch=32, layers=6, model_dim=512, heads=8, validate_every=500)
+    return {"tiny": tiny, "small": small, "paper": paper}[scale]
 
 
 def lrpe_alm(scale: str) -> Recipe:
