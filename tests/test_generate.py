@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
+from isopos.lab.commands.generate import generate
 from isopos.lab.data.tokenizers import BPE, Words
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks.generation import choose, generate
+from isopos.lab.tasks.generation import choose
 from isopos.models import Decoder
 
 
