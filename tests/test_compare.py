@@ -200,6 +200,7 @@ BAD = {
     "--heads 3": "multiple",
     "--steps 0": "positive",
     "--seeds -1": "positive",
+    "--devices 2": "isopos train takes several",
     "--data nowhere": "does not exist",
     "--data empty": "is empty",
     "--data short": "at least",

@@ -20,7 +20,7 @@ from isopos.lab.reports.comparison import ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.files import write_json
 from isopos.lab.tasks.language import Language
-from isopos.lab.tasks.task import Data, Task
+from isopos.lab.tasks.task import Data, Task, expect
 
 __all__ = ["Comparison", "default", "run"]
 
@@ -132,8 +132,10 @@ def _check(options: Comparison) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
     from isopos.lab.training.checks import check_recipe, run_place, usable_device
 
-    if options.seeds < 1:
-        raise ValueError(f"seeds: expected a positive number, got {options.seeds}")
+    expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    for name in ("devices", "nodes"):
+        count = getattr(options.training, name)
+        expect(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)
     device, warnings = usable_device(options.training.device), []
     recipes = [recipe.edit(device=device) for recipe in options.recipes()]
     for recipe in recipes[: len(recipes) // options.seeds]:

@@ -24,7 +24,7 @@ from isopos.lab.runs.folders import recipe_of, same_recipe
 from isopos.lab.runs.outcomes import fingerprint
 from isopos.lab.tables.cells import SCORES, TIMING, Cell, cell_name, speed_rounds
 from isopos.lab.tables.loader import ASK, Line, PaperTable, load_table
-from isopos.lab.tasks.task import Data
+from isopos.lab.tasks.task import Data, expect
 
 __all__ = ["ROUNDS", "TableRun", "run"]
 
@@ -71,8 +71,7 @@ def run(command: TableRun, console: Console) -> int:
     folder = run_place(f"{table.name}-{command.scale}" + (f"-{command.name}" if command.name else ""))
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, command.rows), _sources(table, command)
-    if command.seeds < 1:
-        raise ValueError(f"seeds: expected a positive number, got {command.seeds}")
+    expect("seeds", command.seeds, "a positive number", command.seeds >= 1)
     recipes = {
         name: table.recipe_at(command.scale, table.corpus(name)).edit(data=data) if name else table.recipe_at(command.scale)
         for name, data in sources.items()

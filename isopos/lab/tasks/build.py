@@ -7,6 +7,7 @@ import torch
 
 from isopos.lab.recipes import Recipe, split_spec
 from isopos.lab.reports.plots import places
+from isopos.lab.tasks.task import expect
 from isopos.models import TOKEN_STD
 from isopos.positions import Group
 from isopos.schemes import REGISTRY, Scheme, build, options_of
@@ -17,8 +18,7 @@ __all__ = ["build_scheme", "check_group", "seeded"]
 def build_scheme(recipe: Recipe) -> Scheme:
     """The scheme of a recipe, with the options that fit its samples and seed."""
     m = recipe.model
-    if m.model_dim % m.heads:
-        raise ValueError(f"model_dim: expected a multiple of the {m.heads} heads, got {m.model_dim}")
+    expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
     name, options = split_spec(recipe.scheme)
     fitting = {"scale": str(TOKEN_STD)} if name == "sinusoidal" else {}
     if name in REGISTRY and "seed" in options_of(name):
