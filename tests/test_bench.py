@@ -7,14 +7,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, figures, kernels, peers, processes, races, report, run, timing
+from isopos.lab.bench import accuracy, figures, peers, processes, races, results, run, timing, works
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
 from isopos.lab.commands import bench
 from tools import performance_page as page
 
 SMALL = 32
-SHAPE = kernels.Shape(SMALL, batch=2, heads=2, head_dim=8)
+SHAPE = works.Shape(SMALL, batch=2, heads=2, head_dim=8)
 SAME = {
     "causal": ["fast-transformers", "performer-pytorch"],
     "both ways": ["two products, elu + 1, divided"],
@@ -37,13 +37,13 @@ def here(monkeypatch):
 
     monkeypatch.setattr(processes, "call", call)
     monkeypatch.setattr(accuracy, "accuracy", lambda: "the table of accuracies")
-    monkeypatch.setattr(kernels, "KERNELS", kernels.KERNELS | {"softmax (SDPA) step": kernels.KERNELS["einsum step"]})
+    monkeypatch.setattr(works, "WORKS", works.WORKS | {"softmax (SDPA) step": works.WORKS["einsum step"]})
     return calls
 
 
 def _printed(section, **options):
     console = Console(record=True, width=250)
-    assert bench.bench(console, section, **options) == 0
+    assert bench.run(bench.Bench(section, **options), console) == 0
     return console.export_text()
 
 
@@ -102,8 +102,8 @@ def test_a_row_comes_back_from_json(row):
 
 def test_every_work_of_a_race_is_known():
     names = {name for races_of in races.RACES.values() for race in races_of for name in itertools.chain(*race.pairs)}
-    assert names <= set(kernels.KERNELS) | set(peers.PEERS)
-    assert set(kernels.KERNELS) <= names
+    assert names <= set(works.WORKS) | set(peers.PEERS)
+    assert set(works.WORKS) <= names
 
 
 @pytest.mark.parametrize(("ours", "other"), [(ours, other) for ours, others in SAME.items() for other in others])
@@ -112,9 +112,9 @@ def test_works_of_a_race_compute_the_same(ours, other):
         pytest.skip(why)
     shape = SHAPE._replace(length=1) if "step" in ours else SHAPE
     inputs = torch.randn(3 if ours != "rotation" else 2, *shape[1:3], shape.length, shape.head_dim)
-    works = [kernels.kernel(name, shape).call for name in (ours, other)]
+    calls = [works.work_of(name, shape).call for name in (ours, other)]
     for _ in range(3):
-        torch.testing.assert_close(works[0](*inputs), works[1](*inputs), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(calls[0](*inputs), calls[1](*inputs), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("section", "words"), [
@@ -132,7 +132,7 @@ def test_a_section_prints_its_rows(here, section, words):
 
 
 def test_memory_and_construction_measure_in_processes_of_their_own(here):
-    tiny = kernels.Shape(SMALL)
+    tiny = works.Shape(SMALL)
     rows = [
         *figures.memory(processes.call, (SMALL,), SMALL),
         *figures.construction(processes.call, 1, nodes=15),
@@ -151,44 +151,44 @@ def test_both_states_of_the_allocator_are_below_each_other(here):
 
 
 def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
-    absent = peers.Peer("no_such_module", "no-such-package", lambda *_: None, ", needs a compiler")
-    monkeypatch.setitem(peers.PEERS, "fast-transformers", absent)
+    monkeypatch.setattr(peers.FastTransformers, "module", "no_such_module")
     (row, *_) = run.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
-    assert "no-such-package is not installed: pip install no-such-package, needs a compiler" in row.cells()
+    absence = "pytorch-fast-transformers is not installed: pip install pytorch-fast-transformers, needs a compiler"
+    assert absence in row.cells()
     assert not row.raced
     assert row.to_json()["verdict"] == ""
 
 
 def test_what_is_written(here, tmp_path):
     text = _printed("rotary", allocator="as-is", out=str(tmp_path / "new"))
-    content = json.loads((tmp_path / "new" / report.DATA).read_text())
+    content = json.loads((tmp_path / "new" / results.DATA).read_text())
     assert {"command", "when", "rounds", "versions", "threads", "cpu", "rows"} <= set(content)
     assert content["versions"]["torch"] == torch.__version__
     row = content["rows"][0]
     assert (row["work"], row["other"], row["allocator"]) == ("rotation, forward, B=2 H=8 L=32 d=64", "two clones", "as-is")
     assert len(row["ours_seconds"]) == len(row["other_seconds"]) == 2
     assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
-    assert "two clones" in (tmp_path / "new" / report.CHART).read_text()
-    assert all(name in text for name in (report.DATA, report.CHART))
+    assert "two clones" in (tmp_path / "new" / results.CHART).read_text()
+    assert all(name in text for name in (results.DATA, results.CHART))
 
 
 def test_the_page_of_a_run(here, tmp_path):
     _printed("rotary", allocator="as-is", out=str(tmp_path))
-    text = page.page(json.loads((tmp_path / report.DATA).read_text()))
+    text = page.page(json.loads((tmp_path / results.DATA).read_text()))
     assert "## Rotation of queries and keys" in text
     assert "## Memory" not in text
     assert "| rotation, forward, B=2 H=8 L=32 d=64 | two clones | as-is |" in text
-    assert set(page.TITLES) == set(processes.SECTIONS)
+    assert set(page.SECTIONS) == set(processes.SECTIONS)
 
 
 def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
-    (tmp_path / report.DATA).write_text("{}")
+    (tmp_path / results.DATA).write_text("{}")
     status, _, err = isopos("bench", "rotary", "--out", ".")
     assert status == 2
     assert "--overwrite" in err
     assert not here
     _printed("rotary", allocator="as-is", out=str(tmp_path), overwrite=True)
-    assert json.loads((tmp_path / report.DATA).read_text())["rows"]
+    assert json.loads((tmp_path / results.DATA).read_text())["rows"]
 
 
 @pytest.mark.parametrize(
@@ -230,4 +230,4 @@ def test_a_process_of_its_own():
 @pytest.mark.parametrize("name", figures.MEMORY)
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
     # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
-    assert 3 < min(processes.call("peak", spec=name, shape=kernels.Shape(8192)) for _ in range(3)) <= 6
+    assert 3 < min(processes.call("peak", spec=name, shape=works.Shape(8192)) for _ in range(3)) <= 6

@@ -23,7 +23,7 @@ def _steps(run):
 def test_what_is_saved_is_loaded(tmp_path):
     checkpoints.save(tmp_path, _state(3), 3, validation=2.5)
     found = checkpoints.newest(tmp_path)
-    assert found[1:] == (3, 2.5, False)
+    assert found[1:] == (3, 2.5, "lower", False)
     loaded = checkpoints.load(found)
     assert torch.equal(loaded["model"]["weight"], torch.full((100,), 3.0))
     assert loaded["best"] == [3, 1.5]
@@ -34,9 +34,12 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
     assert checkpoints.best(tmp_path) is None
 
 
-def test_the_last_ones_and_the_best_stay(tmp_path):
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_the_last_ones_and_the_best_stay(tmp_path, better):
+    sign = {"lower": 1, "higher": -1}[better]
     for step, validation in enumerate([3.0, 2.0, 2.0, None, 2.5, None], 1):
-        checkpoints.save(tmp_path, _state(step), step, validation=validation)
+        value = None if validation is None else sign * validation
+        checkpoints.save(tmp_path, _state(step), step, validation=value, better=better)
     assert _steps(tmp_path) == [2, 5, 6]
     assert checkpoints.best(tmp_path).step == 2
 

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from isopos.lab.commands import compare
+from isopos.lab.tasks.language import Text
+from isopos.lab.training import run as training
 
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
 
@@ -79,7 +80,7 @@ def test_softmax_attention_and_own_text(isopos, tmp_path):
 
 
 def test_ctrl_c_leaves_a_report_of_what_is_finished(isopos, tmp_path, monkeypatch):
-    original = compare.train
+    original = training.train
 
     def interrupted(recipe, source, folder, on_step):
         def stop(step, *rest):
@@ -89,7 +90,7 @@ def test_ctrl_c_leaves_a_report_of_what_is_finished(isopos, tmp_path, monkeypatc
 
         return original(recipe, source, folder, stop)
 
-    monkeypatch.setattr(compare, "train", interrupted)
+    monkeypatch.setattr(training, "train", interrupted)
     code, out, _ = isopos("compare", "--schemes", "none,rope,retnet", "--name", "one", *TINY)
     assert code == 130
     page, text = _check_page(tmp_path / "runs" / "one" / "report.html")
@@ -107,7 +108,7 @@ def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monk
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "train", interrupted)
+    monkeypatch.setattr(training, "train", interrupted)
     code, out, _ = isopos(*arguments, "--overwrite")
     assert code == 130
     assert "is what it was" in out
@@ -118,18 +119,16 @@ def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monk
 def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monkeypatch):
     import torch
 
-    from isopos.lab.training import trainer
-
-    original = compare.train
+    original = training.train
 
     def poisoned(recipe, *rest):
         if recipe.scheme != "rope":
             return original(recipe, *rest)
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, "loss_of", lambda model, *_: next(model.parameters()).sum() * torch.nan)
+            patch.setattr(Text, "loss", lambda self, model, *_: next(model.parameters()).sum() * torch.nan)
             return original(recipe, *rest)
 
-    monkeypatch.setattr(compare, "train", poisoned)
+    monkeypatch.setattr(training, "train", poisoned)
     code, out, _ = isopos("compare", "--schemes", "none,rope,retnet", "--name", "one", *TINY)
     assert code == 0
     assert "diverged at step 1" in out
@@ -154,9 +153,9 @@ def test_softmax_only_schemes_and_wide_ones_beside_linear_ones(isopos, tmp_path)
 def test_positions_that_a_scheme_does_not_have_are_not_evaluated(isopos, tmp_path):
     assert isopos("compare", "--schemes", "xpos:length=33", "--name", "one", *TINY, "--length=300")[0] == 0
     (result,) = (tmp_path / "runs" / "one").glob("*/result.json")
-    bits = json.loads(result.read_text())["bits_per_byte"]
-    assert bits["1"] is not None
-    assert bits["4"] is None
+    scores = json.loads(result.read_text())["scores"]
+    assert scores["bits/byte"] is not None
+    assert scores["at 4x"] is None
 
 
 def test_permutations_that_repeat_are_warned_of(isopos):
@@ -181,7 +180,7 @@ def test_ctrl_c_while_a_run_begins_leaves_a_report(isopos, tmp_path, monkeypatch
         (folder / "recipe.json").write_text(json.dumps(recipe.as_dict()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "train", interrupted)
+    monkeypatch.setattr(training, "train", interrupted)
     code, _, _ = isopos("compare", "--schemes", "none,rope", "--name", "one", *TINY)
     assert code == 130
     _, text = _check_page(tmp_path / "runs" / "one" / "report.html")
@@ -201,6 +200,7 @@ BAD = {
     "--heads 3": "multiple",
     "--steps 0": "positive",
     "--seeds -1": "positive",
+    "--devices 2": "isopos train takes several",
     "--data nowhere": "does not exist",
     "--data empty": "is empty",
     "--data short": "at least",

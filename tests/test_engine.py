@@ -2,26 +2,24 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
 
-from isopos.lab.data import corpora
-from isopos.lab.recipes import Recipe
-from isopos.lab.runs import checkpoints
+from isopos.lab.recipes import Recipe, Training
+from isopos.lab.runs import checkpoints, weights
 from isopos.lab.runs.folders import Interrupted, read_rows
 from isopos.lab.training import run as train
 from isopos.lab.training import trainer
 
-TINY = Recipe(
+TINY = Recipe().edit(
     steps=12, length=32, batch=4, layers=1, model_dim=16, heads=2, validation_tokens=512, dropout=0.1, save_every=4
 )
 
 
 @pytest.fixture(scope="module")
 def source():
-    return corpora.load("", TINY.length)
+    return TINY.task.load(TINY)
 
 
 @pytest.fixture
@@ -37,13 +35,13 @@ def run(source, tmp_path):
 
 @pytest.mark.parametrize(("accumulate", "ranks"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_the_batch_of_a_step_does_not_depend_on_who_computes_it(source, accumulate, ranks):
-    recipe = replace(TINY, accumulate=accumulate)
+    recipe = TINY.edit(accumulate=accumulate)
     parts = [trainer.Batches(recipe, source, 5, rank, ranks) for rank in range(ranks)]
-    assert all(len(part) == (TINY.steps - 5) * accumulate for part in parts)
+    assert all(len(part) == (TINY.training.steps - 5) * accumulate for part in parts)
     for step in (6, 12):
         items = [part[(step - 6) * accumulate + n] for part in parts for n in range(accumulate)]
         assert {item[0] for item in items} == {step}
-        whole = source.batch(TINY.seed, step, TINY.batch, TINY.length)
+        whole = source.batch(TINY, step)
         for place in (0, 1):
             assert torch.equal(torch.cat([item[2 + place] for item in items]), whole[place])
     with pytest.raises(IndexError):
@@ -59,7 +57,7 @@ def test_randomness_tells_seed_step_rank_and_part_apart():
 @pytest.mark.parametrize("schedule", ["cosine", "polynomial", "inverse-sqrt", "constant"])
 @pytest.mark.parametrize("warmup", [-1, 0, 40])
 def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
-    recipe = Recipe(steps=100, schedule=schedule, warmup=warmup)
+    recipe = Training(steps=100, schedule=schedule, warmup=warmup)
     shares = [trainer.share(recipe, step) for step in range(1, 101)]
     warm = 10 if warmup == -1 else warmup
     assert shares[:warm] == pytest.approx([step / warm for step in range(1, warm + 1)])
@@ -69,27 +67,28 @@ def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
 
 def test_the_schedules_are_those_of_their_names():
     at = {
-        name: trainer.share(Recipe(steps=100, schedule=name, power=2.0), 56) for name in ("cosine", "polynomial", "constant")
+        name: trainer.share(Training(steps=100, schedule=name, power=2.0), 56)
+        for name in ("cosine", "polynomial", "constant")
     }
     assert at == pytest.approx({"cosine": 0.5, "polynomial": 0.25, "constant": 1})
-    assert trainer.share(Recipe(steps=100, schedule="inverse-sqrt"), 40) == 0.5
+    assert trainer.share(Training(steps=100, schedule="inverse-sqrt"), 40) == 0.5
 
 
 def test_accumulated_parts_are_one_update(run):
-    recipe = replace(TINY, dropout=0.0, steps=4)
-    whole, parts = run(recipe, "whole"), run(replace(recipe, accumulate=4), "parts")
+    recipe = TINY.edit(dropout=0.0, steps=4)
+    whole, parts = run(recipe, "whole"), run(recipe.edit(accumulate=4), "parts")
     assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], abs=1e-6)
     assert [row["gradient_norm"] for row in parts] == pytest.approx([row["gradient_norm"] for row in whole], rel=1e-4)
 
 
 def test_recomputed_blocks_change_nothing(run):
-    assert run(TINY, "kept") == run(replace(TINY, recompute=True), "recomputed")
+    assert run(TINY, "kept") == run(TINY.edit(recompute=True), "recomputed")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupted_run_goes_on_bit_for_bit(run, tmp_path, workers):
-    recipe = replace(TINY, workers=workers, scheme="lrpe-orthogonal:learned=true", accumulate=2)
-    expected = run(replace(recipe, workers=0), "whole")
+    recipe = TINY.edit(workers=workers, scheme="lrpe-orthogonal:learned=true", accumulate=2)
+    expected = run(recipe.edit(workers=0), "whole")
 
     def interrupt(step, *rest):
         if step == 6:
@@ -104,8 +103,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit(run, tmp_path, workers):
     seen = []
     assert run(recipe, on_step=lambda *row: seen.append(row[0]), resume=True) == expected
     assert seen == [8, 9, 10, 11, 12]
-    weights = [train.load(tmp_path / name).state_dict() for name in ("whole", "run")]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    whole, again = (weights.load(tmp_path / name).state_dict() for name in ("whole", "run"))
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(run, tmp_path):
@@ -129,17 +128,17 @@ def test_a_run_killed_while_it_is_evaluated_is_not_trained_again(run, tmp_path):
 
 
 def test_the_best_validation_gives_the_weights_and_patience_ends_the_run(run, tmp_path, source):
-    recipe = replace(TINY, steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
+    recipe = TINY.edit(steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
     validations = [(row["validation"], row["step"]) for row in run(recipe) if "validation" in row]
     best, at = min(validations)
     assert validations[-1][1] == at + 4 < 40
     assert {c.step for c in checkpoints.complete(tmp_path / "run")} >= {at, at + 4}
-    model = train.load(tmp_path / "run")
-    assert train.evaluate(model, recipe, source, recipe.length) == pytest.approx(best, rel=1e-6)
+    model = weights.load(tmp_path / "run")
+    assert train.evaluate(model, recipe, source, recipe.task.metrics)["bits/byte"] == pytest.approx(best, rel=1e-6)
 
 
 def test_validations_and_patience_go_on_after_an_interruption(run):
-    recipe = replace(TINY, steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
+    recipe = TINY.edit(steps=40, learning_rate=0.3, schedule="constant", validate_every=2, patience=2, save_every=100)
     expected, at = run(recipe, "whole"), 0
 
     def interrupt(step, *rest):
@@ -154,30 +153,30 @@ def test_validations_and_patience_go_on_after_an_interruption(run):
 
 
 def test_a_run_that_diverges_keeps_its_last_finite_weights(run, tmp_path):
-    rows = run(replace(TINY, learning_rate=1e12, clip=0.0, save_every=1, schedule="constant"))
+    rows = run(TINY.edit(learning_rate=1e12, clip=0.0, save_every=1, schedule="constant"))
     assert rows[-1]["loss"] is None or rows[-1]["gradient_norm"] is None
-    assert all(torch.isfinite(value).all() for value in train.load(tmp_path / "run").state_dict().values())
+    assert all(torch.isfinite(value).all() for value in weights.load(tmp_path / "run").state_dict().values())
     assert checkpoints.newest(tmp_path / "run").step == rows[-1]["step"] - 1
 
 
 def test_the_gradient_is_clipped(run):
-    rows = run(replace(TINY, steps=3, clip=1e-9, optimizer="adam", weight_decay=0.0, epsilon=1.0))
+    rows = run(TINY.edit(steps=3, clip=1e-9, optimizer="adam", weight_decay=0.0, epsilon=1.0))
     assert rows[0]["gradient_norm"] > 0.1  # as it was
-    still = run(replace(TINY, steps=3, learning_rate=1e-12), "still")
+    still = run(TINY.edit(steps=3, learning_rate=1e-12), "still")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in still], abs=1e-5)
 
 
 def test_bfloat16_products_and_float32_weights(run, tmp_path):
-    exact, coarse = run(TINY, "exact"), run(replace(TINY, precision="bfloat16"), "coarse")
+    exact, coarse = run(TINY, "exact"), run(TINY.edit(precision="bfloat16"), "coarse")
     assert exact != coarse
     assert [row["loss"] for row in coarse if "loss" in row] == pytest.approx(
         [row["loss"] for row in exact if "loss" in row], abs=0.05
     )
-    assert {value.dtype for value in train.load(tmp_path / "coarse").state_dict().values()} == {torch.float32}
+    assert {value.dtype for value in weights.load(tmp_path / "coarse").state_dict().values()} == {torch.float32}
 
 
 def test_csv_shows_the_rows_of_metrics_jsonl_after_resuming_too(run, tmp_path):
-    recipe = replace(TINY, logger="csv")
+    recipe = TINY.edit(logger="csv")
 
     def interrupt(step, *rest):
         if step == 6:
@@ -195,7 +194,7 @@ def test_csv_shows_the_rows_of_metrics_jsonl_after_resuming_too(run, tmp_path):
 
 def test_tensorboard_shows_the_rows(run, tmp_path):
     pytest.importorskip("tensorboard")
-    run(replace(TINY, logger="tensorboard", steps=3))
+    run(TINY.edit(logger="tensorboard", steps=3))
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
 
 

@@ -10,8 +10,11 @@ from cases import perturb
 from isopos import Decoder, schemes
 from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Bytes, Words
+from isopos.lab.recipes import Recipe
 from isopos.lab.tasks import perplexity as evaluate
-from isopos.lab.tasks.perplexity import length_table, perplexity
+from isopos.lab.tasks.language import Language, Text
+from isopos.lab.tasks.perplexity import perplexity
+from isopos.lab.tasks.task import View
 
 LENGTH = 12
 
@@ -105,17 +108,16 @@ def test_training_mode_comes_back_and_dropout_does_not_count():
     assert model.training
 
 
-def test_the_table_says_why_a_length_has_no_score():
+def test_a_view_is_scored_or_says_why_not():
     model, text = made("learned:length=30"), corpus()
-    rows = length_table(model, text, LENGTH, multiples=(1, 2, 4, 16), scored=6, split="test")
-    assert [row.length for row in rows] == [12, 24, 48, 192]
-    assert [row.score is not None for row in rows] == [True, True, False, False]
-    assert rows[1].score == perplexity(model, text, 24, scored=6, split="test")
+    data = Text(Language(length=LENGTH, validation_tokens=0), text)
+    rows = [data.score(model, Recipe(), View("test", multiple, scored)) for multiple, scored in ((1, 0.5), (2, 6), (4, 1))]
+    assert [len(row.figures) for row in rows] == [4, 4, 0]
+    for row, length in zip(rows, (12, 24), strict=False):
+        assert row.figures["nats"] == perplexity(model, text, length, scored=6, split="test").nats
     assert rows[2].reason == "length: expected at most 30, for which the scheme has positions, got 48"
-    (row,) = length_table(made(), text, LENGTH, multiples=(16,))
-    assert (
-        row.reason == "length: expected less than the 100 tokens of validation, got 192; use more text or a shorter window"
-    )
+    reason = data.score(made(), Recipe(), View(multiple=16)).reason
+    assert reason == "length: expected less than the 100 tokens of validation, got 192; use more text or a shorter window"
 
 
 def test_bad_calls():

@@ -7,6 +7,7 @@ from rich.console import Console
 import isopos
 from isopos.catalog import CATALOG
 from isopos.lab.bench import accuracy, exactness
+from isopos.lab.bench.peers import ROTARY
 from isopos.lab.commands import bench
 
 COMMITTED = Path(isopos.__file__).parent.parent / "docs" / "exactness.md"
@@ -89,7 +90,7 @@ def test_the_console_fits_120_columns(found, monkeypatch):
     monkeypatch.setattr(exactness, "measure", lambda settings: {k: found[k] for k in found if k[3] in settings})
     monkeypatch.setattr(exactness, "beside", lambda: iter(()))
     console = Console(record=True, width=120)
-    assert bench.bench(console, "exactness") == 0
+    assert bench.run(bench.Bench("exactness"), console) == 0
     text = console.export_text()
     assert "…" not in text
     assert all(title in text for title in (*exactness.DTYPES, *SMALL, *(exactness.SETTINGS[s].what for s in EAGER)))
@@ -97,9 +98,9 @@ def test_the_console_fits_120_columns(found, monkeypatch):
 
 
 def test_isopos_is_exact_where_it_is_measured_beside_others():
-    for setting, error in accuracy.errors(accuracy.OURS, accuracy.FAR).items():
+    for setting, error in accuracy.errors(None, accuracy.FAR).items():
         assert error < (1e-6 if setting.dtype == torch.float32 else 2.1e-3)
-    assert max(accuracy.errors(accuracy.OURS, accuracy.FAR[:3], accuracy.scores).values()) < 1e-6
+    assert max(accuracy.errors(None, accuracy.FAR[:3], accuracy.scores).values()) < 1e-6
 
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")
@@ -121,4 +122,4 @@ def test_the_committed_page_has_everything():
     assert len(beside) == 2
     for table in beside:
         assert table[0] == ["library", *map(str, accuracy.FAR)]
-        assert [row[0] for row in table[2:]] == ["isopos", *accuracy.PEERS]
+        assert [row[0] for row in table[2:]] == ["isopos", *ROTARY]

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -9,12 +8,12 @@ from isopos.lab.runs import folders
 
 def test_a_run_folder_is_never_replaced_unasked(tmp_path):
     run = tmp_path / "run"
-    folders.create(run, Recipe(steps=3))
+    folders.create(run, Recipe().edit(steps=3))
     with pytest.raises(ValueError, match=r"exists; go on with it by --resume, .*--overwrite, .*--name"):
         folders.create(run, Recipe())
-    assert folders.recipe_of(run).steps == 3
-    folders.create(run, Recipe(steps=4), overwrite=True)
-    assert folders.recipe_of(run).steps == 4
+    assert folders.recipe_of(run).training.steps == 3
+    folders.create(run, Recipe().edit(steps=4), overwrite=True)
+    assert folders.recipe_of(run).training.steps == 4
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -48,9 +47,9 @@ def test_a_folder_without_a_run_says_where_runs_are(tmp_path):
 
 def test_the_recipe_of_a_resumed_run_may_differ_in_where_it_runs(tmp_path):
     folders.create(tmp_path / "run", Recipe())
-    folders.same_recipe(tmp_path / "run", replace(Recipe(), device="cuda", workers=3, devices=2, save_every=7))
+    folders.same_recipe(tmp_path / "run", Recipe().edit(device="cuda", workers=3, devices=2, save_every=7))
     with pytest.raises(ValueError, match="seed was 0, is 1; steps was 250, is 3;"):
-        folders.same_recipe(tmp_path / "run", replace(Recipe(), steps=3, seed=1))
+        folders.same_recipe(tmp_path / "run", Recipe().edit(steps=3, seed=1))
 
 
 def test_a_log_goes_on_after_a_step_and_drops_what_came_later(tmp_path):

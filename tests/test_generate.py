@@ -6,18 +6,18 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
-from isopos.lab.commands.generate import choose, generate
+from isopos.lab.commands.generate import generate
 from isopos.lab.data.tokenizers import BPE, Words
 from isopos.lab.recipes import Recipe
-from isopos.lab.training.run import build_model
+from isopos.lab.tasks.generation import choose
 from isopos.models import Decoder
 
 
 @pytest.fixture(params=["rope", "permuteformer", "t5", "learned:length=64", "horn-clipped"])
 def run(request, tmp_path):
-    recipe = Recipe(scheme=request.param, layers=2, model_dim=16, heads=2)
+    recipe = Recipe(scheme=request.param).edit(layers=2, model_dim=16, heads=2)
     torch.manual_seed(0)
-    model = build_model(recipe)
+    model = recipe.task.model(recipe)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.as_dict()))
     save_model(model, str(tmp_path / "model.safetensors"))
     return tmp_path, model.eval()
@@ -105,10 +105,10 @@ def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
         pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
     tokenizer = kind.learn(["the cat sat on the mat\nand the dog sat on the cat\n"] * 9)
     torch.manual_seed(0)
-    recipe = Recipe(layers=1, model_dim=16, heads=2)
-    model = Decoder(tokenizer.size, 16, 1, build_model(recipe).scheme, cutoffs=cutoffs).eval()
+    recipe = Recipe().edit(layers=1, model_dim=16, heads=2)
+    model = Decoder(tokenizer.size, 16, 1, recipe.task.model(recipe).scheme, cutoffs=cutoffs).eval()
     save_model(model, str(tmp_path / "model.safetensors"))
-    monkeypatch.setattr("isopos.lab.commands.generate.load_run", lambda folder: (recipe, model))
+    monkeypatch.setattr("isopos.lab.runs.weights.load_run", lambda folder: (recipe, model))
     with pytest.raises(ValueError, match=f"expected a tokenizer of the model's {tokenizer.size} tokens .*, got 256"):
         generate(str(tmp_path), "the cat", 1, 0)
     tokenizer.save(tmp_path)

@@ -35,16 +35,14 @@ def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
     run = tmp_path / "runs" / "run"
     recipe = json.loads((run / "recipe.json").read_text())
     assert recipe["vocabulary"] == {"words": len(WORDS) + 1, "bpe": 280}[kind]
-    code, out, err = isopos(
-        "eval", "runs/run", "--split=test", "--scored=8", "--tokens=0", "--length", "1", "2", "4", "1000"
-    )
+    code, out, err = isopos("eval", "runs/run", "--split=test", "--scored=8", "--limit=0", "--length", "1", "2", "4", "1000")
     assert code == 0, err
     assert "expected less than" in out  # the window of 16,000 tokens
-    lengths = json.loads((run / "eval.json").read_text())[0]["lengths"]
-    assert lengths["16000"] is None
-    for length in ("16", "32", "64"):
-        row = lengths[length]
-        assert row["tokens"] == lengths["16"]["tokens"] - int(length) + 16  # after length - 8 tokens of context
+    figures = json.loads((run / "eval.json").read_text())[0]["figures"]
+    assert figures["1000"] is None
+    for multiple in (1, 2, 4):
+        row = figures[str(multiple)]
+        assert row["tokens"] == figures["1"]["tokens"] - 16 * (multiple - 1)  # after length - 8 tokens of context
         assert row["perplexity"] == pytest.approx(math.exp(row["nats"]))
         assert row["perplexity"] < {"words": len(WORDS) + 1, "bpe": 30}[kind] * 0.8
     assert len(list((tmp_path / "cache").glob("*/train.bin"))) == 1  # evaluation has found what training prepared
@@ -56,4 +54,4 @@ def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
     assert calm == isopos(*write, "--temperature=0", "--seed=1")[1] == isopos(*write, "--top-p=1e-9")[1]
     assert calm != isopos(*write, "--temperature=3")[1]
     assert "temperature: expected 0 or a positive number" in isopos(*write, "--temperature=-1")[2]
-    assert "scored: expected a number of tokens" in isopos("eval", "runs/run", "--scored=-1")[2]
+    assert "scored: expected a share" in isopos("eval", "runs/run", "--scored=-1")[2]

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-import isopos as library
-from isopos.lab.commands import train as launch
+from isopos import lab
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import read_rows
+from isopos.lab.training import run as training
 
 TINY = ["--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512", "--device=cpu"]
 TRAIN = ["train", "quickstart", "--steps=6", "--save-every=2", *TINY]
@@ -19,7 +19,7 @@ TRAIN = ["train", "quickstart", "--steps=6", "--save-every=2", *TINY]
 
 def _interrupting(monkeypatch, step):
     """Makes training receive SIGINT, as Ctrl-C does, at a step."""
-    original = launch.train
+    original = training.train
 
     def train(recipe, source, folder, show, **options):
         def stop(*row):
@@ -29,13 +29,13 @@ def _interrupting(monkeypatch, step):
 
         return original(recipe, source, folder, stop, **options)
 
-    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(training, "train", train)
 
 
 def test_a_run_from_the_command_line_and_its_weights_in_one_line(isopos, tmp_path):
     code, out, err = isopos(*TRAIN, "--name", "mine")
     assert (code, err) == (0, "")
-    assert "finished: bits per byte" in out
+    assert "finished: bits/byte" in out
     run = tmp_path / "runs" / "mine"
     names = {
         "recipe.json",
@@ -43,7 +43,7 @@ def test_a_run_from_the_command_line_and_its_weights_in_one_line(isopos, tmp_pat
         "result.json",
         "model.safetensors",
         "tokenizer.json",
-        "text.json",
+        "data.json",
         "checkpoints",
     }
     assert {path.name for path in run.iterdir()} == names
@@ -51,7 +51,7 @@ def test_a_run_from_the_command_line_and_its_weights_in_one_line(isopos, tmp_pat
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert all(isinstance(row["loss"], float) for row in rows)
     (run / "checkpoints").rename(tmp_path / "gone")  # nothing there is needed
-    model = library.load("runs/mine")
+    model = lab.load("runs/mine")
     assert not model.training
     assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 256)
 
@@ -88,12 +88,12 @@ def test_ctrl_c_leaves_a_checkpoint_to_evaluate_and_to_go_on_from(isopos, tmp_pa
     assert isopos(*TRAIN, "--name=mine", "--resume", "--workers=1")[0] == 0
     losses = [[row["loss"] for row in read_rows(tmp_path / "runs" / name / "metrics.jsonl")] for name in ("whole", "mine")]
     assert losses[0] == losses[1]
-    result = json.loads((run / "result.json").read_text())["bits_per_byte"]
+    result = json.loads((run / "result.json").read_text())["scores"]
     assert isopos("eval", "runs/mine", "--length", "1", "2", "4")[0] == 0
     evaluations = json.loads((run / "eval.json").read_text())
     assert [one["step"] for one in evaluations] == [4, 6]
-    figures = evaluations[1]["lengths"]
-    assert [figures[str(32 * m)]["bits_per_byte"] for m in (1, 2, 4)] == pytest.approx([result[str(m)] for m in (1, 2, 4)])
+    figures = evaluations[1]["figures"]
+    assert [figures[m]["bits_per_byte"] for m in "124"] == pytest.approx(list(result.values()))
     assert isopos(*TRAIN, "--name=mine", "--resume")[0] == 0  # finished: says so again
 
 
@@ -122,7 +122,7 @@ def test_a_run_does_not_go_on_with_another_text(isopos, tmp_path, monkeypatch):
     text.write_text("one two three five\n" * 50)
     code, _, err = isopos(*TRAIN, "--data=mine.txt", "--resume")
     assert code == 2
-    assert "expected the text of runs/quickstart, sha256" in err
+    assert "expected the data of runs/quickstart, sha256" in err
     text.write_text("one two three four\n" * 50)
     assert isopos(*TRAIN, "--data=mine.txt", "--resume")[0] == 0
 
@@ -155,7 +155,7 @@ def test_the_recipes_of_papers_run_at_tiny_scale(isopos, tmp_path, monkeypatch, 
 
 
 BAD = {
-    "--stepz 3": "no field stepz, did you mean steps? Valid: scheme, data,",
+    "--stepz 3": "no field stepz, did you mean steps? Valid: scheme, seed, data,",
     "--steps 0": "steps: expected a positive number",
     "--scheme rop": "did you mean rope",
     "--scheme ape-tree": "tree of 2 branches",
@@ -202,4 +202,4 @@ def test_what_there_is_not_to_list_or_evaluate(isopos, tmp_path):
             path.unlink()
     assert "expected weights or a checkpoint" in isopos("eval", "runs/quickstart")[2]
     with pytest.raises(ValueError, match="which a run has when it ends"):
-        library.load("runs/quickstart")
+        lab.load("runs/quickstart")

@@ -15,6 +15,7 @@ from isopos.biases import T5, DeBERTa
 from isopos.decays import alibi_rates
 from isopos.feature_maps import Favor
 from isopos.lab.bench import accuracy
+from isopos.lab.bench.peers import ROTARY
 
 pytestmark = [
     pytest.mark.oracles,
@@ -25,15 +26,14 @@ pytestmark = [
 HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
 OFFSETS = torch.arange(-2000, 2001)  # key position minus query position
 DRAWS = 4000
-ALL_PEERS = pytest.mark.parametrize("name", accuracy.PEERS)
+ALL_PEERS = pytest.mark.parametrize("name", ROTARY)
 HEAD_COUNTS = pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 20])
 
 
 @pytest.fixture
 def peer(name):
-    found = accuracy.PEERS[name]
-    module(found.package.replace("-", "_"))
-    return found
+    module(ROTARY[name].module)
+    return ROTARY[name]
 
 
 def module(name):
@@ -60,43 +60,18 @@ def angles(layout):
     return torch.from_numpy(np.repeat(each, 2, -1) if layout == "interleaved" else np.tile(each, 2))
 
 
-def llama(x):
-    angle = angles("half")[None]
-    return transformers("llama").apply_rotary_pos_emb(x, x, angle.cos(), angle.sin())[0]
-
-
-def roformer(x):
-    half = angles("interleaved")[:, ::2]
-    table = torch.cat((half.sin(), half.cos()), -1)
-    return transformers("roformer").RoFormerSelfAttention.apply_rotary_position_embeddings(table, x, x)[0]
-
-
-FORMULAS = {
-    "transformers Llama": ("half", llama),
-    "transformers RoFormer": ("interleaved", roformer),
-    "rotary-embedding-torch": (
-        "interleaved",
-        lambda x: module("rotary_embedding_torch").apply_rotary_emb(angles("interleaved"), x),
-    ),
-    "x-transformers": (
-        "interleaved",
-        lambda x: module("x_transformers.x_transformers").apply_rotary_pos_emb(x, angles("interleaved")[None]),
-    ),
-}
-
-
 def queries_and_keys(dtype=torch.float64):
     return torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_rotations_from_the_same_angles(name):
-    layout, formula = FORMULAS[name]
+@ALL_PEERS
+def test_rotations_from_the_same_angles(peer):
     q, k = queries_and_keys()
-    rho = rope(layout)
-    close(rho(q) @ rho(k).mT, formula(q) @ formula(k).mT)
-    if layout == "interleaved":
-        close(rho(q), formula(q))
+    rho = rope(peer.layout)
+    theirs_q, theirs_k = peer.formula(angles(peer.layout))(q, k)
+    close(rho(q) @ rho(k).mT, theirs_q @ theirs_k.mT)
+    if peer.layout == "interleaved":
+        close(rho(q), theirs_q)
 
 
 @ALL_PEERS
@@ -105,11 +80,13 @@ def test_rotary_modules(peer, start):
     """Their tables come from float32 angles, which are good enough at short lengths."""
     q, k = queries_and_keys(torch.float32)
     rho_q, rho_k = (rope(peer.layout, torch.float32, at) for at in (start, 0))
-    close(rho_q(q) @ rho_k(k).mT, peer.rotate(q, start) @ peer.rotate(k, 0).mT)
+    theirs_q, theirs_k = peer.rotation(q, start)(q, q)[0], peer.rotation(k)(k, k)[0]
+    close(rho_q(q) @ rho_k(k).mT, theirs_q @ theirs_k.mT)
 
 
+@pytest.mark.parametrize("name", ["transformers Llama"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_converted_llama_projections(bias):
+def test_converted_llama_projections(peer, bias):
     """A checkpoint of the half layout, its rows reordered once, gives the same scores with the interleaved one."""
     tokens = torch.randn(3, LENGTH, MODEL_DIM, dtype=torch.float64)
     shapes = [(HEADS * HEAD_DIM, MODEL_DIM), (HEADS * HEAD_DIM,)]
@@ -120,7 +97,7 @@ def test_converted_llama_projections(bias):
 
     convert = isopos.attention.convert_layout
     converted = [[convert(parameter, HEADS, to="interleaved") for parameter in each] for each in projections]
-    q, k = map(llama, map(project, projections))
+    q, k = peer.formula(angles("half"))(*map(project, projections))
     ours_q, ours_k = map(rope("interleaved"), map(project, converted))
     close(ours_q @ ours_k.mT, q @ k.mT)
     for before, after in zip(projections, converted, strict=True):
@@ -230,5 +207,5 @@ def test_the_table_of_accuracy_names_every_library():
     table = accuracy.accuracy()
     shown = [*table.columns[0].cells, *accuracy.absent()]
     assert shown.count("isopos") == 1
-    assert {*shown} == {"isopos", *accuracy.PEERS}
+    assert {*shown} == {"isopos", *ROTARY}
     assert all(name in str(table.caption) for name in accuracy.absent())

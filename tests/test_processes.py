@@ -86,7 +86,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single, arguments, launc
     rows = _rows(tmp_path, "two")
     assert [row["step"] for row in rows] == [step for step, _ in single]
     assert [row["loss"] for row in rows] == pytest.approx([loss for _, loss in single], abs=1e-5)
-    assert out.count("finished: bits per byte") == 1
+    assert out.count("finished: bits/byte") == 1
 
 
 def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):

@@ -11,13 +11,14 @@ import time
 import pytest
 
 from isopos.lab.commands import table as reproduce
-from isopos.lab.recipes import SCALES, Recipe
+from isopos.lab.recipes import SCALES
 from isopos.lab.reports import paper
 from isopos.lab.runs import claims
 from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table
+from isopos.lab.tasks.build import build_scheme
+from isopos.lab.training import run as training
 from isopos.lab.training.checks import check_recipe
-from isopos.lab.training.run import build_scheme
 
 ROWS = "Base,Rope,Type2"
 TINY = ["--scale", "tiny", "--rows", ROWS]
@@ -30,11 +31,11 @@ def test_every_table_loads_and_its_schemes_build(name):
         for scale in SCALES if row.scheme else ():
             recipe = table.recipe_at(scale, *table.corpora[:1])
             recipe.check()
-            build_scheme(Recipe.from_dict(recipe.as_dict() | {"scheme": row.scheme}))
-    tiny = table.recipe_at("tiny").as_dict() | {"device": "cpu"}
+            build_scheme(recipe.edit(scheme=row.scheme))
+    tiny = table.recipe_at("tiny").edit(device="cpu")
     for row in table.rows:
         if row.scheme:
-            check_recipe(Recipe.from_dict(tiny | {"scheme": row.scheme}))
+            check_recipe(tiny.edit(scheme=row.scheme))
 
 
 def test_the_tables_hold_what_the_papers_say():
@@ -142,12 +143,12 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert "| Rope | rope | 8.98 | " in page
     assert "steps 20 (paper: 50,000)" in page
     assert "Type1 on books, seeds 0" in page
-    assert "wikitext-103, for which --data wikitext-103=PATH gives a text" in page
+    assert "wikitext-103, for which --data wikitext-103=PATH gives one" in page
     assert "isopos table lrpe-2 --scale tiny" in page
     assert "</svg>" in (folder / "curves.svg").read_text()
     assert list((folder / "claims").iterdir()) == []
     before = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.json")}
-    monkeypatch.setattr(reproduce, "train", None)
+    monkeypatch.setattr(training, "train", None)
     code, out, _ = isopos("table", "lrpe-2", *TINY, "--data", "books=" + _text(tmp_path))
     assert code == 0
     assert {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.json")} == before
@@ -155,7 +156,7 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert (code, "lrpe-2-tiny/cells/books-rope-seed0" in "".join(out.split())) == (0, True)
     (tmp_path / "other.txt").write_text("another text " * 2000)
     code, _, err = isopos("table", "lrpe-2", *TINY, "--data", "books=other.txt")
-    assert (code, "has another text than other.txt" in err) == (2, True)
+    assert (code, "has other data than other.txt" in err) == (2, True)
 
 
 def _text(folder):
@@ -182,12 +183,15 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lrpe-7"], "table: expected one of lengths, lrpe-2, lrpe-5, lrpe-6, permuteformer-4, got 'lrpe-7'"),
+        (
+            ["lrpe-7"],
+            "table: expected one of lengths, lrpe-2, lrpe-5, lrpe-6, permuteformer-4 or the path of a .toml, got 'lrpe-7'",
+        ),
         (["lrpe-2", "--seeds", "0"], "seeds: expected a positive number, got 0"),
         (["lrpe-2", "--rows", "Bass"], "rows: expected names or schemes"),
         (["lrpe-2", "--data", "x.txt"], "data: expected NAME=PATH with a name of wikitext-103, books, got 'x.txt'"),
         (["lrpe-5", "--data", "x.txt"], "data: expected a file or a folder, but x.txt does not exist"),
-        (["lrpe-6", "--data", "x.txt"], "data: expected none, since this table has no text"),
+        (["lrpe-6", "--data", "x.txt"], "data: expected none, since this table chooses no data"),
         (["lrpe-5", "--name", "a/b"], "name: expected the name of one folder"),
         (["lrpe-6", "--device", "gpu"], "device: expected cpu, cuda or auto, got 'gpu'"),
     ],

@@ -1,19 +1,23 @@
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
-from isopos.lab.data import corpora
 from isopos.lab.recipes import Recipe
+from isopos.lab.runs import weights
+from isopos.lab.tasks.task import View
 from isopos.lab.training import run as train
 
-TINY = Recipe(steps=12, length=32, batch=2, layers=1, model_dim=16, heads=2, validation_tokens=512, save_every=0)
+TINY = Recipe().edit(steps=12, length=32, batch=2, layers=1, model_dim=16, heads=2, validation_tokens=512, save_every=0)
 
 
 @pytest.fixture(scope="module")
 def source():
-    return corpora.load("", TINY.length)
+    return TINY.task.load(TINY)
+
+
+def _model(recipe):
+    return recipe.task.model(recipe)
 
 
 def _losses(folder):
@@ -23,15 +27,17 @@ def _losses(folder):
 
 def test_a_run_learns_and_its_folder_is_complete(source, tmp_path):
     seen = []
-    recipe = replace(TINY, steps=60, learning_rate=1e-2)
+    recipe = TINY.edit(steps=60, learning_rate=1e-2)
     result = train.train(recipe, source, tmp_path / "run", lambda *row: seen.append(row))
     assert result.status == "finished"
     assert [row[0] for row in seen] == list(range(1, 61))
-    assert result.bits_per_byte["1"] < 6 < seen[0][1]
+    assert result.scores["bits/byte"] < 6 < seen[0][1]
     assert _losses(tmp_path / "run")[-1][0] == 60
-    loaded, model = train.load_run(tmp_path / "run")
+    loaded, model = weights.load_run(tmp_path / "run")
     assert loaded == recipe
-    assert train.evaluate(model, recipe, source, TINY.length) == pytest.approx(result.bits_per_byte["1"], rel=1e-6)
+    assert train.evaluate(model, recipe, source, recipe.task.metrics)["bits/byte"] == pytest.approx(
+        result.scores["bits/byte"], rel=1e-6
+    )
 
 
 def test_runs_repeat_bit_for_bit(source, tmp_path):
@@ -44,48 +50,46 @@ def test_runs_repeat_bit_for_bit(source, tmp_path):
     "scheme", ["sinusoidal", "rope", "lrpe-orthogonal:learned=true", "learned", "permuteformer", "ape-sequence"]
 )
 def test_what_schemes_share_starts_equal(scheme):
-    plain, other = (train.build_model(replace(TINY, scheme=name)).state_dict() for name in ("none", scheme))
+    plain, other = (_model(TINY.edit(scheme=name)).state_dict() for name in ("none", scheme))
     assert all(torch.equal(value, other[name]) for name, value in plain.items())
 
 
 def test_divergence_ends_the_run_and_is_recorded(source, tmp_path):
-    result = train.train(replace(TINY, learning_rate=1e12), source, tmp_path / "run", lambda *row: None)
+    result = train.train(TINY.edit(learning_rate=1e12), source, tmp_path / "run", lambda *row: None)
     assert result.status.startswith("diverged at step")
-    assert set(result.bits_per_byte.values()) == {None}
+    assert set(result.scores.values()) == {None}
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == result.status
 
 
 def test_a_validation_that_is_not_finite_is_no_result(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: float("nan"))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: {"bits/byte": float("nan")})
     result = train.train(TINY, source, tmp_path / "run", lambda *row: None)
     assert result.status == "diverged in validation"
-    assert set(result.bits_per_byte.values()) == {None}
+    assert set(result.scores.values()) == {None}
 
 
 def test_a_seed_draws_the_scheme_too():
-    orders = [
-        train.build_model(replace(TINY, scheme="permuteformer", seed=seed)).scheme.encoding.table for seed in (0, 0, 1)
-    ]
+    orders = [_model(TINY.edit(scheme="permuteformer", seed=seed)).scheme.encoding.table for seed in (0, 0, 1)]
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
 
 
 def test_learned_positions_are_not_evaluated_beyond_their_table(source, tmp_path):
-    result = train.train(replace(TINY, scheme="learned"), source, tmp_path / "run", lambda *row: None)
-    assert result.bits_per_byte["1"] is not None
-    assert result.bits_per_byte["2"] is None
+    result = train.train(TINY.edit(scheme="learned"), source, tmp_path / "run", lambda *row: None)
+    assert result.scores["bits/byte"] is not None
+    assert result.scores["at 2x"] is None
 
 
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="multiple of the 3 heads"):
-        train.build_model(replace(TINY, heads=3))
+        _model(TINY.edit(heads=3))
 
 
 def test_evaluation_is_a_mean_over_bytes(source):
-    model = train.build_model(TINY)
-    bits = train.evaluate(model, TINY, source, TINY.length)
-    tokens, targets = zip(*source.windows(TINY.length, TINY.validation_tokens, 1), strict=True)
+    model = _model(TINY)
+    bits = source.measure(model, TINY, View()).figures["bits_per_byte"]
+    tokens, targets = zip(*source.corpus.windows(TINY.task.length, TINY.task.validation_tokens, 1), strict=True)
     losses = [
-        train.loss_of(model, a, b).item() / torch.log(torch.tensor(2.0)).item() for a, b in zip(tokens, targets, strict=True)
+        source.loss(model, a, b).item() / torch.log(torch.tensor(2.0)).item() for a, b in zip(tokens, targets, strict=True)
     ]
     assert bits == pytest.approx(sum(losses) / len(losses), rel=1e-5)

@@ -2,15 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from isopos.lab.bench.rows import Row
+from isopos.lab.bench.processes import ALLOCATORS
+from isopos.lab.bench.rows import TITLES, Row
+from isopos.lab.reports.markdown import markdown
 
 __all__ = ["page"]
 
-TITLES = {
+SECTIONS = {
     "attention": "Linear attention",
     "rotary": "Rotation of queries and keys",
     "decode": "Decoding, a token at a time",
@@ -19,7 +20,6 @@ TITLES = {
     "memory": "Memory",
     "construction": "Construction",
 }
-HEAD = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 INTRODUCTION = """# Performance
 
 One run on one machine; `{command}` prints and writes it for yours, and
@@ -49,22 +49,15 @@ def page(content: dict[str, Any]) -> str:
     Args:
         content: Of bench.json.
     """
-    from isopos.lab.bench.processes import ALLOCATORS
-
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     trim = ALLOCATORS["reused"]["MALLOC_TRIM_THRESHOLD_"]
     parts = [INTRODUCTION.format(**content | {"versions": versions, "trim": trim})]
     rows = [Row.from_json(row) for row in content["rows"]]
-    for section, title in TITLES.items():
+    for section, title in SECTIONS.items():
         own = [row for row in rows if row.section == section]
         if own:
-            parts.append("\n".join((f"## {title}", "", *_table(own))))
+            parts.append(f"## {title}\n\n{markdown(TITLES, (row.cells() for row in own))}")
     return "\n\n".join(parts) + "\n"
-
-
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows)):
-        yield "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The laboratory: text, training, comparison and reports. It imports isopos and is never imported by it."""
+"""The laboratory: tasks, training, comparison, reports, measurements. `load` gives the model of a run."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isopos.lab.runs.weights import load as load
 
 
 def __getattr__(name: str) -> Any:
-    """`load`, the model of a run, imported when it is first used."""
-    if name != "load":
-        raise AttributeError(f"module 'isopos.lab' has no attribute {name!r}")
-    from isopos.lab.training.run import load
+    if name == "load":
+        from isopos.lab.runs.weights import load
 
-    return load
+        return load
+    raise AttributeError(f"module 'isopos.lab' has no attribute {name!r}")

@@ -1,36 +1,22 @@
-"""How far rotary tables are from a float64 reference, ours beside other libraries': python -m isopos.lab.bench.accuracy."""
+"""How far rotary tables are from a float64 reference, ours beside other libraries'."""
 
-import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from isopos import __version__
+from isopos.lab.bench.peers import ROTARY, Rotary
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["FAR", "OURS", "PEERS", "SETTINGS", "Peer", "Setting", "absent", "accuracy", "errors", "pairs", "scores"]
+__all__ = ["FAR", "SETTINGS", "Setting", "absent", "accuracy", "errors", "pairs", "scores"]
 
 HEAD_DIM, LENGTH = 64, 8192
-
-
-class Peer(NamedTuple):
-    """Another library's rotary embedding: rotates x ``[*b h t d]`` at the positions from `start` on, base 10000.
-
-    Its module is cast to a dtype, if one is given.
-    """
-
-    package: str
-    layout: str  # pairs are features 2i, 2i + 1 (interleaved) or i, i + d/2 (half)
-    rotate: Callable[..., Tensor]  # x, start and, for a cast, a dtype
-    longest: int = 2**62  # positions it reaches in a reasonable time
 
 
 class Setting(NamedTuple):
@@ -54,82 +40,47 @@ FAR = tuple(
 )
 
 
-def _ours(x: Tensor, start: int, cast: torch.dtype | None = None) -> Tensor:
-    scheme = REGISTRY["rope"](x.shape[-1], 1).to(cast)
-    return scheme.at(sequence(x.shape[-2]) + start, dtype=x.dtype)["isometry"](x)
-
-
-def _rotary_embedding_torch(x: Tensor, start: int, cast: torch.dtype | None = None) -> Tensor:
-    peer = _module("rotary_embedding_torch").RotaryEmbedding(x.shape[-1]).to(cast)
-    return peer.rotate_queries_or_keys(x, offset=start)
-
-
-def _x_transformers(x: Tensor, start: int, cast: torch.dtype | None = None) -> Tensor:
-    peer = _module("x_transformers.x_transformers")
-    angles, _ = peer.RotaryEmbedding(x.shape[-1]).to(cast)(torch.arange(start, start + x.shape[-2]))
-    return peer.apply_rotary_pos_emb(x, angles)
-
-
-def _llama(x: Tensor, start: int, cast: torch.dtype | None = None) -> Tensor:
-    peer = _module("transformers.models.llama.modeling_llama")
-    config = _module("transformers.models.llama.configuration_llama").LlamaConfig(head_dim=x.shape[-1], rope_theta=10000.0)
-    tables = peer.LlamaRotaryEmbedding(config).to(cast)(x, torch.arange(start, start + x.shape[-2])[None])
-    return peer.apply_rotary_pos_emb(x, x, *tables)[0]
-
-
-def _roformer(x: Tensor, start: int, cast: torch.dtype | None = None) -> Tensor:
-    peer = _module("transformers.models.roformer.modeling_roformer")
-    embedding = peer.RoFormerSinusoidalPositionalEmbedding(start + x.shape[-2], x.shape[-1])
-    embedding.weight.data = embedding.create_weight()
-    table = embedding.to(cast)((1, x.shape[-2]), past_key_values_length=start)
-    return peer.RoFormerSelfAttention.apply_rotary_position_embeddings(table, x, x)[0]
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-PEERS = {
-    "rotary-embedding-torch": Peer("rotary-embedding-torch", "interleaved", _rotary_embedding_torch),
-    "x-transformers": Peer("x-transformers", "interleaved", _x_transformers),
-    "transformers Llama": Peer("transformers", "half", _llama),
-    # a Python loop fills its table from position 0 on: at 10^6 and d = 64 that takes a minute or two and gigabytes
-    "transformers RoFormer": Peer("transformers", "interleaved", _roformer, longest=2**16),
-}
-OURS = Peer("isopos", "interleaved", _ours)
+def _ours(x: Tensor, start: int, cast: torch.dtype | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    rho = REGISTRY["rope"](x.shape[-1], 1).to(cast).encoding(sequence(x.shape[-2]) + start, x.dtype)
+    return lambda q, k: (rho(q), rho(k))
 
 
 def absent() -> list[str]:
     """Peers that are not installed."""
-    return [name for name, peer in PEERS.items() if importlib.util.find_spec(peer.package.replace("-", "_")) is None]
+    return [name for name, peer in ROTARY.items() if not peer.installed]
 
 
-def pairs(turned: Tensor) -> Tensor:
+def pairs(table: Tensor) -> Tensor:
     """Cosines and sines as they are."""
-    return turned
+    return table
 
 
-def scores(turned: Tensor) -> Tensor:
+def scores(table: Tensor) -> Tensor:
     """Scores of some 256 positions with each other, <rho(x) q, rho(y) k> where all pairs of q = k are equal and |q| = 1."""
-    unit = turned[:: LENGTH // 256].flatten(1) / turned.shape[-2] ** 0.5
+    unit = table[:: LENGTH // 256].flatten(1) / table.shape[-2] ** 0.5
     return unit @ unit.T
 
 
 def errors(
-    peer: Peer = OURS, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
+    peer: Rotary | None = None, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
 ) -> dict[Setting, float]:
-    """Largest error of a cosine or sine in each setting that the peer reaches: rotated unit features against a reference.
+    """Largest error of a cosine or sine in each setting that a peer reaches: rotated unit features against a reference.
 
-    With `of` it is the error of a function of the cosines and sines ``[t f 2]``, such as `scores`.
+    Args:
+        peer: A library; by default isopos.
+        settings: All of its features and positions.
+        of: A function of the cosines and sines ``[t f 2]``, whose error it is, such as `scores`.
     """
     found = {}
     for setting in settings:
-        if setting.start + LENGTH > peer.longest:
+        if peer is not None and setting.start + LENGTH > peer.longest:
             continue
-        x, cast = _unit_features(peer.layout, setting.dtype), (setting.dtype,) * setting.cast
-        rotated = peer.rotate(x, setting.start, *cast)[0, 0].double()
-        turned = rotated.unflatten(-1, (-1, 2)) if peer.layout == "interleaved" else rotated.unflatten(-1, (2, -1)).mT
-        found[setting] = (of(turned) - of(_reference(setting.start))).abs().max().item()
+        x = _unit_features("interleaved" if peer is None else peer.layout, setting.dtype)
+        rotation = _ours if peer is None else peer.rotation
+        rotated = rotation(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
+        interleaved = peer is None or peer.layout == "interleaved"
+        table = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).mT
+        found[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
     return found
 
 
@@ -155,13 +106,9 @@ def accuracy() -> Table:
     table = Table(caption=f"{note}\nNot installed: {', '.join(missing)}." if missing else note, header_style="bold")
     for title in ("library", "version", *map(str, SETTINGS)):
         table.add_column(title, justify="left" if title in ("library", "version") else "right", overflow="fold")
-    for name, peer in {"isopos": OURS, **PEERS}.items():
+    for name, peer in {"isopos": None, **ROTARY}.items():
         if name not in missing:
             found = errors(peer)
-            version = __version__ if peer is OURS else importlib.metadata.version(peer.package)
+            version = __version__ if peer is None else importlib.metadata.version(peer.package)
             table.add_row(name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS))
     return table
-
-
-if __name__ == "__main__":
-    Console().print(accuracy())

@@ -1,8 +1,7 @@
-"""One answer in every setting: the worst error of each scheme, setting and dtype. `COMMAND` writes docs/exactness.md."""
+"""One answer in every setting: the worst error of each scheme, setting and dtype."""
 
 import itertools
 import math
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,15 +16,15 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG
 from isopos.encodings import Encoding
 from isopos.lab.bench import accuracy
+from isopos.lab.bench.peers import ROTARY
 from isopos.lab.reports.kernels import fill_zeros
 from isopos.laws import reference
 from isopos.positions import Group, Line, Product, Ring, Tree, grid, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State
 
-__all__ = ["ATTENTIONS", "DTYPES", "SETTINGS", "Table", "console", "definition", "measure", "page", "tables"]
+__all__ = ["ATTENTIONS", "DTYPES", "SETTINGS", "Table", "beside", "console", "definition", "measure", "tables"]
 
-COMMAND = "python -m isopos.lab.bench.exactness > docs/exactness.md"
 BATCH, HEADS, HEAD_DIM, LENGTH = 2, 2, 16, 130  # two chunks of the causal sums, and two tokens
 PADDING = (37, 5)  # tokens of each sample
 FAR = 2**31
@@ -243,13 +242,6 @@ class Table(NamedTuple):
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
-    def markdown(self) -> Iterator[str]:
-        """Lines."""
-        yield from (f"### {self.title}", "")
-        for row in (self.head, ("---", *["---:"] * (len(self.head) - 1)), *self.rows):
-            yield f"| {' | '.join(row)} |"
-        yield ""
-
     def rich(self) -> rich.table.Table:
         """For a console."""
         table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
@@ -302,12 +294,12 @@ def _figure(errors: Sequence[float]) -> str:
 
 def beside() -> Iterator[Table]:
     """Far positions and bfloat16 in isopos and in the other libraries that are installed."""
-    peers = {"isopos": accuracy.OURS, **accuracy.PEERS}
     for what, of in (("cosines and sines", accuracy.pairs), ("scores of unit queries and keys", accuracy.scores)):
         rows = []
-        for name in (name for name in peers if name not in accuracy.absent()):
-            errors = accuracy.errors(peers[name], accuracy.FAR, of)
-            rows.append((name, *(_figure([errors[s]] if s in errors else []) for s in accuracy.FAR)))
+        for name, peer in {"isopos": None, **ROTARY}.items():
+            if peer is None or peer.installed:
+                errors = accuracy.errors(peer, accuracy.FAR, of)
+                rows.append((name, *(_figure([errors[s]] if s in errors else []) for s in accuracy.FAR)))
         yield Table(f"Largest error of {what}", ("library", *map(str, accuracy.FAR)), rows)
 
 
@@ -321,67 +313,3 @@ def console(out: Console, *, compiled: bool = False) -> None:
         out.print(f"[{n}] {note}", markup=False, highlight=False)
     if accuracy.absent():
         out.print(f"Not installed: {', '.join(accuracy.absent())}.")
-
-
-INTRODUCTION = """\
-# Exactness
-
-A scheme gives one answer over a whole sequence, in chunks, token by token, packed, padded, at any position and in any
-precision. This page says how far from it each setting was in one run.
-`{command}` writes it (with `isopos[peers]`), `isopos bench exactness` measures your
-machine; the digits of rounding errors differ between machines.
-
-**What is measured.** Largest |output - reference| over max(1, largest |reference|), of {batch} samples of {length} tokens,
-with {heads} heads of {head_dim} features, normal random inputs and default options; learned tables that start at zero are
-filled at random. The reference is the quadratic definition of the same rounded inputs, every weight formed, in float64
-throughout. It never streams, packs or pads: packed and padded sequences are compared with each sequence alone, streams with
-the whole, and positions from 2^31 on with the same sequence from 0 on where the scheme is relative. Additive embeddings are
-added in the inputs' dtype, as in a model, and their rounding counts.
-
-**What to expect.** A number near 1 is rounded by up to 1e-16 in float64, 6e-8 in float32, 4e-3 in bfloat16 and 5e-4 in
-float16. Linear attention sums in float32 or wider and rounds once, at the end; softmax attention rounds queries and keys
-again after rho, and the rest is PyTorch's kernel. An angle at 2^31 is rounded even in float64, by up to 2e-7, and packed
-sequences with a decay lose some digits of float64 to the jumps that keep them apart. 0 is the same operations in the same
-order.
-
-"-" is refused, and a number in brackets leads to the reason, below the tables. Beside a scheme's name it holds for the whole
-row: the figures are then those of the other attention. Here: torch {torch}, {machine}, one thread.
-"""
-PEERS = """\
-## Beside other libraries
-
-Rotary embeddings of {head_dim} features, base 10000, at {length} positions from the one named on: in float32, with bfloat16
-inputs, and with inputs and module in bfloat16 (`module.bfloat16()`). The reference has angles in numpy's widest float; all
-pairs of features are (1, 0), so that rotation shows cosines and sines. An error of 2 is half a turn, and 2e-3 is the
-rounding of a result in bfloat16. Scores are products of rotated unit vectors, summed in float64. "-": a table that is filled
-from position 0 on, by a loop, does not reach so far in a minute.
-
-**Ties.** RoFormer of transformers builds its table in float64, too: in float32 it is as exact as isopos, as far as it
-reaches, and with bfloat16 inputs more exact, since it then returns float32. With bfloat16 inputs, transformers' Llama and
-x-transformers, whose angles stay float32, are at 10^4 as exact as bfloat16 can be; further out their angles are not. A cast
-of the module rounds RoFormer's table once, which ties again. Elsewhere isopos is closer: rotary-embedding-torch counts
-positions in the dtype of its inputs, and a cast rounds the frequencies of all three others.
-{missing}"""
-
-
-def page() -> str:
-    """The whole page."""
-    notes: list[str] = []
-    sections = list(tables(measure(), notes))
-    sizes = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH}
-    where = {"torch": torch.__version__, "machine": f"{platform.machine()} CPU"}
-    missing = f"\nNot installed: {', '.join(accuracy.absent())}.\n" if accuracy.absent() else ""
-    lines = [
-        INTRODUCTION.format(command=COMMAND, **sizes, **where),
-        *itertools.chain.from_iterable(table.markdown() for table in sections),
-        *(f"[{n}] {note}  " for n, note in enumerate(notes, 1)),
-        "",
-        PEERS.format(head_dim=accuracy.HEAD_DIM, length=accuracy.LENGTH, missing=missing),
-        *itertools.chain.from_iterable(table.markdown() for table in beside()),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(page(), end="")

@@ -1,28 +1,31 @@
-"""Other libraries' attention and rotary embeddings, where they are installed: functions of the same inputs as ours."""
+"""Other libraries' attention and rotary embeddings, where they are installed: one adapter each.
+
+Nothing of theirs is imported before it is used: a whole model of theirs takes seconds.
+"""
 
 import importlib
+import importlib.util
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["PEERS", "Peer"]
+__all__ = ["PEERS", "ROTARY", "Peer", "Rotary"]
 
 EPSILON = 1e-6
+BASE = 10000.0
+Work = Callable[..., Any]  # of queries, keys and, if it is attention, values ``[b h t d]``
 
 
-class Peer(NamedTuple):
-    """Another library: the module that has to be importable, its name to pip, and what to call.
-
-    `make` takes the module and a length, and returns a function of queries, keys and, if it is attention, values.
-    """
+class Peer(ABC):
+    """Another library: the module that has to be importable, its name to pip, and what to call."""
 
     module: str
     package: str
-    make: Callable[[Any, int, int], Callable[..., Any]]
     note: str = ""
 
     def load(self) -> Any:
@@ -31,55 +34,141 @@ class Peer(NamedTuple):
             warnings.simplefilter("ignore")
             return importlib.import_module(self.module)
 
+    @property
+    def installed(self) -> bool:
+        """Whether there is such a package, which may yet fail to import."""
+        return importlib.util.find_spec(self.module.partition(".")[0]) is not None
+
     def absence(self) -> str:
-        """Why the peer is not measured, and what to do; empty where it is installed."""
+        """Why the peer is not measured, and what to do; empty where it can be imported."""
         try:
             self.load()
         except ImportError:
             return f"{self.package} is not installed: pip install {self.package}{self.note}"
         return ""
 
+    @abstractmethod
+    def work(self, length: int, head_dim: int) -> Work:
+        """A function of features of these sizes."""
 
-def _fast_transformers(module: Any, length: int, head_dim: int) -> Callable[..., Tensor]:
+
+class Rotary(Peer):
+    """A rotary embedding with base 10000, as functions that rotate queries and keys alike."""
+
+    layout: Literal["interleaved", "half"] = "interleaved"
+    """Whether pairs are features 2i, 2i + 1, or i, i + d/2."""
+    longest: int = 2**62
+    """Positions that it reaches in a reasonable time."""
+
+    @abstractmethod
+    def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
+        """For features like x at the positions from `start` on, by the library's module, which may be cast to a dtype."""
+
+    @abstractmethod
+    def formula(self, angle: Tensor) -> Work:
+        """For angles ``[t d]`` in the library's layout."""
+
+    def work(self, length: int, head_dim: int) -> Work:
+        return self.rotation(torch.empty(length, head_dim))
+
+
+class FastTransformers(Peer):
     """fast-transformers' `CausalLinearAttention`, by its kernel."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        divisor = torch.einsum("nhli,nhli->nhl", q, k.cumsum(2)) + EPSILON
-        return module.causal_dot_product(q, k, v) * (1 / divisor).unsqueeze(-1)
+    module, package = "fast_transformers.causal_product", "pytorch-fast-transformers"
+    note = ", needs a compiler"
 
-    return attend
+    def work(self, length: int, head_dim: int) -> Work:
+        module = self.load()
 
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+            divisor = torch.einsum("nhli,nhli->nhl", q, k.cumsum(2)) + EPSILON
+            return module.causal_dot_product(q, k, v) * (1 / divisor).unsqueeze(-1)
 
-def _performer(module: Any, length: int, head_dim: int) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module.causal_linear_attention_noncuda(F.elu(q) + 1, F.elu(k) + 1, v)
-
-    return attend
-
-
-def _rotary_embedding_torch(module: Any, length: int, head_dim: int) -> Callable[..., Any]:
-    rotate = module.RotaryEmbedding(head_dim).rotate_queries_or_keys
-    return lambda q, k: (rotate(q), rotate(k))
+        return attend
 
 
-def _x_transformers(module: Any, length: int, head_dim: int) -> Callable[..., Any]:
-    angles, _ = module.RotaryEmbedding(head_dim)(torch.arange(length))
-    return lambda q, k: (module.apply_rotary_pos_emb(q, angles), module.apply_rotary_pos_emb(k, angles))
+class Performer(Peer):
+    """performer-pytorch's causal attention without CUDA."""
+
+    module = "performer_pytorch.performer_pytorch"
+    package = "performer-pytorch"
+
+    def work(self, length: int, head_dim: int) -> Work:
+        attend = self.load().causal_linear_attention_noncuda
+        return lambda q, k, v: attend(F.elu(q) + 1, F.elu(k) + 1, v)
 
 
-def _llama(module: Any, length: int, head_dim: int) -> Callable[..., Any]:
-    config = module.LlamaConfig(head_dim=head_dim, rope_theta=10000.0)
-    tables = module.LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(length)[None])
-    return lambda q, k: module.apply_rotary_pos_emb(q, k, *tables)
+class RotaryEmbeddingTorch(Rotary):
+    """rotary-embedding-torch, which keeps its angles."""
+
+    module, package = "rotary_embedding_torch", "rotary-embedding-torch"
+
+    def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
+        rotate = self.load().RotaryEmbedding(x.shape[-1]).to(cast).rotate_queries_or_keys
+        return lambda q, k: (rotate(q, offset=start), rotate(k, offset=start))
+
+    def formula(self, angle: Tensor) -> Work:
+        rotate = self.load().apply_rotary_emb
+        return lambda q, k: (rotate(angle, q), rotate(angle, k))
 
 
-PEERS = {
-    "fast-transformers": Peer(
-        "fast_transformers.causal_product", "pytorch-fast-transformers", _fast_transformers, ", needs a compiler"
-    ),
-    "performer-pytorch": Peer("performer_pytorch.performer_pytorch", "performer-pytorch", _performer),
-    "rotary-embedding-torch": Peer("rotary_embedding_torch", "rotary-embedding-torch", _rotary_embedding_torch),
-    "x-transformers": Peer("x_transformers.x_transformers", "x-transformers", _x_transformers),
-    "transformers": Peer("transformers.models.llama.modeling_llama", "transformers", _llama),
+class XTransformers(Rotary):
+    """x-transformers."""
+
+    module, package = "x_transformers.x_transformers", "x-transformers"
+
+    def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
+        angles, _ = self.load().RotaryEmbedding(x.shape[-1]).to(cast)(torch.arange(start, start + x.shape[-2]))
+        return self.formula(angles[0])
+
+    def formula(self, angle: Tensor) -> Work:
+        rotate, angles = self.load().apply_rotary_pos_emb, angle[None]
+        return lambda q, k: (rotate(q, angles), rotate(k, angles))
+
+
+class Llama(Rotary):
+    """Transformers' Llama."""
+
+    module, package, layout = "transformers.models.llama.modeling_llama", "transformers", "half"
+
+    def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
+        module = self.load()
+        config = module.LlamaConfig(head_dim=x.shape[-1], rope_theta=BASE)
+        tables = module.LlamaRotaryEmbedding(config).to(cast)(x, torch.arange(start, start + x.shape[-2])[None])
+        return self._rotates(*tables)
+
+    def formula(self, angle: Tensor) -> Work:
+        return self._rotates(angle[None].cos(), angle[None].sin())
+
+    def _rotates(self, cos: Tensor, sin: Tensor) -> Work:
+        rotate = self.load().apply_rotary_pos_emb
+        return lambda q, k: rotate(q, k, cos, sin)
+
+
+class RoFormer(Rotary):
+    """Transformers' RoFormer: a Python loop fills its table from position 0 on, a minute or two and gigabytes at 10^6."""
+
+    module, package, longest = "transformers.models.roformer.modeling_roformer", "transformers", 2**16
+
+    def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
+        embedding = self.load().RoFormerSinusoidalPositionalEmbedding(start + x.shape[-2], x.shape[-1])
+        embedding.weight.data = embedding.create_weight()
+        return self._rotates(embedding.to(cast)((1, x.shape[-2]), past_key_values_length=start))
+
+    def formula(self, angle: Tensor) -> Work:
+        return self._rotates(torch.cat((angle[:, ::2].sin(), angle[:, ::2].cos()), -1))
+
+    def _rotates(self, table: Tensor) -> Work:
+        rotate = self.load().RoFormerSelfAttention.apply_rotary_position_embeddings
+        return lambda q, k: rotate(table, q, k)
+
+
+ROTARY: dict[str, Rotary] = {
+    "rotary-embedding-torch": RotaryEmbeddingTorch(),
+    "x-transformers": XTransformers(),
+    "transformers Llama": Llama(),
+    "transformers RoFormer": RoFormer(),
 }
+PEERS: dict[str, Peer] = {"fast-transformers": FastTransformers(), "performer-pytorch": Performer(), **ROTARY}

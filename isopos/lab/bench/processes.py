@@ -5,15 +5,15 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from isopos.lab.bench import figures, run
-from isopos.lab.bench.kernels import Shape
 from isopos.lab.bench.races import RACES
 from isopos.lab.bench.rows import Row
+from isopos.lab.bench.works import Shape
 
-__all__ = ["ALLOCATORS", "FUNCTIONS", "SECTIONS", "allocators", "call", "section"]
+__all__ = ["ALLOCATORS", "FUNCTIONS", "SECTIONS", "allocators", "call", "in_states", "section"]
 
 SECTIONS = (*RACES, "growth", "memory", "construction")
 ALLOCATORS: dict[str, Mapping[str, str]] = {
@@ -57,6 +57,16 @@ def _rows(name: str, rounds: int, most: int) -> Iterator[Row]:
         yield from run.race(name, contest.limited(most), rounds)
     if name == "rotary":
         yield figures.rotation_error(Shape().limited(most))
+
+
+def in_states(name: str, states: Sequence[str], rounds: int) -> list[Row]:
+    """The rows of a section in states of the allocator, a process each; those of one work below each other."""
+    merged: dict[tuple[str, str, str], list[Row]] = {}
+    for state in states:
+        for content in call("section", ALLOCATORS[state], name=name, rounds=rounds):
+            row = Row.from_json(content).replace(allocator=state)
+            merged.setdefault((row.work, row.other, row.unit), []).append(row)
+    return [row for rows in merged.values() for row in rows]
 
 
 def call(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:

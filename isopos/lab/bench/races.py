@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isopos.lab.bench.kernels import Shape
 from isopos.lab.bench.timing import Goal, at_least, at_most
+from isopos.lab.bench.works import Shape
 
 __all__ = ["BOTH", "FORWARD", "RACES", "STEP", "Race"]
 
@@ -48,7 +48,7 @@ PEERS_OF_ROTATION = {
     ("rotation", "torchtune's formula"): at_least(10),
     ("rotation", "rotate-half"): None,
     ("rotation", "x-transformers"): None,
-    ("rotation", "transformers"): None,
+    ("rotation", "transformers Llama"): None,
 }
 CLONES = ("rotation", "two clones")
 ROTARY = (
@@ -60,13 +60,13 @@ STEPS = {
     for other, goal in (("einsum step", at_least(10)), ("softmax (SDPA) step", at_least(300)))
     for how in ("", ", in place")
 }
-TURNED = {
+ROTATED = {
     (f"decoding step of a scheme, rotary{how}", f"decoding step of a scheme, no positions{how}"): at_most(1.3)
     for how in ("", ", in place")
 }
 DECODE = (
-    Race("attention", STEP, Shape(1, batch=1, cache=32768), STEPS | dict.fromkeys(TURNED)),
-    Race("attention", STEP, Shape(1, batch=32, cache=32768), STEPS | TURNED),
+    Race("attention", STEP, Shape(1, batch=1, cache=32768), STEPS | dict.fromkeys(ROTATED)),
+    Race("attention", STEP, Shape(1, batch=32, cache=32768), STEPS | ROTATED),
 )
 SPEEDS = {
     "rotary": at_least(0.95),

@@ -9,7 +9,9 @@ from rich.table import Table
 
 from isopos.lab.bench.timing import Goal, Spread, ratios, verdict
 
-__all__ = ["Row", "table"]
+__all__ = ["TITLES", "Row", "table"]
+
+TITLES = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ class Row:
 
 def table(rows: Iterable[Row]) -> Table:
     """All rows, below each other what belongs together."""
-    titles = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
-    shown = Table(*titles, header_style="bold")
+    shown = Table(*TITLES, header_style="bold")
     for row in rows:
         shown.add_row(*row.cells())
     return shown

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from isopos.lab.bench.kernels import Shape, kernel
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.races import BOTH, STEP, Race
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_most, rounds_of
+from isopos.lab.bench.works import Shape, work_of
 
 __all__ = ["LENGTHS", "growth", "once", "race"]
 
@@ -76,8 +76,8 @@ def _inputs(what: str, shape: Shape, passing: str) -> list[torch.Tensor]:
 
 
 def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor]) -> Callable[[], Any]:
-    """One pass of a kernel; gradients are of its inputs and of what it learns."""
-    call, parameters = kernel(name, shape)
+    """One pass of a work; gradients are of its inputs and of what it learns."""
+    call, parameters = work_of(name, shape)
     if passing != BOTH:
         return lambda: call(*inputs)
     leaves = [*inputs, *parameters]

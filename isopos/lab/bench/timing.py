@@ -4,11 +4,13 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Goal", "Spread", "at_least", "at_most", "ratios", "rounds_of", "verdict"]
+import torch
+
+__all__ = ["Goal", "Spread", "at_least", "at_most", "ratios", "rounds_of", "turns", "verdict"]
 
 SHORT = 5e-3  # seconds: a shorter work is repeated for so long
 
@@ -70,8 +72,8 @@ def ratios(ours: Sequence[float], other: Sequence[float], goal: Goal | None = No
         >>> ratios([1.0], [4.0], at_most(1.1)).median
         0.25
     """
-    above, below = (ours, other) if goal is not None and goal.sense == "at most" else (other, ours)
-    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+    over, under = (ours, other) if goal is not None and goal.sense == "at most" else (other, ours)
+    return Spread.of([a / b for a, b in zip(over, under, strict=True)])
 
 
 def verdict(spread: Spread, goal: Goal | None = None) -> str:
@@ -93,32 +95,41 @@ def verdict(spread: Spread, goal: Goal | None = None) -> str:
     return "within the spread" if goal.sense == "at least" and goal.value > 1 and level else "met"
 
 
-def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each work in each round, after a call to warm up; short works are repeated within a round.
+def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> Iterator[dict[str, float]]:
+    """Seconds of each work, round by round, after a call to warm up; short works are repeated within a round.
 
-    Works take turns, every other round in the opposite order, so that none always follows the same.
+    Works take turns, every other round in the opposite order, so that none always follows the same. The clock stops when
+    the device has finished.
     """
-    repeats = {name: _repeats(work) for name, work in works.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in works}
+    repeats = {name: _repeats(work, device) for name, work in works.items()}
     for n in range(rounds):
-        for name in list(works)[:: -1 if n % 2 else 1]:
-            seconds[name].append(_seconds(works[name], repeats[name]))
-    return seconds
+        order = list(works)[:: -1 if n % 2 else 1]
+        seconds = {name: _seconds(works[name], repeats[name], device) for name in order}
+        yield {name: seconds[name] for name in works}
 
 
-def _repeats(work: Callable[[], object]) -> int:
+def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """The seconds of `turns` by work."""
+    measured = list(turns(works, rounds, device))
+    return {name: [seconds[name] for seconds in measured] for name in works}
+
+
+def _repeats(work: Callable[[], object], device: str) -> int:
     """How often to repeat a work, once it is warm."""
-    first = _seconds(work, 1)
-    return 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(_seconds(work, 1), 1e-9)))
+    first = _seconds(work, 1, device)
+    return 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(_seconds(work, 1, device), 1e-9)))
 
 
-def _seconds(work: Callable[[], object], repeats: int) -> float:
+def _seconds(work: Callable[[], object], repeats: int, device: str) -> float:
     """Seconds of one call, without collections of garbage."""
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    synchronize()
     gc.disable()
     try:
         begun = time.perf_counter()
         for _ in range(repeats):
             work()
+        synchronize()
         return (time.perf_counter() - begun) / repeats
     finally:
         gc.enable()

@@ -1,80 +1,78 @@
-"""`isopos bench`: the sections, printed and written."""
+"""`isopos bench`."""
 
 import shlex
 import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, exactness, processes, report
-from isopos.lab.bench.rows import Row, table
-
-__all__ = ["bench"]
-
-ROUNDS = 9
+__all__ = ["Bench", "run"]
 
 
-def bench(
-    console: Console,
-    section: str = "all",
-    *,
-    allocator: str = "both",
-    rounds: int = ROUNDS,
-    out: str = "",
-    overwrite: bool = False,
-    compiled: bool = False,
-) -> int:
-    """Print the rows of a section, or of all but exactness, and write them if there is a folder; return the exit status.
+@dataclass(frozen=True)
+class Bench:
+    """Measure on this machine: ours beside others' in turns, as ratios with their spread; memory, construction, accuracy.
 
-    Args:
-        console: To print on.
-        section: A name of `processes.SECTIONS`, "accuracy", "exactness" or "all".
-        allocator: "as-is", "reused" or "both".
-        rounds: Of each race.
-        out: A folder for bench.json and bench.svg.
-        overwrite: Replace them.
-        compiled: Of exactness.
+    Exactness is the error of every scheme in every setting and dtype, which takes a minute.
     """
+
+    section: Annotated[
+        Literal[
+            "all",
+            "attention",
+            "rotary",
+            "decode",
+            "sublayer",
+            "growth",
+            "memory",
+            "construction",
+            "accuracy",
+            "exactness",
+        ],
+        tyro.conf.Positional,
+    ] = "all"
+    """What to measure; "all" leaves out exactness."""
+    allocator: Literal["both", "as-is", "reused"] = "both"
+    """State of glibc's allocator: as it is, told to reuse memory, or one after the other."""
+    rounds: int = 9
+    """Rounds in which works take turns."""
+    out: str = ""
+    """A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written."""
+    overwrite: bool = False
+    """Replace them if they exist."""
+    compiled: bool = False
+    """Of exactness: compiled, too, which takes minutes."""
+
+
+def run(options: Bench, console: Console) -> int:
+    """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
+    from isopos.lab.bench import accuracy, exactness, processes, results
+    from isopos.lab.bench.rows import table
+
+    section, rounds = options.section, options.rounds
+    if options.compiled and section != "exactness":
+        raise ValueError(f"compiled: expected the section exactness, got {section}")
     if section == "exactness":
-        exactness.console(console, compiled=compiled)
+        exactness.console(console, compiled=options.compiled)
         return 0
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    states, folder = processes.allocators(allocator), report.target(out, overwrite)
+    states, folder = processes.allocators(options.allocator), results.target(options.out, options.overwrite)
     names = [name for name in processes.SECTIONS if section in ("all", name)]
     if names:
-        console.print(_heading(rounds))
+        console.print(results.heading(rounds))
     rows, written = [], []
     for name in names:
-        found = _measured(console, name, states, rounds)
+        with console.status(name):
+            found = processes.in_states(name, states, rounds)
         console.print(table(found))
         rows += found
         if folder is not None:  # after every section: what an interruption finds is there
-            written = report.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)
+            written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)
     if section in ("all", "accuracy"):
         console.print(accuracy.accuracy())
     for path in written:
         console.print(f"wrote {path}")
     return 0
-
-
-def _measured(console: Console, name: str, states: list[str], rounds: int) -> list[Row]:
-    """A section in each state of the allocator, a process each; rows of one work below each other."""
-    by_state = []
-    for state in states:
-        with console.status(f"{name}, allocator {state}"):
-            found = processes.call("section", processes.ALLOCATORS[state], name=name, rounds=rounds)
-        by_state.append([Row.from_json(row).replace(allocator=state) for row in found])
-    merged: dict[tuple[str, str, str], list[Row]] = {}
-    for row in (row for rows in by_state for row in rows):
-        merged.setdefault((row.work, row.other, row.unit), []).append(row)
-    return [row for rows in merged.values() for row in rows]
-
-
-def _heading(rounds: int) -> str:
-    about = report.machine()
-    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return (
-        f"{versions}; {about['cpu']}, {about['threads']} threads, {about['dtype']}. Medians of {rounds} interleaved rounds; "
-        "ratios are taken within rounds. speed: the other's time / ours; time: ours / the other's. A difference is none "
-        "where the quartiles of its ratio are on both sides of 1."
-    )

@@ -1,57 +1,105 @@
-"""The comparison: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
+"""`isopos compare`: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
 
+import itertools
 import shutil
 import signal
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
-import torch
+import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from isopos.lab.data import corpora
-from isopos.lab.recipes import Comparison, Recipe
-from isopos.lab.reports import page
+from isopos.lab import tasks
+from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes, split_spec
+from isopos.lab.reports.comparison import ranking
 from isopos.lab.reports.progress import Bars
-from isopos.lab.reports.table import render, rows_of
-from isopos.lab.runs.folders import write_json
-from isopos.lab.training.checks import check_recipe, run_place, usable_device
-from isopos.lab.training.run import build_model, build_scheme, loss_of, train
+from isopos.lab.runs.files import write_json
+from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.task import Data, Task, expect
 
-__all__ = ["compare"]
+__all__ = ["Comparison", "default", "run"]
 
 ROUNDS = 9
 
 
-def compare(comparison: Comparison, console: Console) -> int:
+@dataclass(frozen=True)
+class Comparison:
+    """Train the same model with several positional encodings, side by side, and show which to use.
+
+    Ends with a table, the best scheme on top, and writes runs/NAME/: a folder a run and report.html. What follows the first
+    options are fields of all runs.
+    """
+
+    task: str = "language"
+    """What the model learns: language, listops, or MODULE:NAME of a task of your own."""
+    schemes: str = Language.schemes
+    """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary."""
+    attention: Literal["linear", "softmax"] = "linear"
+    """Of every scheme that does not choose its own with attention=..."""
+    seeds: int = 1
+    """Repeat with seeds 0, 1, ... and report means, and differences with their spread."""
+    name: str = ""
+    """Folder under runs/; by default compare- and the time."""
+    overwrite: bool = False
+    """Replace runs/NAME if it exists."""
+    settings: tyro.conf.OmitArgPrefixes[Task] = field(default_factory=Language)
+    model: tyro.conf.OmitArgPrefixes[Model] = field(default_factory=Model)
+    training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=lambda: Training(device="auto", save_every=0))
+
+    def recipes(self) -> list[Recipe]:
+        """One recipe a scheme and seed; schemes of one seed differ in nothing but the scheme."""
+        base = Recipe(training=self.training, model=self.model, task=self.settings)
+        specs = [self._with_attention(spec) for spec in parse_schemes(self.schemes)]
+        for spec in specs:
+            if specs.count(spec) > 1:
+                raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
+        return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
+
+    def _with_attention(self, spec: str) -> str:
+        name, options = split_spec(spec)
+        if self.attention != "linear":
+            options.setdefault("attention", self.attention)
+        return join_spec(name, options)
+
+
+def default(arguments: Sequence[str]) -> Comparison:
+    """What the options are where no others are given: those of the task that the arguments name."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
+    name = next((after for word, after in itertools.pairwise(words) if word == "--task"), "language")
+    task = tasks.find(name)()
+    recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
+    return Comparison(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
+
+
+def run(options: Comparison, console: Console) -> int:
     """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished.
 
     Raises:
         ValueError: Before any work, where a choice or the data do not fit.
     """
-    recipes, folder, warnings = _check(comparison)
-    source = corpora.load(comparison.data, comparison.length, console=console)
-    size = f"{len(source.train)} + {len(source.validation)} bytes"
-    console.print(f"text: {source.name}, {size}, sha256 {source.sha256[:12]}", markup=False)
+    from isopos.lab.reports import page
+
+    recipes, folder, warnings = _check(options)
+    data = options.settings.load(recipes[0], console)
+    recipes = [data.settle(recipe) for recipe in recipes]
+    console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
-    about: dict[str, object] = {
-        "text": source.name,
-        "sha256": source.sha256,
-        "bytes": len(source.train) + len(source.validation),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": recipes[0].device,
+    about = _about(options.settings, data) | {
+        "device": recipes[0].training.device,
         "planned": [run_folder(folder, recipe).name for recipe in recipes],
     }
     complete = False
-    before = _make(folder, comparison.overwrite)
+    before = _make(folder, options.overwrite)
     try:
         write_json(folder / "comparison.json", about | {"complete": False})
-        _train_all(recipes, source, folder, console)
-        about["speed"] = _speeds(recipes, source)
+        _train_all(recipes, data, folder, console)
+        about["speed"] = _speeds(recipes, data)
         complete = True
     except KeyboardInterrupt:
         console.print("[yellow]interrupted: the report holds what is finished")
@@ -60,29 +108,41 @@ def compare(comparison: Comparison, console: Console) -> int:
         write_json(folder / "comparison.json", about | {"complete": complete})
         report = page.write(folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if before is not None and not rows_of(folder):
+    found = ranking(folder)
+    if before is not None and not found.rows:
         shutil.rmtree(folder)
         before.rename(folder)
         console.print(f"no run was finished: {folder} is what it was", markup=False)
         return 130
     if before is not None:
         shutil.rmtree(before)
-    console.print(*render(rows_of(folder), console.width))
+    console.print(*found.render(console.width))
     console.print(f"report: {report}", markup=False)
     return 0 if complete else 130
 
 
-def _check(comparison: Comparison) -> tuple[list[Recipe], Path, list[str]]:
+def _about(task: Task, data: Data) -> dict[str, Any]:
+    import torch
+
+    about = {"task": tasks.spec(task), "data": data.name, "sha256": data.sha256, "summary": data.summary}
+    return about | {"torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def _check(options: Comparison) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
-    if comparison.seeds < 1:
-        raise ValueError(f"seeds: expected a positive number, got {comparison.seeds}")
-    device, warnings = usable_device(comparison.device), []
-    recipes = [replace(recipe, device=device) for recipe in comparison.recipes()]
-    for recipe in recipes[: len(recipes) // comparison.seeds]:
+    from isopos.lab.training.checks import check_recipe, run_place, usable_device
+
+    expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    for name in ("devices", "nodes"):
+        count = getattr(options.training, name)
+        expect(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)
+    device, warnings = usable_device(options.training.device), []
+    recipes = [recipe.edit(device=device) for recipe in options.recipes()]
+    for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
-    name = comparison.name or time.strftime("compare-%Y%m%d-%H%M%S")
+    name = options.name or time.strftime("compare-%Y%m%d-%H%M%S")
     folder = run_place(name)
-    if folder.exists() and not comparison.overwrite:
+    if folder.exists() and not options.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / "comparison.json").exists():
         raise ValueError(f"overwrite: {folder} holds no comparison; remove it yourself or choose another --name")
@@ -107,38 +167,28 @@ def run_folder(folder: Path, recipe: Recipe) -> Path:
     return folder / f"{recipe.scheme.replace(':', '+')}-seed{recipe.seed}"
 
 
-def _train_all(recipes: list[Recipe], source: corpora.Corpus, folder: Path, console: Console) -> None:
+def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console) -> None:
+    from isopos.lab.training.run import train
+
+    task = recipes[0].task
     with Bars(console) as bars:
         for recipe in recipes:
             title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
-            show = bars.add(title, recipe.steps, "bits/byte")
-            result = train(recipe, source, run_folder(folder, recipe), show)
+            show = bars.add(title, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
+            result = train(recipe, data, run_folder(folder, recipe), show)
             if result is not None and result.status != "finished":
                 bars.progress.console.print(f"[red]{title}: {result.status}")
 
 
-def _speeds(recipes: list[Recipe], source: corpora.Corpus) -> dict[str, float]:
+def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
     """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
+    from isopos.lab.tasks.build import build_scheme
+    from isopos.lab.training.speed import step_times
+
     first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
     bases = {
         recipe.scheme: "none" + ":attention=softmax" * (build_scheme(recipe).attention == "softmax") for recipe in first
     }
-    models = {spec: build_model(replace(first[0], scheme=spec)) for spec in {*bases, *bases.values()}}
-    batch = [x.to(first[0].device) for x in source.batch(0, 0, first[0].batch, first[0].length)]
-    seconds: dict[str, list[float]] = {spec: [] for spec in models}
-    for n in range(ROUNDS + 1):
-        for spec, model in models.items():
-            _synchronize(first[0].device)
-            begun = time.perf_counter()
-            loss_of(model, *batch).backward()
-            _synchronize(first[0].device)
-            if n:  # the first round warms up
-                seconds[spec].append(time.perf_counter() - begun)
-            model.zero_grad()
-    ratios = {spec: [b / a for a, b in zip(seconds[spec], seconds[base], strict=True)] for spec, base in bases.items()}
-    return {spec: statistics.median(ratio) for spec, ratio in ratios.items()}
-
-
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+    schemes = {scheme: scheme for scheme in (*bases, *bases.values())}
+    rounds = list(step_times(first[0], data, schemes, ROUNDS))
+    return {spec: statistics.median(seconds[base] / seconds[spec] for seconds in rounds) for spec, base in bases.items()}

@@ -1,122 +1,90 @@
-"""`isopos runs` and `isopos eval`: what runs came to, from their folders, and their weights evaluated again."""
+"""`isopos eval`: the weights of a run, scored again."""
 
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_model
 
-from isopos.lab.data import corpora
-from isopos.lab.data.tokenizers import load_tokenizer
-from isopos.lab.runs import checkpoints
-from isopos.lab.runs.folders import read_rows, recipe_of, write_json
-from isopos.lab.tasks.perplexity import length_table
-from isopos.lab.training.run import build_model
+from isopos.lab.runs.files import write_json
+from isopos.lab.runs.folders import read_rows, recipe_of
+from isopos.lab.tasks.task import Task, View, expect
 
-__all__ = ["evaluate_run", "list_runs"]
+__all__ = ["Evaluation", "run"]
 
 
-def list_runs(folder: str, console: Console) -> int:
-    """Print a table of the runs in a folder and in its folders, the latest last; return the exit status.
+@dataclass(frozen=True)
+class Evaluation:
+    """Score the weights of a run, or the last checkpoint of one that has not ended; the figures go to its eval.json."""
 
-    Raises:
-        ValueError: Where there are none, or the files of one are damaged.
-    """
-    found = sorted(Path(folder).rglob("recipe.json"), key=lambda path: _changed(path.parent))
-    runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made
-    if not runs:
-        raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
-    table = Table(header_style="bold")
-    for title in ("run", "scheme", "status", "step", "nats/token", "bits/byte", "when"):
-        table.add_column(title, justify="right" if title in ("step", "nats/token", "bits/byte") else "left", overflow="fold")
-    for run in runs:
-        table.add_row(*_cells(run, run.relative_to(folder).as_posix()))
-    console.print(table)
-    return 0
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of one run: runs/NAME."""
+    split: str = "validation"
+    """Which held-out data: validation or test, where there is one."""
+    length: tuple[int, ...] = ()
+    """Multiples of the training length, where samples have any; by default those of a comparison."""
+    scored: float = 1.0
+    """Share of each sample, at its end, that counts; above 1 so many of its tokens, of windows that overlap:
+    PermuteFormer's 256 of 512."""
+    limit: int = -1
+    """At most so many tokens or samples; 0: all; -1: as in training."""
 
 
-def _changed(run: Path) -> float:
-    return max(path.stat().st_mtime for path in (run / "recipe.json", run / "metrics.jsonl") if path.exists())
-
-
-def _cells(run: Path, name: str) -> list[str]:
-    recipe, rows = recipe_of(run), read_rows(run / "metrics.jsonl")
-    training = [row for row in rows if row.get("loss") is not None]
-    validations = [row["validation"] for row in rows if row.get("validation") is not None]
-    try:
-        result = json.loads((run / "result.json").read_text())
-    except FileNotFoundError:
-        result = None
-    except ValueError as error:
-        raise ValueError(f"{run / 'result.json'}: {error}") from None
-    best = result["bits_per_byte"]["1"] if result else min(validations, default=None)
-    step = f"{rows[-1]['step'] if rows else 0}/{recipe.steps}"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_changed(run)))
-    status = result["status"] if result else "not finished"
-    loss = f"{training[-1]['loss']:.3f}" if training else "-"
-    return [name, recipe.scheme, status, step, loss, "-" if best is None else f"{best:.3f}", when]
-
-
-def evaluate_run(
-    run: str, multiples: Sequence[int], tokens: int, console: Console, *, split: str = "validation", scored: int = 0
-) -> int:
-    """Evaluate a run on the CPU at multiples of its training length, print a table, and append the figures to its eval.json.
-
-    Args:
-        run: Its folder; without a result, its last checkpoint is evaluated.
-        multiples: Of the training length.
-        tokens: At most so many of the held-out text; 0: all; -1: as in training.
-        console: Where to print.
-        split: validation or test.
-        scored: Tokens at the end of each window that count; 0: all.
-
-    Returns:
-        The exit status.
+def run(options: Evaluation, console: Console) -> int:
+    """Score on the CPU, print a table, and append the figures to eval.json.
 
     Raises:
         ValueError: Before any work, where there is no such run or nothing to evaluate.
     """
-    folder = Path(run)
-    recipe = replace(recipe_of(folder), device="cpu")
-    for multiple in multiples:
-        if multiple < 1:
-            raise ValueError(f"length: expected multiples from 1 on, got {multiple}")
-    if tokens < -1:
-        raise ValueError(f"tokens: expected a number, 0 for all or -1 as in training, got {tokens}")
-    if scored < 0:
-        raise ValueError(f"scored: expected a number of tokens, or 0 for all, got {scored}")
-    model, weights, last = build_model(recipe), folder / "model.safetensors", checkpoints.newest(folder)
-    if weights.exists():
-        load_model(model, str(weights))
-        source, step = weights.name, _last_step(folder)
+    from safetensors.torch import load_model
+
+    from isopos.lab.runs import checkpoints, weights
+
+    folder = Path(options.run)
+    recipe = recipe_of(folder).edit(device="cpu")
+    views = _views(options, recipe.task)
+    model, trained, last = recipe.task.model(recipe), folder / weights.FILE, checkpoints.newest(folder)
+    if trained.exists():
+        load_model(model, str(trained))
+        source, step = trained.name, _last_step(folder)
     elif last is not None:
         model.load_state_dict(checkpoints.load(last)["model"])
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
-    corpus = corpora.load(recipe.data, recipe.length, tokenizer=load_tokenizer(folder), console=console)
-    limit = (recipe.validation_tokens if tokens < 0 else tokens) or None
-    table = Table("tokens of a window", "bits/byte", "perplexity", "scored", header_style="bold")
-    figures: dict[str, Any] = {}
-    choice: dict[str, Any] = {"split": split, "scored": scored or None, "limit": limit}
-    for row in length_table(model, corpus, recipe.length, multiples=multiples, **choice):
-        score = row.score
-        if score is None:
-            table.add_row(str(row.length), "-", "-", row.reason)
-        else:
-            table.add_row(str(row.length), f"{score.bits_per_byte:.4f}", f"{score.perplexity:.2f}", f"{score.tokens:,}")
-        figures[str(row.length)] = None if score is None else vars(score) | {"perplexity": score.perplexity}
-    console.print(f"{folder}: {source}, step {step}; {corpus.name}", markup=False)
+    data = recipe.task.load(recipe, console, run=folder)
+    expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
+    metrics = recipe.task.figures
+    lengths = ["length"] * ("multiple" in recipe.task.views)
+    table = Table(*lengths, *(metric.title for metric in metrics), "", header_style="bold")
+    found: dict[str, Any] = {}
+    for view in views:
+        scored = data.measure(model, recipe, view)
+        texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
+        table.add_row(*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason)
+        found[str(view.multiple)] = dict(scored.figures) or None
+    console.print(f"{folder}: {source}, step {step}; {data.name}", markup=False)
     console.print(table)
     path = folder / "eval.json"
     before = json.loads(path.read_text()) if path.exists() else []
-    write_json(path, [*before, {"weights": source, "step": step, **choice, "lengths": figures}])
+    choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
+    write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])
     return 0
+
+
+def _views(options: Evaluation, task: Task) -> list[View]:
+    """What is asked for, where the samples of the task have it."""
+    expect("scored", options.scored, "a share of each sample, or a number of its tokens", 0 < options.scored < float("inf"))
+    expect("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
+    multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
+    views = [View(options.split, multiple, options.scored, options.limit) for multiple in multiples]
+    for view in views:
+        expect("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
+        task.check_view(view)
+    return views
 
 
 def _last_step(folder: Path) -> int:

@@ -1,17 +1,45 @@
-"""Text from a trained run, token by token."""
+"""`isopos generate`: text from a trained language model."""
 
-import codecs
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import torch
-from torch import Tensor
+import tyro
+from rich.console import Console
 
-from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
-from isopos.lab.training.run import load_run
-from isopos.models import Decoder
+from isopos.lab.tasks import spec
 
-__all__ = ["choose", "generate"]
+__all__ = ["Generate", "generate", "run"]
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with the language model of a run, and print the text as it comes."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of one run: runs/NAME/rope-seed0."""
+    prompt: str = "The "
+    """Text to continue."""
+    tokens: int = 400
+    """How many to generate: bytes, words or pieces, as the run was trained."""
+    temperature: float = 1.0
+    """Below 1 sharpens the model's distribution, above 1 flattens it; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw among the most probable tokens that have this probability together."""
+    seed: int = 0
+    """Of the draws."""
+
+
+def run(options: Generate, console: Console) -> int:
+    """Print the prompt and what follows."""
+    choice = {"temperature": options.temperature, "top_p": options.top_p}
+    found = generate(options.run, options.prompt, options.tokens, options.seed, **choice)
+    print(options.prompt, end="", flush=True)
+    for piece in found:
+        print(piece, end="", flush=True)
+    print()
+    return 0
 
 
 def generate(
@@ -31,9 +59,16 @@ def generate(
         ValueError: Before any work, where there is no such run, no prompt, no position for so many tokens, or where a number
             is out of its range.
     """
+    import torch
+
+    from isopos.lab.data.tokenizers import Bytes, load_tokenizer
+    from isopos.lab.runs import weights
+    from isopos.lab.tasks.generation import pieces
+    from isopos.models import Decoder
+
     folder = Path(run)
-    if not (folder / "model.safetensors").is_file():
-        runs = sorted(str(path.parent) for path in folder.glob("*/model.safetensors"))
+    if not (folder / weights.FILE).is_file():
+        runs = sorted(str(path.parent) for path in folder.glob(f"*/{weights.FILE}"))
         remedy = f"it holds {', '.join(runs)}" if runs else "isopos compare makes some under runs/"
         raise ValueError(f"run: expected a folder with a trained model, got {run}; {remedy}")
     if tokens < 1:
@@ -44,7 +79,9 @@ def generate(
         raise ValueError(f"top_p: expected a probability above 0 and at most 1, got {top_p}")
     if not prompt:
         raise ValueError("prompt: expected at least one character, got none")
-    _, model = load_run(folder)
+    recipe, model = weights.load_run(folder)
+    if not isinstance(model, Decoder):
+        raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}, which writes no text")
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else Bytes()
     if tokenizer.size != model.tokens.num_embeddings:
         raise ValueError(
@@ -59,47 +96,4 @@ def generate(
             f"tokens: expected at most {longest - len(text)} after this prompt, for which the scheme has positions"
         )
     start = torch.from_numpy(text)[None]
-    return _pieces(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(seed))
-
-
-def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Tokens ``[b]`` drawn from logits ``[b vocabulary]``.
-
-    Divided by the temperature first; then only the most probable tokens remain whose predecessors, in that order, are less
-    than `top_p` together: at least one.
-
-    Example:
-        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(1000, 3)
-        >>> drawn = choose(logits, 1.0, 0.7, torch.Generator().manual_seed(0))
-        >>> drawn.unique().tolist(), choose(logits, 0.0, 1.0, torch.Generator()).unique().tolist()
-        ([0, 1], [0])
-    """
-    if temperature == 0:
-        return logits.argmax(-1)
-    below = (logits - logits.amax(-1, keepdim=True)).double()  # so that small temperatures do not overflow
-    probabilities = (below / temperature).softmax(-1).to(logits.dtype)
-    if top_p < 1:
-        ordered, order = torch.sort(probabilities, stable=True, dim=-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-
-
-@torch.no_grad()
-def _pieces(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    start: Tensor,
-    tokens: int,
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator,
-) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    x, stream = model.advance(start)
-    logits = model.head(x[:, -1])  # of the last token only: a vocabulary may be large
-    for _ in range(tokens):
-        token = choose(logits, temperature, top_p, generator)
-        yield decoder.decode(tokenizer.piece(int(token)))
-        logits, stream = model.step(token, stream)
-    yield decoder.decode(b"", final=True)
+    return pieces(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(seed))

@@ -6,94 +6,101 @@ finished stays: the same command goes on after an interruption, and several mach
 
 import json
 import shlex
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import torch
+import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from isopos.lab.bench.steps import time_steps
-from isopos.lab.data import corpora
-from isopos.lab.recipes import Recipe, TableRun
-from isopos.lab.reports import paper
-from isopos.lab.reports.paper import SCORES, TIMING, cell_name, speed_rounds
+from isopos.lab.recipes import Recipe
+from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.claims import claimed, holder
-from isopos.lab.runs.folders import recipe_of, same_recipe, write_json
-from isopos.lab.tables.loader import ASK, Column, Line, PaperTable, load_table
-from isopos.lab.tasks.perplexity import length_table
-from isopos.lab.training.checks import check_recipe, run_place, usable_device
-from isopos.lab.training.run import load_run, train
+from isopos.lab.runs.files import write_json
+from isopos.lab.runs.folders import recipe_of, same_recipe
+from isopos.lab.runs.outcomes import fingerprint
+from isopos.lab.tables.cells import SCORES, TIMING, Cell, cell_name, speed_rounds
+from isopos.lab.tables.loader import ASK, Line, PaperTable, load_table
+from isopos.lab.tasks.task import Data, expect
 
-__all__ = ["ROUNDS", "reproduce"]
+__all__ = ["ROUNDS", "TableRun", "run"]
 
 ROUNDS = 21
 PATIENCE = 100  # tenths of a second
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run: its place, its recipe, and the columns that it fills."""
+class TableRun:
+    """Run the cells of a paper's table that are missing, and print the paper's figures beside ours.
 
-    folder: Path
-    corpus: str
-    recipe: Recipe
-    columns: Sequence[Column]
+    Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and machines that share the folder divide
+    the cells. Ends with table.md and curves.svg there.
+    """
 
-    @property
-    def claim(self) -> Path:
-        """The file that says who computes it."""
-        return self.folder.parent.parent / "claims" / f"{self.folder.name}.claim"
+    table: Annotated[str, tyro.conf.Positional]
+    """lrpe-2, lrpe-5, lrpe-6, permuteformer-4; lengths, which is no paper's; or the path of a .toml of your own."""
+    scale: Literal["tiny", "small", "paper"] = "small"
+    """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did."""
+    seeds: int = 1
+    """Repeat with seeds 0, 1, ... and report means with standard deviations."""
+    rows: str = ""
+    """Names or schemes of rows, with commas; by default all."""
+    data: tuple[str, ...] = ()
+    """Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run."""
+    name: str = ""
+    """Ending of the folder's name, for a variant that is to be kept apart."""
+    device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
+    """Where to train; auto takes a GPU if there is one."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """List the cells that are missing, and do nothing."""
 
-    @property
-    def done(self) -> bool:
-        """Whether it has its scores."""
-        return (self.folder / SCORES).exists()
 
-
-def reproduce(command: TableRun, arguments: Sequence[str], console: Console) -> int:
+def run(command: TableRun, console: Console) -> int:
     """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C.
-
-    Args:
-        command: What is asked for.
-        arguments: Of the command line, to be told beside the results.
-        console: Where to print.
 
     Raises:
         ValueError: Before any work, where something does not fit.
     """
-    table = load_table(command.table)
+    table = load_table(command.table)  # before torch is imported
+    from isopos.lab.reports import paper
+    from isopos.lab.training.checks import check_recipe, run_place
+
     folder = run_place(f"{table.name}-{command.scale}" + (f"-{command.name}" if command.name else ""))
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, command.rows), _sources(table, command)
-    if command.seeds < 1:
-        raise ValueError(f"seeds: expected a positive number, got {command.seeds}")
+    expect("seeds", command.seeds, "a positive number", command.seeds >= 1)
     recipes = {
-        name: replace(table.recipe_at(command.scale, table.corpus(name)), data=data) for name, data in sources.items()
+        name: table.recipe_at(command.scale, table.corpus(name)).edit(data=data) if name else table.recipe_at(command.scale)
+        for name, data in sources.items()
     }
-    speed = replace(table.recipe_at(command.scale), device=command.device) if table.kind == "speed" else None
-    cells = [
-        _cell(folder, table, name, replace(recipe, scheme=row.scheme, seed=seed, device=command.device))
+    recipes = {name: recipe.edit(device=command.device) for name, recipe in recipes.items()}
+    planned = [
+        (name, replace(recipe, scheme=row.scheme, seed=seed))
         for seed in range(command.seeds)
         for name, recipe in recipes.items()
         for row in rows
     ]
+    cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
     if command.dry_run:
         return _say_what_is_missing(table, cells, rows, folder, console)
-    for recipe in [replace(speed, scheme=row.scheme) for row in rows] if speed else [cell.recipe for cell in cells]:
+    for recipe in [cell.recipe for cell in cells] or [recipe for _, recipe in planned]:
         if recipe.seed == 0:
             check_recipe(recipe)
-    texts = _texts(recipes, cells, console)
-    _note(folder, command, texts, shlex.join(["isopos", *arguments]))
+    sets = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
+    for cell in cells:  # those that are there were trained on the same
+        if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
+            other = sets[cell.corpus].name
+            raise ValueError(f"data: {cell.folder} has other data than {other}; choose a --name for this one")
+    _note(folder, table, command, sets)
     status = 0
     try:
-        if speed:
-            _time(folder, table, replace(speed, device=usable_device(speed.device)), rows, console)
+        if table.kind == "speed":
+            _time(folder, table, recipes[""], sets[""], rows, console)
         else:
-            _train_cells([cell for cell in cells if not cell.done], texts, console)
+            _train_cells([cell for cell in cells if not cell.done], sets, console)
     except KeyboardInterrupt as stop:
         console.print("[yellow]interrupted: what is finished stays, and the same command goes on")
         status = getattr(stop, "code", 130)
@@ -123,6 +130,8 @@ def _rows(table: PaperTable, chosen: str) -> list[Line]:
 def _sources(table: PaperTable, command: TableRun) -> dict[str, str]:
     """Where each corpus that is run comes from: all that can be had, or those that --data names."""
     names = [corpus.name for corpus in table.corpora]
+    if not names and not command.data:
+        return {"": ""}
     given = {}
     for entry in command.data:
         name, equals, source = entry.partition("=")
@@ -131,7 +140,7 @@ def _sources(table: PaperTable, command: TableRun) -> dict[str, str]:
         elif len(names) == 1:
             given[names[0]] = entry
         else:
-            what = f"NAME=PATH with a name of {', '.join(names)}" if names else "none, since this table has no text"
+            what = f"NAME=PATH with a name of {', '.join(names)}" if names else "none, since this table chooses no data"
             raise ValueError(f"data: expected {what}, got {entry!r}")
     if given:
         return {name: given[name] for name in names if name in given}
@@ -145,28 +154,21 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     place = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed)
     if (place / "recipe.json").exists():
         before = recipe_of(place)
-        recipe = replace(recipe, data=before.data, vocabulary=before.vocabulary)
+        then, now = before.as_dict(), recipe.settled_as(before)
+        recipe = now.edit(data=then["data"]) if corpus else now
         same_recipe(place, recipe)
-    return Cell(place, corpus, recipe, [column for column in table.columns if column.corpus == corpus])
+    return Cell(place, corpus, recipe, [table.metric(column) for column in table.columns if column.corpus == corpus])
 
 
-def _texts(recipes: Mapping[str, Recipe], cells: Sequence[Cell], console: Console) -> dict[str, corpora.Corpus]:
-    """The corpora by name, each loaded once; cells that are there were trained on the same."""
-    texts = {}
-    for name, r in recipes.items():
-        vocabulary = r.vocabulary or None
-        texts[name] = corpora.load(r.data, r.length, tokenizer=r.tokenizer, vocabulary=vocabulary, console=console)
-    for cell in cells:
-        kept, name = cell.folder / "text.json", cell.corpus
-        if kept.exists() and json.loads(kept.read_text())["sha256"] != texts[name].sha256:
-            raise ValueError(f"data: {cell.folder} has another text than {texts[name].name}; choose a --name for this one")
-    return texts
-
-
-def _note(folder: Path, command: TableRun, texts: Mapping[str, corpora.Corpus], line: str) -> None:
+def _note(folder: Path, table: PaperTable, command: TableRun, sets: Mapping[str, Data]) -> None:
     """Add to about.json, which holds all that was asked of this folder; processes that start at once take turns."""
+    import torch
+
+    from isopos.lab.training.checks import usable_device
+
     device, path = usable_device(command.device), folder / "about.json"
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
+    names = {name: data.name for name, data in sets.items() if table.kind == "scores"}
     for _ in range(PATIENCE):
         with claimed(folder / "claims" / "about.claim") as mine:
             if mine:
@@ -174,9 +176,9 @@ def _note(folder: Path, command: TableRun, texts: Mapping[str, corpora.Corpus], 
                 about = {
                     "table": command.table,
                     "scale": command.scale,
-                    "commands": [*dict.fromkeys([*before["commands"], line])],
+                    "commands": [*dict.fromkeys([*before["commands"], shlex.join(["isopos", *sys.argv[1:]])])],
                     "seeds": max(before["seeds"], command.seeds),
-                    "corpora": before["corpora"] | {name: text.name for name, text in texts.items()},
+                    "corpora": before["corpora"] | names,
                     "machine": f"torch {torch.__version__}, {where}",
                 }
                 write_json(path, about)
@@ -199,64 +201,50 @@ def _say_what_is_missing(
     return 0
 
 
-def _train_cells(cells: Sequence[Cell], texts: Mapping[str, corpora.Corpus], console: Console) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=sum(cell.recipe.steps for cell in cells), text="")
+def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
+    total, done = sum(cell.recipe.training.steps for cell in cells), 0
+    with Bars(console, total=total) as bars:
         for n, cell in enumerate(cells):
-            base = sum(other.recipe.steps for other in cells[:n])
+            task, steps = cell.recipe.task, cell.recipe.training.steps
             with claimed(cell.claim) as mine:
-                if not mine or cell.done:
-                    continue
-                bar.update(task, description=f"{n + 1}/{len(cells)} {cell.folder.name}", completed=base)
-
-                def show(step: int, bits: float, rate: float, base: int = base) -> None:
-                    bar.update(task, completed=base + step, text=f"{bits:.3f} bits/token {rate:,.0f} tokens/s")
-
-                _compute(cell, texts[cell.corpus], show)
+                if mine and not cell.done:
+                    title = f"{n + 1}/{len(cells)} {cell.folder.name}"
+                    _compute(cell, sets[cell.corpus], bars.add(title, steps, task.loss_unit, f"{task.unit}/s", before=done))
+            done += steps
 
 
-def _compute(cell: Cell, text: corpora.Corpus, show: Any) -> None:
+def _compute(cell: Cell, data: Data, show: Any) -> None:
     """Train a cell, from the start or its last checkpoint, and score it; scores.json is written last."""
+    from isopos.lab.training import run as training
+    from isopos.lab.training.checks import usable_device
+
     begun = time.perf_counter()
-    recipe = replace(cell.recipe, vocabulary=text.vocabulary, device=usable_device(cell.recipe.device))
-    result = train(recipe, text, cell.folder, show, resume=(cell.folder / "recipe.json").exists())
+    recipe = data.settle(cell.recipe.edit(device=usable_device(cell.recipe.training.device)))
+    result = training.train(recipe, data, cell.folder, show, resume=(cell.folder / "recipe.json").exists())
     status = result.status if result else "not the first process"
-    found = dict(_scores(cell, text, recipe)) if status == "finished" else {}
+    found = _scores(cell, data, recipe) if status == "finished" else {}
     seconds = time.perf_counter() - begun
     write_json(cell.folder / SCORES, {"status": status, "columns": found, "seconds": seconds})
 
 
-def _scores(cell: Cell, text: corpora.Corpus, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Perplexity, or why there is none, by column; where the text has no test split validation takes its place."""
-    model = load_run(cell.folder)[1].to(recipe.device)
-    for column in cell.columns:
-        split = column.split if len(getattr(text, column.split)) else "validation"
-        scored = None if column.scored == 1 else max(1, round(column.scored * column.multiple * recipe.length))
-        (row,) = length_table(
-            model,
-            text,
-            recipe.length,
-            multiples=(column.multiple,),
-            split=split,
-            scored=scored,
-            limit=recipe.validation_tokens or None,
-        )
-        score = row.score
-        yield (
-            column.title,
-            {
-                "value": score.perplexity if score else None,
-                "bits_per_byte": score.bits_per_byte if score else None,
-                "tokens": score.tokens if score else 0,
-                "split": split,
-                "reason": row.reason,
-            },
-        )
+def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Figures, or why there is none, by column; where the data has no test split validation takes its place."""
+    from isopos.lab.runs.weights import load_run
+
+    model, found = load_run(cell.folder)[1].to(recipe.training.device), {}
+    for metric in cell.metrics:
+        view = metric.view if metric.view.split in data.splits else replace(metric.view, split="validation")
+        scored = data.measure(model, recipe, view)
+        value = scored.figures.get(metric.figure)
+        found[metric.title] = {"value": value, **scored.figures, "split": view.split, "reason": scored.reason}
+    return found
 
 
-def _time(folder: Path, table: PaperTable, recipe: Recipe, rows: Sequence[Line], console: Console) -> None:
+def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Sequence[Line], console: Console) -> None:
     """Rounds of training steps, of all schemes that lack some and the baseline, until each has enough."""
+    from isopos.lab.training.checks import usable_device
+    from isopos.lab.training.speed import step_times
+
     with claimed(folder / "claims" / "timing.claim") as mine:
         rounds = speed_rounds(folder)
         lacking = [row for row in rows if sum(row.name in one for one in rounds) < ROUNDS]
@@ -264,12 +252,10 @@ def _time(folder: Path, table: PaperTable, recipe: Recipe, rows: Sequence[Line],
         if not mine or not left:
             return
         timed = {row.name: row.scheme for row in (table.row(table.baseline), *lacking)}
-        with Progress(console=console, transient=True) as bar:
-            task = bar.add_task("rounds of all schemes", total=left)
-
-            def keep(seconds: dict[str, float]) -> None:
+        recipe = recipe.edit(device=usable_device(recipe.training.device))
+        with Bars(console, total=left) as bars:
+            show = bars.add("rounds of all schemes", left)
+            for n, seconds in enumerate(step_times(recipe, data, timed, left), 1):
                 rounds.append(seconds)
                 write_json(folder / TIMING, rounds)
-                bar.update(task, advance=1)
-
-            time_steps(recipe, timed, left, keep)
+                show(n)

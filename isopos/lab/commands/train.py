@@ -1,18 +1,64 @@
 """`isopos train`: check everything, train or go on with one run, and say what it came to."""
 
-from dataclasses import replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from isopos.lab.data import corpora
-from isopos.lab.recipes import Recipe
+from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, unknown_field
 from isopos.lab.reports.progress import Bars
-from isopos.lab.runs.folders import check_vacant, recipe_of, same_recipe
-from isopos.lab.training.checks import check_head, check_recipe, run_place
-from isopos.lab.training.run import is_first_process, train
 
-__all__ = ["launch"]
+__all__ = ["Train", "default", "launch", "run"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train the run of a recipe in runs/NAME; what follows here are its fields, which may be changed.
+
+    A new run takes a name of its own. Ctrl-C and SIGTERM leave a checkpoint, and --resume goes on from the last one.
+    """
+
+    recipe: Annotated[str, tyro.conf.Positional] = "quickstart"
+    """quickstart: bytes of the Python language reference or of your text; lrpe-alm: LRPE's Table 8, WikiText-103;
+    permuteformer-lm: PermuteFormer's section 4.2.1, WikiText-103; or MODULE:NAME of a task of your own."""
+    scale: Literal["tiny", "small", "paper"] = "small"
+    """Sizes: tiny takes seconds; paper is what the paper says."""
+    name: str = ""
+    """Folder under runs/; by default the recipe's name."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run that is there."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace the run that is there."""
+    change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)
+    """Fields of the recipe."""
+
+
+def default(arguments: Sequence[str]) -> Train:
+    """What the options are where no others are given: the recipe and scale that the arguments name.
+
+    Raises:
+        ValueError: Where an option is no field of the recipe; the message names one that is near.
+    """
+    words = " ".join(arguments[1:]).replace("=", " ").split()
+    first = [word for word in words[:1] if not word.startswith("-")]
+    recipe = next((word for word in (*first, *words) if word in RECIPES or word in first), Train.recipe)
+    scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), "small")
+    change = preset(recipe, scale)
+    for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
+        own = name.removeprefix("no-").replace("-", "_")
+        if own not in (*change.names, "scale", "name", "resume", "overwrite", "help"):
+            raise ValueError(unknown_field(name, change.names))
+    return Train(recipe, scale, change=change)  # pyright: ignore[reportArgumentType]
+
+
+def run(options: Train, console: Console) -> int:
+    """Train."""
+    name = options.name or options.recipe.replace(":", "+")
+    return launch(name, options.change, console, resume=options.resume, overwrite=options.overwrite)
 
 
 def launch(name: str, recipe: Recipe, console: Console, *, resume: bool = False, overwrite: bool = False) -> int:
@@ -23,29 +69,31 @@ def launch(name: str, recipe: Recipe, console: Console, *, resume: bool = False,
         OSError: Where a checkpoint cannot be written.
         Interrupted: After SIGINT or SIGTERM, when a checkpoint of the last step is there.
     """
-    first = is_first_process()
+    from isopos.lab.runs.folders import check_vacant, recipe_of, same_recipe
+    from isopos.lab.training import run as training
+    from isopos.lab.training.checks import check_recipe, run_place
+
+    first = training.is_first_process()
     console.quiet = not first
     if resume and overwrite:
         raise ValueError("resume: expected either --resume or --overwrite, got both")
     folder = run_place(name)
     recipe, warnings = check_recipe(recipe)
     if resume:
-        same_recipe(folder, replace(recipe, vocabulary=recipe.vocabulary or recipe_of(folder).vocabulary))
+        same_recipe(folder, recipe.settled_as(recipe_of(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)
-    vocabulary = recipe.vocabulary or None
-    source = corpora.load(recipe.data, recipe.length, tokenizer=recipe.tokenizer, vocabulary=vocabulary, console=console)
-    recipe = replace(recipe, vocabulary=source.vocabulary)
-    check_head(recipe)
-    console.print(f"text: {source.name}, {len(source.train)} + {len(source.validation)} tokens", markup=False)
+    data = recipe.task.load(recipe, console)
+    recipe = data.settle(recipe)
+    console.print(f"data: {data.name}, {data.summary}", markup=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    task = recipe.task
     with Bars(console) as bars:
-        unit = "bits/byte" if recipe.tokenizer == "bytes" else "bits/token"
-        show = bars.add(recipe.scheme, recipe.steps, unit)
-        result = train(recipe, source, folder, show, resume=resume, overwrite=overwrite)
+        show = bars.add(recipe.scheme, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
+        result = training.train(recipe, data, folder, show, resume=resume, overwrite=overwrite)
     if result is None:
         return 0
-    bits = ", ".join(f"{value:.3f} at {m}x" for m, value in result.bits_per_byte.items() if value is not None)
-    console.print(f"{result.status}{': bits per byte ' * bool(bits)}{bits}; {folder}", markup=False)
+    scores = ", ".join(f"{metric.title} {metric.text(result.scores[metric.title])}" for metric in task.metrics)
+    console.print(f"{result.status}: {scores}; {folder}", markup=False)
     return 0 if result.status == "finished" else 1

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from isopos.lab.runs.files import write_text
+
 __all__ = ["default_root", "prepared", "remembered"]
 
 
@@ -58,10 +60,7 @@ def remembered(root: Path, key: str, stamp: Any, make: Callable[[], Any]) -> Any
             return kept["value"]
     value = make()
     with _writing(root):
-        handle, part = tempfile.mkstemp(prefix=f".{key}-", dir=root)
-        with os.fdopen(handle, "w") as file:
-            json.dump({"stamp": stamp, "value": value}, file)
-        os.replace(part, path)
+        write_text(path, json.dumps({"stamp": stamp, "value": value}))
     return value
 
 

@@ -12,7 +12,6 @@ Example:
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from isopos.lab.runs.files import write_text
 
 __all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer"]
 
@@ -65,9 +66,7 @@ class Tokenizer(ABC):
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, from which `load_tokenizer` makes it again."""
-        part = folder / f"{FILE}.part"
-        part.write_text(json.dumps(self.settings(), ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, folder / FILE)
+        write_text(folder / FILE, json.dumps(self.settings(), ensure_ascii=False) + "\n")
 
 
 class Bytes(Tokenizer):

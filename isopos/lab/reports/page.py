@@ -3,19 +3,21 @@
 import html
 import io
 import json
-import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw_curve, draw_heat, plain
-from isopos.lab.reports.table import NUMBERS, cells, header, notes, read_runs, rows_of
-from isopos.lab.training.run import BITS, load_run
+from isopos.lab.reports.plots import draw, draw_curve, draw_heat, plain
+from isopos.lab.runs.files import write_text
+from isopos.lab.runs.outcomes import EXAMPLES
+from isopos.lab.runs.weights import load_run
+from isopos.positions import Line
 
 __all__ = ["write"]
 
@@ -32,25 +34,25 @@ figure { margin: 1em 0 } svg { max-width: 100%; height: auto }
 
 def write(folder: Path) -> Path:
     """Write report.html, and curves.svg beside it, from what the folder holds; return the report's path."""
-    about = json.loads((folder / "comparison.json").read_text())
-    runs, rows = read_runs(folder), rows_of(folder)
-    curves = _svg(_curves(runs, [row.scheme for row in rows]))
-    _replace(folder / "curves.svg", curves)
-    first = {run["recipe"]["scheme"]: run for run in reversed(runs) if run["result"]}
-    pictures = [_kernel_section(first[row.scheme]) for row in rows if row.status == "finished"]
-    unfinished = sorted(set(about["planned"]) - {run["folder"].name for run in runs if run["result"]})
+    said, runs, found = about(folder), read_runs(folder), ranking(folder)
+    curves = _svg(_curves(runs, found))
+    write_text(folder / "curves.svg", curves)
+    first = {run.recipe.scheme: run for run in reversed(runs) if run.result}
+    best_first = [first[row.scheme] for row in found.rows if row.status == "finished"]
+    pictures = [_kernel_section(run) for run in best_first]
+    unfinished = sorted(set(said["planned"]) - {run.folder.name for run in runs if run.result})
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>isopos: {html.escape(folder.name)}</title>',
         f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
-        f"<p>{html.escape(_setting(about, runs))}</p>",
+        f"<p>{html.escape(_setting(said, runs))}</p>",
         ""
-        if about["complete"]
+        if said["complete"]
         else f'<p class="warn">Interrupted: unfinished {html.escape(", ".join(unfinished) or "timing")}.</p>',
         '<div class="wide">',
-        _table(rows),
+        _table(found),
         "</div>",
-        *(f"<p><small>{html.escape(note)}</small></p>" for note in notes(rows)),
+        *(f"<p><small>{html.escape(note)}</small></p>" for note in found.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         "<h2>What each scheme sees</h2>",
         "<p>Weight (linear attention) or logit (softmax attention) of a random query and a key that resembles it, in each "
@@ -58,60 +60,73 @@ def write(folder: Path) -> Path:
         "its odd part. Without an odd part a scheme is blind to direction. Beside it the mean at each pair of positions: "
         "constant along diagonals where it depends on relative positions only.</p>",
         *pictures,
+        *_examples(best_first[:1]),
         "</body></html>",
     ]
     path = folder / "report.html"
-    _replace(path, "\n".join(parts))
+    write_text(path, "\n".join(parts))
     return path
 
 
-def _replace(path: Path, content: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(content, encoding="utf-8")
-    os.replace(part, path)
-
-
-def _setting(about: dict[str, Any], runs: list[dict[str, Any]]) -> str:
-    text = f"Text: {about['text']}, {about['bytes']:,} bytes, sha256 {about['sha256'][:12]}. "
+def _setting(said: dict[str, Any], runs: list[Run]) -> str:
+    text = f"Data: {said['data']}, {said['summary']}, sha256 {said['sha256'][:12]}. "
     if runs:
-        r = runs[0]["recipe"]
+        recipe = runs[0].recipe
+        m, t = recipe.model, recipe.training
         text += (
-            f"Byte-level decoder of {r['layers']} layers, width {r['model_dim']}, {r['heads']} heads; {r['steps']} steps of "
-            f"{r['batch']} windows of {r['length']} bytes, AdamW {r['learning_rate']}. "
+            f"{recipe.task.setting(recipe)} {m.layers} layers, width {m.model_dim}, {m.heads} heads; {t.steps} steps of "
+            f"{t.batch} samples, {t.optimizer} {t.learning_rate}. "
         )
-    return text + f"torch {about['torch']}, {about['device']}, {about['threads']} threads."
+    return text + f"torch {said['torch']}, {said['device']}, {said['threads']} threads."
 
 
-def _table(rows: list[Any]) -> str:
-    titles = header(rows)
+def _table(found: Ranking) -> str:
+    titles = found.header
+    return _html(titles, [found.cells(row, titles) for row in found.rows], found.numbers)
+
+
+def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{' class=n' * (title in NUMBERS)}>{html.escape(cell)}</td>"
-            for title, cell in zip(titles, cells(row, titles), strict=True)
+            f"<td{' class=n' * (title in numbers)}>{html.escape(cell)}</td>"
+            for title, cell in zip(titles, cells, strict=True)
         )
         + "</tr>"
-        for row in rows
+        for cells in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _curves(runs: list[dict[str, Any]], order: list[str]) -> Figure:
+def _examples(runs: Sequence[Run]) -> Iterator[str]:
+    """Held-out samples with a model's answers, where its task has some."""
+    for run in runs:
+        path = run.folder / EXAMPLES
+        if path.exists():
+            samples = json.loads(path.read_text(encoding="utf-8"))
+            yield f"<h2>What {html.escape(run.recipe.scheme)} answers</h2>"
+            titles = list(samples[0])
+            rows = [[str(sample[title]) for title in titles] for sample in samples]
+            yield f'<div class="wide">{_html(titles, rows)}</div>'
+
+
+def _curves(runs: list[Run], found: Ranking) -> Figure:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    schemes = order + sorted({run["recipe"]["scheme"] for run in runs} - set(order))
+    order, task = [row.scheme for row in found.rows], found.task
+    schemes = order + sorted({run.recipe.scheme for run in runs} - set(order))
     for run in runs:
-        scheme, seed = run["recipe"]["scheme"], run["recipe"]["seed"]
-        points = list(_smooth(run["training"]))
+        scheme, seed = run.recipe.scheme, run.recipe.seed
+        points = [(step, loss * task.loss_scale) for step, loss in _smooth(run.training)]
         place = schemes.index(scheme)
-        label = scheme if run is next(r for r in runs if r["recipe"]["scheme"] == scheme) else None
+        label = scheme if run is next(r for r in runs if r.recipe.scheme == scheme) else None
         (line,) = axes.plot(
             *zip(*points, strict=True) if points else ([], []), label=label, color=colormaps["tab10"](place % 10)
         )
         line.set_dashes([(), (6, 2), (1, 2)][place // 10 % 3])
         line.set_gid(f"curve-{scheme}-seed{seed}")
-    axes.set(xlabel="step", ylabel="training bits per byte")
+    axes.set(xlabel="step", ylabel=f"training loss, {task.loss_unit}")
     if runs:
         handles, labels = axes.get_legend_handles_labels()
         places = sorted(range(len(labels)), key=lambda n: schemes.index(labels[n]))
@@ -121,21 +136,25 @@ def _curves(runs: list[dict[str, Any]], order: list[str]) -> Figure:
 
 
 def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
-    """Steps, and means over the `SMOOTH` up to each in bits: a curve with less noise than each step's batch has."""
+    """Steps, and means over the `SMOOTH` up to each in nats: a curve with less noise than each step's batch has."""
     for n in range(0, len(rows), SMOOTH):
         losses = [row["loss"] for row in rows[n : n + SMOOTH] if row["loss"] is not None]
         if losses:
-            yield rows[n : n + SMOOTH][-1]["step"], statistics.fmean(losses) * BITS
+            yield rows[n : n + SMOOTH][-1]["step"], statistics.fmean(losses)
 
 
-def _kernel_section(run: dict[str, Any]) -> str:
-    scheme = load_run(run["folder"])[1].scheme
+def _kernel_section(run: Run) -> str:
+    scheme = load_run(run.folder)[1].scheme
     panel = next(panels(scheme))
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    draw_curve(left, *panel.row(), scheme.attention)
-    draw_heat(right, panel.score.mean(0), scheme.attention)
-    name = run["recipe"]["scheme"]
+    if isinstance(panel.group, Line):
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        draw_curve(left, *panel.row(), scheme.attention)
+        draw_heat(right, panel.score.mean(0), scheme.attention)
+    else:
+        figure = Figure(figsize=(7.5, 5.6), layout="constrained")
+        draw(figure.subplots(), panel, scheme, alone=True)
+    name = run.recipe.scheme
     return f'<h3>{html.escape(name)}</h3><figure id="kernel-{html.escape(name)}">{_svg(figure)}</figure>'
 
 

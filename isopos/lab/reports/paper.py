@@ -12,13 +12,16 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from isopos.lab.recipes import PLACEMENT, Recipe
+from isopos.lab.reports.markdown import markdown
 from isopos.lab.reports.plots import plain
+from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
+from isopos.lab.tables.cells import SCORES, cell_name, speed_rounds
 from isopos.lab.tables.loader import Column, Line, PaperTable
+from isopos.lab.tasks.task import Metric
 
-__all__ = ["SCORES", "TIMING", "cell_name", "differences", "spearman", "speed_rounds", "write"]
+__all__ = ["differences", "spearman", "write"]
 
-SCORES, TIMING = "scores.json", "timing.json"
 SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
 """Fields that make no difference to a model or are told elsewhere."""
 FEW = 3  # rows from which on a rank correlation is a number worth printing
@@ -32,22 +35,6 @@ class Found:
     values: Mapping[str, Mapping[int, float]]
     curves: Mapping[str, Mapping[int, Mapping[int, float]]]
     reasons: Mapping[str, str]
-
-
-def cell_name(corpus: str, scheme: str, seed: int) -> str:
-    """The folder of a cell, in characters that every file system takes.
-
-    Example:
-        >>> cell_name("books", "rope:attention=softmax", 0)
-        'books-rope+attention=softmax-seed0'
-    """
-    return f"{corpus}-{scheme.replace(':', '+')}-seed{seed}"
-
-
-def speed_rounds(folder: Path) -> list[dict[str, float]]:
-    """Seconds of a training step by row, in each round so far."""
-    path = folder / TIMING
-    return json.loads(path.read_text()) if path.exists() else []
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -67,7 +54,7 @@ def differences(paper: Recipe, ours: Recipe) -> str:
     """How a recipe differs from the paper's, in one sentence.
 
     Example:
-        >>> differences(Recipe(steps=50_000), Recipe(steps=250))
+        >>> differences(Recipe().edit(steps=50_000), Recipe())
         'steps 250 (paper: 50,000).'
     """
     was, now = paper.as_dict(), ours.as_dict()
@@ -77,7 +64,7 @@ def differences(paper: Recipe, ours: Recipe) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    if value == 0 and name in ("vocabulary", "validation_tokens"):
+    if value == 0 and name.startswith(("vocabulary", "validation_")):
         return "all"
     if name == "warmup" and value == -1:
         return "a tenth"
@@ -96,13 +83,13 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
         shown.add_row(*cells)
     said = list(_said(table, rows, folder, about))
     lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
-    lines += [f"| {' | '.join(titles)} |", "|---|---|" + "---:|" * (len(titles) - 2)]
-    lines += [f"| {' | '.join(cells)} |" for cells in grid]
+    lines.append(markdown(titles, grid, "ll" + "r" * (len(titles) - 2)))
     lines += ["", *(f"- {text}" for text in said), "", "    " + "\n    ".join(about["commands"]), ""]
     lines += ["![curves](curves.svg)", ""]
-    (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
-    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(rows, about["corpora"])
-    figure.savefig(folder / "curves.svg", metadata={"Date": None})
+    write_text(folder / "table.md", "\n".join(lines))
+    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(table, rows, about["corpora"])
+    with replacing(folder / "curves.svg") as part:
+        figure.savefig(part, format="svg", metadata={"Date": None})
     return shown, said
 
 
@@ -139,30 +126,33 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     titles = ["row", "scheme"]
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
-    titles += [
-        f"updates to {table.baseline}'s loss" + f", {name}" * (len(about["corpora"]) > 1) for name in about["corpora"]
-    ]
+    reached = f"updates to {table.baseline}'s {_main(table).title}"
+    titles += [reached + f", {name}" * (len(about["corpora"]) > 1) for name in about["corpora"]]
     grid = []
     for row in rows:
         cells = [row.line.name, row.line.scheme or "not here"]
         for column in columns:
             at = table.columns.index(column)
-            cells += [f"{row.line.figures[at]:.2f}" if row.line.figures else "-"] * papers
-            cells.append(_ours(row, column) if row.line.scheme else "-")
+            cells += [table.metric(column).text(row.line.figures[at] if row.line.figures else None)] * papers
+            cells.append(_ours(table, row, column) if row.line.scheme else "-")
         cells += [_updates(table, rows, row, corpus) for corpus in about["corpora"]]
         grid.append(cells)
     return titles, grid
 
 
-def _ours(row: Found, column: Column) -> str:
-    values = list(row.values[column.title].values())
+def _main(table: PaperTable) -> Metric:
+    """By which validations while training are."""
+    return table.recipe_at("original").task.metrics[0]
+
+
+def _ours(table: PaperTable, row: Found, column: Column) -> str:
+    values, metric = list(row.values[column.title].values()), table.metric(column)
     if not values:
         return "none" if column.title in row.reasons else "missing"
-    if column.better == "higher":  # ratios of rounds
-        return f"{statistics.median(values):.2f} ± {_half_range(values):.2f}"
-    mean = statistics.mean(values)
-    digits = 3 if mean < 100 else 1
-    return f"{mean:.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+    if table.kind == "speed":  # ratios of rounds
+        return f"{metric.text(statistics.median(values))} ± {metric.text(_half_range(values))}"
+    spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
+    return metric.text(statistics.mean(values)) + spread
 
 
 def _half_range(values: Sequence[float]) -> float:
@@ -189,28 +179,27 @@ def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) 
     goal, own = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
     if not goal or not own:
         return "missing"
-    last = goal[max(goal)]
-    return next((f"{step:,}" for step, value in own.items() if value <= last), "not reached")
+    rank = _main(table).rank
+    last = rank(goal[max(goal)])
+    return next((f"{step:,}" for step, value in own.items() if rank(value) <= last), "not reached")
 
 
 def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
     """What must be known beside the figures."""
-    if about["corpora"]:
-        yield "Text: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
+    if any(about["corpora"]):
+        yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
         yield f"Scale{f' of {corpus.name}' if len(pairs) > 1 and corpus else ''}: {differences(original, ours)}"
     original, ours = pairs[0]
-    if table.kind == "language":
-        seen, paper = (r.steps * r.batch * r.length / 1e6 for r in (ours, original))
-        yield f"A model sees {seen:,.1f} million tokens, the paper's {paper:,.0f} million."
-        yield (
-            f"Figures are perplexities of a {'byte' if ours.tokenizer == 'bytes' else 'token'}, lower is better; means and "
-            f"standard deviations of up to {about['seeds']} seeds."
-        )
+    if table.kind == "scores":
+        seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
+        yield f"A model sees {seen:,.1f} million {ours.task.unit}, the paper's {paper:,.1f} million."
+        for note in dict.fromkeys(_note(table, column, ours) for column in table.columns):
+            yield f"{note}; means and standard deviations of up to {about['seeds']} seeds."
         if any(score["split"] != column.split for column, score in _scores(table, folder)):
-            yield "A text without a test split is scored on its validation split in the columns of the test."
+            yield "Data without a test split are scored on their validation split in the columns of the test."
     else:
         yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
     yield from _ranks(table, rows, about)
@@ -225,6 +214,12 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     seconds += [sum(one.values()) for one in speed_rounds(folder)]
     count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
+
+
+def _note(table: PaperTable, column: Column, ours: Recipe) -> str:
+    """What the figures of a column are, as the task of this scale calls them."""
+    metric = ours.task.figure(table.metric(column).figure)
+    return f"Figures are {metric.note or metric.title}, {table.metric(column).better} is better"
 
 
 def _short(name: str) -> str:
@@ -249,12 +244,13 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         pairs = [(name, paper, statistics.median(ours.values())) for name, paper, ours in both if ours]
         if len(pairs) < FEW:
             continue
-        sign = 1 if column.better == "lower" else -1
-        papers, ours = (", ".join(p[0] for p in sorted(pairs, key=lambda p: sign * p[n])) for n in (1, 2))
-        rho = spearman([p[1] for p in pairs], [p[2] for p in pairs])
+        rank = table.metric(column).rank
+        names, theirs, ours = zip(*pairs, strict=True)
+        orders = [sorted(zip(map(rank, figures), names, strict=True)) for figures in (theirs, ours)]
+        first, second = (", ".join(name for _, name in order) for order in orders)
         yield (
-            f"{column.title}: rank correlation with the paper {rho:+.2f} over {len(pairs)} rows. Best first, paper: "
-            f"{papers}; ours: {ours}."
+            f"{column.title}: rank correlation with the paper {spearman(theirs, ours):+.2f} over {len(pairs)} rows. "
+            f"Best first, paper: {first}; ours: {second}."
         )
 
 
@@ -266,15 +262,15 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
         for corpus in about["corpora"]:
             lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
             if row.line.scheme and lacking:
-                yield f"{row.line.name} on {corpus}, seeds {', '.join(map(str, lacking))}"
+                yield f"{row.line.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
         if table.kind == "speed" and row.line.scheme and not row.values[table.columns[0].title]:
             yield row.line.name
     for corpus in table.corpora:
         if corpus.name not in about["corpora"]:
-            yield f"{corpus.name}, for which --data {corpus.name}=PATH gives a text"
+            yield f"{corpus.name}, for which --data {corpus.name}=PATH gives one"
 
 
-def _curves(rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
+def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
     """Validation by update, mean over seeds, a panel a corpus."""
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
     panels = figure.subplots(1, max(1, len(names)), squeeze=False)[0]
@@ -286,7 +282,7 @@ def _curves(rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
                 continue
             (line,) = axes.plot(list(curve), list(curve.values()), label=row.line.name, color=colormaps["tab10"](n % 10))
             line.set_dashes([(), (6, 2), (1, 2)][n // 10 % 3])
-        axes.set(xlabel="updates", ylabel="validation, bits per byte", title=f"{corpus}: {_short(names[corpus])}")
+        axes.set(xlabel="updates", ylabel=f"validation, {_main(table).title}", title=f"{corpus}: {_short(names[corpus])}")
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:
         panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")

@@ -13,10 +13,11 @@ from isopos.catalog import CATALOG
 from isopos.encodings import Permutation
 from isopos.lab.recipes import join_spec, split_spec
 from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
+from isopos.lab.runs.files import replacing
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.schemes import Scheme, build
 
-__all__ = ["SUFFIXES", "draw_curve", "draw_heat", "places", "plain", "show"]
+__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "places", "plain", "show"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
@@ -40,13 +41,11 @@ def show(
     shown = list(panels(scheme, reach=reach))
     figure = Figure(figsize=(7.5 if len(shown) == 1 else 6.2 * len(shown), 5.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        _draw(axes, panel, scheme, alone=len(shown) == 1)
+        draw(axes, panel, scheme, alone=len(shown) == 1)
     figure.suptitle("\n".join(_title(join_spec(name, options), scheme, shown, drawn)), fontsize=11)
-    part = path.with_name(path.name + ".part")
     try:
-        with rc_context({"svg.fonttype": "none"}):
+        with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
-        os.replace(part, path)
     except OSError as error:
         raise ValueError(f"out: cannot write {path}: {error.strerror}") from None
     return path
@@ -90,7 +89,8 @@ def _leaves(group: Group) -> list[Group]:
     return [leaf for part in group.parts for leaf in _leaves(part)] if isinstance(group, Product) else [group]
 
 
-def _draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
+def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
+    """The curve of a line or ring, the map of a grid, the matrix of a tree; not alone, its title says of what."""
     if not alone:
         axes.set_title(f"along the {places(panel.group)}, the rest at the origin", fontsize=10)
     offset, row = panel.row()

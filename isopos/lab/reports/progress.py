@@ -1,5 +1,7 @@
-"""Progress of training on a console: a bar a run, with its loss and its speed."""
+"""Progress of runs: bars on a terminal; in a log file, a batch job or CI, a line at the start, every tenth and the end."""
 
+import datetime
+import time
 from collections.abc import Callable
 
 from rich.console import Console
@@ -7,34 +9,83 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 __all__ = ["Bars"]
 
+PARTS = 10  # lines of a run, after its first
+Show = Callable[..., None]
+
 
 class Bars:
-    """Bars on a console, while it is entered.
+    """Bars or lines on a console, while it is entered.
+
+    Args:
+        console: Where to print.
+        total: Steps of all runs, which then share one bar that goes when they have ended; by default each has its own.
 
     Example:
         >>> with Bars(Console(width=100)) as bars:
         ...     show = bars.add("rope", 250, "bits/byte")
         ...     show(250, 3.2, 25_000.0)
-        rope   ... 250/250 3.200 bits/byte 25,000 tokens/s ...
+        rope: 0/250
+        rope: 250/250, 3.200 bits/byte, 25,000 tokens/s
     """
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, total: int | None = None):
         columns = (TextColumn("{task.description:<32}"), BarColumn(20), MofNCompleteColumn())
-        fields = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-        self.progress = Progress(*columns, *fields, console=console)
+        texts = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+        self.lines = not console.is_interactive
+        self.progress = Progress(*columns, *texts, console=console, transient=total is not None, disable=self.lines)
+        self.total = total
+        self.shared = None if total is None else self.progress.add_task("", total=total, loss="", rate="")
+        self._finish = lambda: None
 
     def __enter__(self) -> "Bars":
         self.progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._finish()
         self.progress.stop()
 
-    def add(self, title: str, steps: int, unit: str) -> Callable[[int, float, float], None]:
-        """A bar, and what shows a step on it: its number, its loss in bits a token and the tokens a second."""
-        task = self.progress.add_task(title, total=steps, loss="", rate="")
+    def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:
+        """What shows a step of a run: a function of its number and, where there are such, its loss and its rate.
 
-        def show(step: int, bits: float, rate: float) -> None:
-            self.progress.update(task, completed=step, loss=f"{bits:.3f} {unit}", rate=f"{rate:,.0f} tokens/s")
+        Args:
+            title: Of the run.
+            steps: That it takes.
+            unit: Of the loss.
+            rate_unit: Of the rate.
+            before: Steps of other runs before it, where all share a bar.
+        """
+        self._finish()
+        task = self.progress.add_task(title, total=steps, loss="", rate="") if self.shared is None else self.shared
+        self.progress.update(task, description=title, completed=before)
+        line, printed, start = f"{title}: 0/{steps}", 0, None
 
+        def finish() -> None:
+            """Print the last step, where it has no line: a run may end before its time."""
+            nonlocal line
+            if self.lines and line:
+                self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            line = ""
+
+        def show(step: int, loss: float | None = None, rate: float | None = None) -> None:
+            nonlocal line, printed, start
+            shown = "" if loss is None else f"{loss:.3f} {unit}"
+            speed = "" if rate is None else f"{rate:,.0f} {rate_unit}"
+            self.progress.update(task, completed=before + step, loss=shown, rate=speed)
+            start = start or (step, time.monotonic())  # a run that is resumed does not start at 0
+            line = ", ".join(
+                filter(None, (f"{title}: {step}/{steps}", shown, speed, _left(start, step, (self.total or steps) - before)))
+            )
+            if step * PARTS // steps > printed:
+                printed = step * PARTS // steps
+                finish()
+
+        finish()
+        self._finish = finish
         return show
+
+
+def _left(start: tuple[int, float], step: int, steps: int) -> str:
+    """The time that is left at the mean speed since a step and its time."""
+    seconds = (steps - step) * (time.monotonic() - start[1]) / max(step - start[0], 1)
+    return f"{datetime.timedelta(seconds=round(seconds))} left" if seconds else ""

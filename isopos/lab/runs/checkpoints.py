@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isopos.lab.runs.folders import flush_folder, write_json
+from isopos.lab.runs.files import flush_folder, write_json
 
 __all__ = ["KEEP", "Checkpoint", "best", "complete", "load", "newest", "save"]
 
@@ -29,13 +29,15 @@ class Checkpoint(NamedTuple):
     Args:
         folder: Where it is.
         step: Updates done.
-        validation: Bits per byte there, if it was validated; the smallest is the best.
+        validation: The main metric there, if it was validated.
+        better: Whether the lower or the higher one is.
         ended: Whether training ends here.
     """
 
     folder: Path
     step: int
     validation: float | None
+    better: str
     ended: bool
 
 
@@ -48,8 +50,8 @@ def complete(run: Path) -> list[Checkpoint]:
     found = []
     for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
         try:
-            about = json.loads(mark.read_text())
-            found.append(Checkpoint(mark.parent, about["step"], about["validation"], about["ended"]))
+            about = {"better": "lower"} | json.loads(mark.read_text())
+            found.append(Checkpoint(mark.parent, *(about[name] for name in Checkpoint._fields[1:])))
         except (ValueError, KeyError) as error:
             raise ValueError(f"checkpoint: {mark} is damaged: {error}; remove {mark.parent} to go on without it") from None
     return found
@@ -62,11 +64,20 @@ def newest(run: Path) -> Checkpoint | None:
 
 def best(run: Path) -> Checkpoint | None:
     """The complete checkpoint with the best validation, if one was validated; of equal ones the first."""
-    validated = [(one.validation, one.step, one) for one in complete(run) if one.validation is not None]
-    return min(validated)[-1] if validated else None
+    validated = [(one.validation, one) for one in complete(run) if one.validation is not None]
+    signed = [(value if one.better == "lower" else -value, one.step, one) for value, one in validated]
+    return min(signed)[-1] if signed else None
 
 
-def save(run: Path, state: Mapping[str, Any], step: int, *, validation: float | None = None, ended: bool = False) -> Path:
+def save(
+    run: Path,
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    validation: float | None = None,
+    better: str = "lower",
+    ended: bool = False,
+) -> Path:
     """Write a checkpoint of tensors and plain values, then remove those that are neither the best nor among the last.
 
     Raises:
@@ -83,7 +94,8 @@ def save(run: Path, state: Mapping[str, Any], step: int, *, validation: float | 
             os.fsync(file.fileno())
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        write_json(folder / MARK, {"step": step, "sha256": digest, "validation": validation, "ended": ended})
+        mark = {"step": step, "sha256": digest, "validation": validation, "better": better, "ended": ended}
+        write_json(folder / MARK, mark)
         flush_folder(folder.parent)
     except (OSError, RuntimeError) as error:  # torch has its own error for what its writer meets
         shutil.rmtree(folder, ignore_errors=True)

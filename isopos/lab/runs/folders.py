@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from isopos.lab.recipes import PLACEMENT, Recipe
+from isopos.lab.runs.files import write_json, write_text
 
-__all__ = ["Interrupted", "Log", "check_vacant", "create", "read_rows", "recipe_of", "same_recipe", "write_json"]
+__all__ = ["Interrupted", "Log", "check_vacant", "create", "read_rows", "recipe_of", "same_recipe"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -18,31 +18,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, signal: int):
         super().__init__(message)
         self.code = 128 + signal
-
-
-def write_json(path: Path, value: object) -> None:
-    """Replace a file by the value, in one step that survives a loss of power."""
-    _replace(path, [json.dumps(value, indent=1)])
-
-
-def _replace(path: Path, lines: Iterable[str]) -> None:
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    flush_folder(path.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power, where the system can."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
@@ -96,7 +71,7 @@ def recipe_of(folder: Path) -> Recipe:
 def same_recipe(folder: Path, recipe: Recipe) -> None:
     """Raise a ValueError that names the fields in which a run that is to be resumed differs from a recipe."""
     before, now = recipe_of(folder).as_dict(), recipe.as_dict()
-    changed = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in now if before[name] != now[name]]
+    changed = [f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in now if before.get(name) != now[name]]
     changed = [text for text in changed if text.split()[0] not in PLACEMENT]
     if changed:
         raise ValueError(f"resume: expected the recipe of {folder}, got {'; '.join(changed)}; or choose another --name")
@@ -121,7 +96,7 @@ class Log:
     def __init__(self, folder: Path, step: int = 0):
         path = folder / "metrics.jsonl"
         self.rows = [row for row in read_rows(path) if row["step"] <= step]
-        _replace(path, map(json.dumps, self.rows))
+        write_text(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **row: Any) -> None:

@@ -1,6 +1,7 @@
 """Tables of papers as data: `isopos/lab/tables/NAME.toml` holds rows, columns, the paper's figures and edits of a recipe.
 
-Another table is another file. Keys that none has, figures that miss and schemes that do not parse are errors. No torch here.
+Another table is another file, which may lie anywhere: its path is its name then. Keys that none has, figures that miss and
+schemes that do not parse are errors. No torch here.
 """
 
 import tomllib
@@ -9,24 +10,25 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from isopos.lab.recipes import FIELDS, RECIPES, SCALES, Recipe, split_spec, unknown_field
+from isopos.lab.recipes import SCALES, Recipe, preset, split_spec, unknown_field
+from isopos.lab.tasks.task import Metric, View
 
 __all__ = ["ASK", "TABLES", "Column", "Corpus", "Line", "PaperTable", "load_table"]
 
 FOLDER = Path(__file__).parent
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 ASK = "ask"  # a source that cannot be had freely, so that --data must name a stand-in
-KINDS = ("language", "speed")
+KINDS = ("scores", "speed")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text of the paper.
+    """Data of the paper.
 
     Args:
         name: What --data calls it.
         source: As `isopos train --data` takes it, or ASK.
-        edits: Of the recipe, that the paper made for this text.
+        edits: Of the recipe, that the paper made for it.
     """
 
     name: str
@@ -40,19 +42,23 @@ class Column:
 
     Args:
         title: Of the column.
-        corpus: What the model is trained on; none for speeds.
+        corpus: What the model is trained on; none for speeds, and where a task has no `data`.
+        figure: One of the task's; by default that of the table.
         split: That is scored.
-        multiple: Of the training length, for the windows that are scored.
-        scored: Tokens at the end of each window that count, as a share of it; 1: all, side by side.
-        better: lower or higher.
+        multiple: Of the training length, for the samples that are scored.
+        scored: Share of each sample, at its end, that counts; 1: all.
+        better: lower or higher; by default as the task says of the figure.
+        style: How figures are written; by default as the task says.
     """
 
     title: str
     corpus: str = ""
+    figure: str = ""
     split: str = "validation"
     multiple: int = 1
     scored: float = 1.0
-    better: str = "lower"
+    better: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,14 @@ class PaperTable:
         title: What it compares.
         citation: Paper, table or section.
         baseline: The row whose final loss the others are to reach, whose speed is 1.
-        kind: language, trained models that are scored; or speed, training steps of a bidirectional model.
-        recipe: The paper's, by its name in RECIPES, with `edits`.
+        kind: scores, of trained models; or speed, of training steps.
+        recipe: The paper's, as `isopos train` takes it, with `edits`.
         notes: What a reader must know.
         scales: Edits of the recipe by scale.
         columns: The figures.
         rows: In the paper's order, then ours.
         corpora: What the columns' models are trained on.
+        figure: Of the columns that name none; by default the task's first.
         edits: Of the recipe, where the paper's differs from the named one.
     """
 
@@ -97,17 +104,28 @@ class PaperTable:
     scales: Mapping[str, Mapping[str, Any]]
     columns: Sequence[Column]
     rows: Sequence[Line]
-    kind: str = "language"
+    kind: str = "scores"
+    figure: str = ""
     corpora: Sequence[Corpus] = ()
     notes: Sequence[str] = ()
     edits: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
-        recipe = replace(RECIPES[self.recipe]("paper"), **self.edits)
+        recipe = preset(self.recipe, "paper").edit(**self.edits)
         if corpus is not None:
-            recipe = replace(recipe, **{"data": corpus.source, **corpus.edits})
-        return recipe if scale == "original" else replace(recipe, **_plain(self.scales[scale]))
+            recipe = recipe.edit(**{"data": corpus.source, **corpus.edits})
+        return recipe if scale == "original" else recipe.edit(**self.scales[scale])
+
+    def metric(self, column: Column) -> Metric:
+        """What a column shows, and how."""
+        task, (main, *_) = self.recipe_at("original").task, self.recipe_at("original").task.metrics
+        figure = task.figure(column.figure or self.figure or main.figure)
+        if self.kind == "speed":
+            figure = Metric("relative speed", "", "higher", ".2f")
+        view = View(column.split, column.multiple, column.scored)
+        own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
+        return replace(figure, title=column.title, view=view, **own)
 
     def corpus(self, name: str) -> Corpus:
         """The corpus of that name."""
@@ -119,20 +137,20 @@ class PaperTable:
 
 
 def load_table(name: str, folder: Path = FOLDER) -> PaperTable:
-    """The table of that name.
+    """The table of that name, or in that file.
 
     Raises:
         ValueError: Where there is no such file, or something in it does not fit; the message names the file.
     """
-    path = folder / f"{name}.toml"
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.exists():
-        raise ValueError(f"table: expected one of {', '.join(TABLES)}, got {name!r}")
+        raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         columns = tuple(_made(Column, one) for one in values.pop("columns", ()))
         rows = tuple(_made(Line, one) for one in values.pop("rows", ()))
         corpora = tuple(_made(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
-        table = _made(PaperTable, {"name": name, "columns": columns, "rows": rows, "corpora": corpora, **values})
+        table = _made(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
         _check(table)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
@@ -161,23 +179,28 @@ def _check(table: PaperTable) -> None:
             raise ValueError(f"{what}: expected different names, got {found}")
     if table.kind not in KINDS:
         raise ValueError(f"kind: expected {' or '.join(KINDS)}, got {table.kind!r}")
-    if table.recipe not in RECIPES:
-        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {table.recipe!r}")
+    recipe = preset(table.recipe, "paper")
     if set(table.scales) != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
     for edits in (table.edits, *table.scales.values(), *(corpus.edits for corpus in table.corpora)):
+        known = [name for name in recipe.names if name not in ("scheme", "seed")]
         for name in edits:
-            if name not in FIELDS or name in ("scheme", "seed"):
-                raise ValueError(unknown_field(name, tuple(other for other in FIELDS if other not in ("scheme", "seed"))))
+            if name not in known:
+                raise ValueError(unknown_field(name, known))
     if table.baseline not in names or not table.row(table.baseline).scheme:
         raise ValueError(f"baseline: expected a row with a scheme, got {table.baseline!r}")
     for row in table.rows:
         split_spec(row.scheme)
         if len(row.figures) not in (0, len(table.columns)):
             raise ValueError(f"{row.name}: expected {len(table.columns)} figures or none, got {len(row.figures)}")
-    known = [corpus.name for corpus in table.corpora] if table.kind == "language" else [""]
+    if table.corpora and "data" not in recipe.names:
+        raise ValueError(f"corpora: expected none, since {table.recipe} has no data to choose")
+    known = [corpus.name for corpus in table.corpora] or [""]
     for column in table.columns:
         if column.corpus not in known:
             raise ValueError(f"{column.title}: expected a corpus of {', '.join(known)}, got {column.corpus!r}")
-        if column.better not in ("lower", "higher") or column.multiple < 1 or not 0 < column.scored <= 1:
+        if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 < column.scored <= 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
+        metric = table.metric(column)
+        if table.kind == "scores":
+            recipe.task.check_view(metric.view)

@@ -1,1 +1,53 @@
-"""Tasks: what a sample, a model, a loss and a metric is."""
+"""Tasks by name. One of your own is MODULE:NAME, of a module in the working folder or installed."""
+
+import difflib
+import importlib
+import sys
+
+from isopos.lab.tasks.task import Task
+
+__all__ = ["TASKS", "find", "spec"]
+
+TASKS = {
+    "language": "isopos.lab.tasks.language:Language",
+    "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
+    "listops": "isopos.lab.tasks.listops:ListOps",
+}
+"""Where each task is; imported when it is first used."""
+
+
+def find(name: str) -> type[Task]:
+    """The task of a name of `TASKS`, or of MODULE:NAME.
+
+    Raises:
+        ValueError: Where there is none.
+
+    Example:
+        >>> find("language")().unit
+        'tokens'
+    """
+    module, _, attribute = TASKS.get(name, name).partition(":")
+    if not attribute:
+        near = difflib.get_close_matches(name, TASKS, 1)
+        meant = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"task: expected one of {', '.join(TASKS)}, or MODULE:NAME, got {name!r}{meant}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(f"task: cannot import {module}: {type(error).__name__}: {error}") from None
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise ValueError(f"task: expected {name} to be a subclass of isopos.lab.tasks.task.Task, got {found!r}")
+    return found
+
+
+def spec(task: Task) -> str:
+    """What `find` finds it by.
+
+    Example:
+        >>> spec(find("language")())
+        'language'
+    """
+    kind = type(task)
+    return kind.name if TASKS.get(kind.name) == (own := f"{kind.__module__}:{kind.__qualname__}") else own

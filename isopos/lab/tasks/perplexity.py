@@ -1,7 +1,6 @@
 """Perplexity as the papers measure it, also of windows far longer than those of the training."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor
 from isopos.lab.data.corpora import Corpus
 from isopos.models import Decoder
 
-__all__ = ["MULTIPLES", "Row", "Score", "length_table", "perplexity"]
+__all__ = ["Score", "perplexity", "why_not"]
 
-MULTIPLES = (1, 2, 4, 8, 16, 32)  # of the training length: of 512, up to 16,384
 PIECE = 4096  # tokens that a model is given at once
 LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
 SCORES = 1 << 24  # of pairs of tokens, a head of softmax attention
@@ -36,15 +34,6 @@ class Score:
     def perplexity(self) -> float:
         """exp(nats), of a token."""
         return math.exp(self.nats) if self.nats < 700 else math.inf
-
-
-@dataclass(frozen=True)
-class Row:
-    """A score at one length, or the reason why there is none."""
-
-    length: int
-    score: Score | None
-    reason: str = ""
 
 
 def perplexity(
@@ -75,7 +64,7 @@ def perplexity(
         ValueError: Before any work, where `length` has no positions in the scheme, or no window in the split, where the
             vocabularies differ, or where `scored` is not in a window.
     """
-    reason = _reason(model, corpus, length, split, limit)
+    reason = why_not(model, corpus, length, split, limit)
     if reason:
         raise ValueError(reason)
     own = model.tokens.num_embeddings
@@ -99,29 +88,7 @@ def perplexity(
     return Score(nats, nats / math.log(2) / corpus.bytes_per_token(split), count)
 
 
-def length_table(
-    model: Decoder,
-    corpus: Corpus,
-    length: int,
-    *,
-    multiples: Sequence[int] = MULTIPLES,
-    split: str = "validation",
-    scored: int | None = None,
-    limit: int | None = None,
-) -> list[Row]:
-    """Scores of windows of multiples of the training `length`; see `perplexity`, whose other arguments these are.
-
-    Where a scheme has no positions for a length, or the split no window, the row says so.
-    """
-    rows = []
-    for window in (multiple * length for multiple in multiples):
-        reason = _reason(model, corpus, window, split, limit)
-        score = None if reason else perplexity(model, corpus, window, split=split, scored=scored, limit=limit)
-        rows.append(Row(window, score, reason))
-    return rows
-
-
-def _reason(model: Decoder, corpus: Corpus, length: int, split: str, limit: int | None) -> str:
+def why_not(model: Decoder, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
     """Why windows of that length cannot be scored, or nothing."""
     if length < 1 or (limit is not None and limit < 1):
         return f"length: expected positive numbers of tokens, got windows of {length} and a limit of {limit}"

@@ -1,23 +1,30 @@
 """The seam between tasks and the rest of the laboratory: whoever trains, compares, evaluates or reports knows no more.
 
-A task is two things. Its settings are a frozen dataclass (`Task`), free of torch, which is part of every recipe and of the
-command line. What `Task.load` makes of them (`Data`) has the samples at hand: it builds the model, draws the batch of a
-step, computes the loss and scores held-out data. Another task is another file in this folder with one of each.
+A task is two things. Its settings are a frozen dataclass (`Task`), part of every recipe and of the command line, which
+builds the model; its module is free of torch where it is imported. What `Task.load` makes of them (`Data`) has the samples
+at hand: it draws the batch of a step, computes the loss and scores held-out data. Another task is another file in this
+folder with one of each, and a line in `tasks.TASKS`; or, without the line, MODULE:NAME on the command line.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from isopos.lab.recipes import Recipe
 
-__all__ = ["Data", "Metric", "Task", "View"]
+__all__ = ["Data", "Metric", "Scored", "Task", "View", "expect"]
+
+
+def expect(name: str, value: object, what: str, met: bool) -> None:
+    """Raise a ValueError where a field is not what it should be."""
+    if not met:
+        raise ValueError(f"{name}: expected {what}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class View:
     Args:
         split: validation or test.
         multiple: Of the training length, where a task has samples of any length.
-        scored: Share of each sample, at its end, that counts; 1: all.
+        scored: Share of each sample, at its end, that counts; 1: all; above 1: so many of its units.
         limit: At most so many (in the task's unit); 0: all; -1: as in training.
     """
 
@@ -47,12 +54,12 @@ class Metric:
         better: lower or higher.
         style: How a value is written, as in ``format(value, style)``: ".3f", ".1%".
         view: What is scored.
-        note: What a reader must know, in one sentence.
+        note: What a reader must know, in a few words.
 
     Example:
         >>> accuracy = Metric("accuracy", "accuracy", "higher", ".1%")
-        >>> sorted([0.5, 0.75, 0.25], key=accuracy.rank), accuracy.text(0.5), accuracy.improves(0.5, None)
-        ([0.75, 0.5, 0.25], '50.0%', True)
+        >>> sorted([0.5, 0.75, 0.25], key=accuracy.rank), accuracy.text(0.5), accuracy.text(None)
+        ([0.75, 0.5, 0.25], '50.0%', '-')
     """
 
     title: str
@@ -66,24 +73,40 @@ class Metric:
         """A number by which values sort, the best first."""
         return value if self.better == "lower" else -value
 
-    def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best so far."""
-        return best is None or self.rank(value) < self.rank(best)
-
     def text(self, value: float | None) -> str:
         """The value as tables show it."""
         return "-" if value is None else format(value, self.style)
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    """The settings of a task: a frozen dataclass whose fields are options of the command line."""
+class Scored:
+    """Figures by name; where the scheme or the data has none for a view, no figures and the reason."""
 
-    name: ClassVar[str]
-    unit: ClassVar[str] = "tokens"
-    """What a throughput counts."""
-    schemes: ClassVar[str]
-    """Compared by default: a comma list."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """The settings of a task: a frozen dataclass whose fields are options of the command line, each with a default.
+
+    Attributes:
+        name: In the registry; a task of your own needs none.
+        schemes: Compared by default: a comma list.
+        edits: Of the recipe of a comparison, by default: flat names.
+        unit: What a throughput counts.
+        loss_scale: Of a loss in nats, where it is shown.
+        settled: Fields that are found in the data where they are 0.
+        views: Fields of a `View` that can be chosen.
+    """
+
+    name: ClassVar[str] = ""
+    schemes: ClassVar[str] = "none,rope"
+    edits: ClassVar[Mapping[str, Any]] = {}
+    unit: ClassVar[str] = "samples"
+    loss_scale: ClassVar[float] = 1.0
+    settled: ClassVar[tuple[str, ...]] = ()
+    views: ClassVar[tuple[str, ...]] = ("split", "limit")
 
     @property
     @abstractmethod
@@ -91,16 +114,76 @@ class Task(ABC):
         """The columns of a comparison; the first ranks, decides which weights are best, and ends patience."""
 
     @abstractmethod
-    def check(self, recipe: "Recipe") -> None:
-        """Raise a ValueError that names the first field that cannot be, before any data is read."""
+    def model(self, recipe: "Recipe") -> Any:
+        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.seeded`).
+
+        It has the attributes `scheme` and, to be sharded, `blocks`.
+        """
 
     @abstractmethod
-    def load(self, recipe: "Recipe", console: "Console | None" = None) -> "Data":
-        """The data, prepared.
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Data":
+        """The data, prepared: for a new run, or with what `Data.save` wrote in the folder of one.
 
         Raises:
             ValueError: Where there is none, or it does not fit; the message names file, line and remedy.
         """
+
+    def check(self, recipe: "Recipe") -> Sequence[str]:
+        """What a reader of the results should know before; the scheme fits the groups of positions that samples have.
+
+        Raises:
+            ValueError: Before any data is read; the message names the first field that cannot be.
+        """
+        self.model(recipe)
+        return ()
+
+    def options(self, scheme: str, recipe: "Recipe") -> Mapping[str, str]:
+        """Options of a scheme that fit the samples (a learned table's length), unless a user gives others."""
+        return {}
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        """What `Data.score` finds besides, for tables and evaluations."""
+        return ()
+
+    @property
+    def loss_unit(self) -> str:
+        """What a training loss is shown in."""
+        return "nats"
+
+    def size(self, recipe: "Recipe") -> int:
+        """Units of a step."""
+        return recipe.training.batch
+
+    def setting(self, recipe: "Recipe") -> str:
+        """What a report says of model and samples, in a sentence."""
+        return f"{type(self).__name__}."
+
+    @property
+    def figures(self) -> tuple[Metric, ...]:
+        """Everything that `Data.score` finds, once."""
+        return tuple({metric.figure: metric for metric in reversed((*self.metrics, *self.more))}.values())[::-1]
+
+    def figure(self, name: str) -> Metric:
+        """That of `figures` with this name.
+
+        Raises:
+            ValueError: Where there is none.
+        """
+        known = {metric.figure: metric for metric in self.figures}
+        if name not in known:
+            raise ValueError(f"figure: expected one of {', '.join(known)}, got {name!r}")
+        return known[name]
+
+    def check_view(self, view: View) -> None:
+        """Raise a ValueError that names the first field of a view that the samples of this task do not have."""
+        words = {"multiple": "length", "split": "split", "scored": "scored", "limit": "limit"}
+        for part in fields(View):
+            if getattr(view, part.name) != part.default and part.name not in self.views:
+                raise ValueError(
+                    f"{words[part.name]}: expected none, which samples of this task do not have; it takes "
+                    f"{', '.join(words[name] for name in self.views) or 'no choice'}"
+                )
 
 
 class Data(ABC):
@@ -109,41 +192,49 @@ class Data(ABC):
     Attributes:
         name: Of the source, for readers.
         sha256: A fingerprint: a run goes on, and a table is filled, with the same data only.
-        summary: Sizes in one line.
+        summary: Sizes in a few words.
+        splits: Held-out ones that there are.
+        calls: Methods of the model, beside its call, that `loss` and `score` use: shards of weights must know them.
     """
 
     name: str
     sha256: str
     summary: str
+    splits: tuple[str, ...] = ("validation",)
+    calls: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
     def settle(self, recipe: "Recipe") -> "Recipe":
         """The recipe with what only the data tells, such as the size of a vocabulary."""
-
-    @abstractmethod
-    def options(self, scheme: str, recipe: "Recipe") -> Mapping[str, str]:
-        """Options of a scheme that fit the samples (a learned table's length), unless a user gives others."""
-
-    @abstractmethod
-    def model(self, recipe: "Recipe") -> "nn.Module":
-        """The model on the CPU, initialised from the recipe's seed; what it shares with models of other schemes is equal."""
+        return recipe
 
     @abstractmethod
     def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """A rank's share in the batch of a step: a function of (seed, step, rank). The shares together are the batch."""
 
     @abstractmethod
-    def loss(self, model: "nn.Module", *batch: "Tensor") -> "Tensor":
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         """The mean loss of a batch in nats: a scalar with a graph."""
 
     @abstractmethod
-    def score(self, model: "nn.Module", recipe: "Recipe", view: View) -> Mapping[str, float | None]:
-        """Figures by name. Where the scheme or the data has none for this view: None, with the reason under "reason"."""
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """Figures of held-out data, of a model in evaluation mode; no gradients are recorded."""
+
+    def measure(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """`score`, which the model is put in evaluation mode for."""
+        import torch
+
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self.score(model, recipe, view)
+        finally:
+            model.train(training)
 
     def save(self, folder: Path) -> None:
         """Write beside the weights what they need to be used again, such as a tokenizer."""
         return
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
         """A few held-out samples with the model's answers, for the report; none by default."""
         return []

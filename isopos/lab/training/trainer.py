@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +34,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from isopos.lab.data.corpora import Corpus
-from isopos.lab.recipes import Recipe
+from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import Log
-from isopos.lab.training.run import BITS, build_model, evaluate, loss_of
+from isopos.lab.tasks.task import Data
+from isopos.lab.training.run import OnStep, evaluate
 
 __all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
 
@@ -48,17 +48,14 @@ NOT_OURS = (".*does not have many workers", ".*LeafSpec.* is deprecated")  # Lig
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)  # its remarks on devices and tips
 
-OnStep = Callable[[int, float, float], None]
-"""Hears of a step, its loss in bits a token and the tokens a second, on the first process."""
-
 
 class Fitted(NamedTuple):
     """What training came to.
 
     Args:
         status: "finished" or "diverged at step n".
-        weights: The state dict of the decoder on the CPU, on the first process; empty on the others.
-        rate: Tokens a second, of the steps that this process saw.
+        weights: The state dict of the model on the CPU, on the first process; empty on the others.
+        rate: The task's units a second, of the steps that this process saw.
         stopped: The signal that ended it before its time, or 0.
         step: The last step.
     """
@@ -71,21 +68,21 @@ class Fitted(NamedTuple):
 
 
 class Batches(Dataset):
-    """The parts of every step's batch that one rank computes, from a step on: item i is (step, part, tokens, targets)."""
+    """The parts of every step's batch that one rank computes, from a step on: item i is (step, part, *batch)."""
 
-    def __init__(self, recipe: Recipe, source: Corpus, done: int, rank: int, ranks: int):
-        self.recipe, self.source, self.done, self.rank, self.ranks = recipe, source, done, rank, ranks
+    def __init__(self, recipe: Recipe, data: Data, done: int, rank: int, ranks: int):
+        self.recipe, self.data, self.done, self.rank, self.ranks = recipe, data, done, rank, ranks
 
     def __len__(self) -> int:
-        return (self.recipe.steps - self.done) * self.recipe.accumulate
+        return (self.recipe.training.steps - self.done) * self.recipe.training.accumulate
 
-    def __getitem__(self, item: int) -> tuple[int, int, Tensor, Tensor]:
+    def __getitem__(self, item: int) -> tuple[Any, ...]:
         if not 0 <= item < len(self):
             raise IndexError(item)
-        r, (step, part) = self.recipe, divmod(item, self.recipe.accumulate)
+        parts = self.recipe.training.accumulate
+        step, part = divmod(item, parts)
         step += self.done + 1
-        place, places = self.rank * r.accumulate + part, self.ranks * r.accumulate
-        return step, part, *self.source.batch(r.seed, step, r.batch, r.length, place, places)
+        return step, part, *self.data.batch(self.recipe, step, self.rank * parts + part, self.ranks * parts)
 
 
 def randomness(seed: int, step: int, rank: int, part: int) -> int:
@@ -93,25 +90,25 @@ def randomness(seed: int, step: int, rank: int, part: int) -> int:
     return int(np.random.SeedSequence((seed, step, rank, part)).generate_state(1, np.uint64)[0])
 
 
-def share(recipe: Recipe, step: int) -> float:
+def share(t: Training, step: int) -> float:
     """Of the peak learning rate, at a step from 1 on: a linear warm-up, then the recipe's schedule.
 
     The inverse square root is that of Fairseq, sqrt(warmup / step). The others reach their end after the last step.
 
     Example:
-        >>> recipe = Recipe(steps=100, warmup=10, schedule="polynomial")
-        >>> [share(recipe, step) for step in (1, 10, 11, 56, 100)]
+        >>> training = Training(steps=100, warmup=10, schedule="polynomial")
+        >>> [share(training, step) for step in (1, 10, 11, 56, 100)]
         [0.1, 1.0, 1.0, 0.5, 0.011...]
     """
-    warm = max(1, recipe.steps // 10) if recipe.warmup < 0 else recipe.warmup
+    warm = max(1, t.steps // 10) if t.warmup < 0 else t.warmup
     if step <= warm:
         return step / warm
-    left = 1 - (step - 1 - warm) / max(1, recipe.steps - warm)
-    match recipe.schedule:
+    left = 1 - (step - 1 - warm) / max(1, t.steps - warm)
+    match t.schedule:
         case "cosine":
             return 0.5 + 0.5 * math.cos(math.pi * (1 - left))
         case "polynomial":
-            return left**recipe.power
+            return left**t.power
         case "inverse-sqrt":
             return math.sqrt(max(1, warm) / step)
         case "constant":
@@ -122,14 +119,15 @@ class _Training(LightningModule):
     """The steps of one run that are left; `log` is that of the first process."""
 
     def __init__(
-        self, recipe: Recipe, source: Corpus, folder: Path, log: Log | None, on_step: OnStep, begin: dict[str, Any] | None
+        self, recipe: Recipe, data: Data, folder: Path, log: Log | None, on_step: OnStep, begin: dict[str, Any] | None
     ):
         super().__init__()
-        self.recipe, self.source, self.folder, self.log_rows, self.on_step = recipe, source, folder, log, on_step
+        self.recipe, self.data, self.folder, self.log_rows, self.on_step = recipe, data, folder, log, on_step
+        self.settings, self.metric = recipe.training, recipe.task.metrics[0]
         self.begin, self.first = begin, begin["step"] if begin else 0
-        self.decoder = build_model(recipe, "cpu")
+        self.model = recipe.task.model(recipe)
         self.losses: list[Tensor] = []
-        self.step, self.status, self.best = self.first, "finished", (0, math.inf)
+        self.step, self.status, self.best = self.first, "finished", (0, math.inf)  # step and rank
         self.ended = self.stopping = self.sharded = False
         self.signal, self.begun, self.row = 0, 0.0, {}
         self.weights: Mapping[str, Any] = {}
@@ -139,32 +137,32 @@ class _Training(LightningModule):
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:
             mesh = self.trainer.strategy.device_mesh["data_parallel"]
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
-            for block in (*self.decoder.blocks, self.decoder):
+            for block in (*self.model.blocks, self.model):
                 fully_shard(block, mesh=mesh, mp_policy=policy)
-            for method in ("advance", "loss"):  # by which long windows are evaluated
-                register_fsdp_forward_method(self.decoder, method)
+            for method in self.data.calls:
+                register_fsdp_forward_method(self.model, method)
             self.sharded = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam or AdamW; the learning rate is set at every step."""
-        r = self.recipe
+        r = self.settings
         kind = torch.optim.AdamW if r.optimizer == "adamw" else torch.optim.Adam
         betas = (r.beta1, r.beta2)
         return kind(self.parameters(), lr=r.learning_rate, betas=betas, eps=r.epsilon, weight_decay=r.weight_decay)
 
     def train_dataloader(self) -> DataLoader:
         """Batches of this rank, in order, from the step after the checkpoint on."""
-        batches = Batches(self.recipe, self.source, self.first, self.global_rank, self.trainer.world_size)
-        start = _leave_signals if self.recipe.workers else None
-        return DataLoader(batches, batch_size=None, num_workers=self.recipe.workers, worker_init_fn=start)
+        batches = Batches(self.recipe, self.data, self.first, self.global_rank, self.trainer.world_size)
+        start = _leave_signals if self.settings.workers else None
+        return DataLoader(batches, batch_size=None, num_workers=self.settings.workers, worker_init_fn=start)
 
     def on_fit_start(self) -> None:
         """Go on from the checkpoint."""
         if self.begin is not None:
             state, self.begin = self.begin, None  # frees the memory
-            set_model_state_dict(self.decoder, state["model"], options=StateDictOptions(full_state_dict=True))
+            set_model_state_dict(self.model, state["model"], options=StateDictOptions(full_state_dict=True))
             set_optimizer_state_dict(
-                self.decoder, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
+                self.model, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
             )
             self.best = tuple(state["best"])
 
@@ -179,12 +177,12 @@ class _Training(LightningModule):
         self.take_signals()  # again: Lightning has taken SIGTERM meanwhile
         self.begun = time.perf_counter()
 
-    def training_step(self, batch: tuple[int, int, Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
         """The loss of one part of a step."""
-        step, part, tokens, targets = batch
+        step, part, *samples = batch
         torch.manual_seed(randomness(self.recipe.seed, step, self.global_rank, part))
-        self._optimizer.param_groups[0]["lr"] = self.recipe.learning_rate * share(self.recipe, step)
-        loss = loss_of(self.decoder, tokens, targets)
+        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * share(self.settings, step)
+        loss = self.data.loss(self.model, *samples)
         self.losses.append(loss.detach().double())
         self.step = step
         return loss
@@ -195,7 +193,7 @@ class _Training(LightningModule):
         self.losses.clear()
         loss, stop = self.trainer.strategy.reduce(own, reduce_op="sum").tolist()
         loss, self.stopping = loss / self.trainer.world_size, stop > 0
-        norm = nn.utils.clip_grad_norm_(self.decoder.parameters(), self.recipe.clip or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(loss) or not math.isfinite(norm):
             optimizer.zero_grad()
@@ -203,18 +201,18 @@ class _Training(LightningModule):
         rate = self._optimizer.param_groups[0]["lr"]
         self.row = {"step": self.step, "loss": _number(loss), "gradient_norm": _number(norm), "learning_rate": rate}
 
-    def on_train_batch_end(self, outputs: Any, batch: tuple[int, int, Tensor, Tensor], batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: tuple[Any, ...], batch_idx: int) -> None:
         """After the last part of a step: log, validate, save and decide whether to go on. All ranks decide alike."""
-        r, step = self.recipe, self.step
+        r, step = self.settings, self.step
         if batch[1] + 1 < r.accumulate:
             return
         diverged = self.status != "finished"
         self._record(self.row)
         due = r.validate_every > 0 and not diverged and (step % r.validate_every == 0 or step == r.steps)
         validation = self._validate() if due else None
-        improved = validation is not None and validation < self.best[1]
+        improved = validation is not None and self.metric.rank(validation) < self.best[1]
         if validation is not None and improved:
-            self.best = (step, validation)
+            self.best = (step, self.metric.rank(validation))
         impatient = r.patience > 0 and step - self.best[0] >= r.patience * r.validate_every
         self.ended = diverged or impatient or step == r.steps
         if r.save_every and not diverged and (step % r.save_every == 0 or improved or self.ended or self.stopping):
@@ -223,16 +221,16 @@ class _Training(LightningModule):
 
     def on_train_end(self) -> None:
         """Collect the weights."""
-        self.weights = get_model_state_dict(self.decoder, options=WHOLE)
+        self.weights = get_model_state_dict(self.model, options=WHOLE)
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
-        tokens = (self.step - self.first) * self.recipe.batch * self.recipe.length
-        return tokens / (time.perf_counter() - self.begun)
+        """The task's units a second."""
+        done = (self.step - self.first) * self.recipe.task.size(self.recipe)
+        return done / (time.perf_counter() - self.begun)
 
     def _validate(self) -> float | None:
-        value = evaluate(self.decoder, self.recipe, self.source, self.recipe.length)
+        value = evaluate(self.model, self.recipe, self.data, (self.metric,))[self.metric.title]
         value = None if value is None else _number(value)
         self._record({"step": self.step, "validation": value})
         return value
@@ -246,7 +244,7 @@ class _Training(LightningModule):
         if "learning_rate" in row:
             loss = math.nan if row["loss"] is None else row["loss"]
             try:
-                self.on_step(self.step, loss * BITS, self.rate)
+                self.on_step(self.step, loss * self.recipe.task.loss_scale, self.rate)
             except KeyboardInterrupt:
                 self.signal = signal.SIGINT
 
@@ -258,8 +256,8 @@ class _Training(LightningModule):
     def _save(self, validation: float | None) -> None:
         """A checkpoint, which the first process writes; all fail where it fails."""
         state = {
-            "model": get_model_state_dict(self.decoder, options=WHOLE),
-            "optimizer": get_optimizer_state_dict(self.decoder, self._optimizer, options=WHOLE),
+            "model": get_model_state_dict(self.model, options=WHOLE),
+            "optimizer": get_optimizer_state_dict(self.model, self._optimizer, options=WHOLE),
             "best": list(self.best),
             "step": self.step,
         }
@@ -267,7 +265,9 @@ class _Training(LightningModule):
         if self.log_rows is not None:
             try:
                 self.log_rows.flush()
-                checkpoints.save(self.folder, state, self.step, validation=validation, ended=self.ended)
+                checkpoints.save(
+                    self.folder, state, self.step, validation=validation, better=self.metric.better, ended=self.ended
+                )
             except OSError as failure:
                 error = str(failure)
         error = self.trainer.strategy.broadcast(error)
@@ -289,7 +289,7 @@ class _Training(LightningModule):
 
 def fit(
     recipe: Recipe,
-    source: Corpus,
+    data: Data,
     folder: Path,
     log: Log | None,
     on_step: OnStep,
@@ -300,21 +300,21 @@ def fit(
     Raises:
         OSError: Where a checkpoint cannot be written.
     """
-    training = _Training(recipe, source, folder, log, on_step, begin)
+    training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
     with _handlers_kept(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
-        device = torch.device(recipe.device)
+        device = torch.device(t.device)
         trainer = Trainer(
             accelerator="gpu" if device.type == "cuda" else device.type,
-            devices=recipe.devices if device.index is None else [device.index],
-            num_nodes=recipe.nodes,
-            strategy=_strategy(recipe),
+            devices=t.devices if device.index is None else [device.index],
+            num_nodes=t.nodes,
+            strategy=_strategy(t),
             plugins=_environment(),
-            precision="bf16-mixed" if recipe.precision == "bfloat16" else "32-true",
+            precision="bf16-mixed" if t.precision == "bfloat16" else "32-true",
             max_epochs=1,
-            accumulate_grad_batches=recipe.accumulate,
-            logger=_loggers(recipe, folder) if log else False,
+            accumulate_grad_batches=t.accumulate,
+            logger=_loggers(t, folder) if log else False,
             log_every_n_steps=1,
             default_root_dir=folder,
             use_distributed_sampler=False,
@@ -334,11 +334,11 @@ def fit(
     )
 
 
-def _strategy(recipe: Recipe) -> Any:
-    world = recipe.devices * recipe.nodes
+def _strategy(t: Training) -> Any:
+    world = t.devices * t.nodes
     if world == 1:
         return "auto"
-    if recipe.strategy == "fsdp2":
+    if t.strategy == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     return DDPStrategy()
 
@@ -349,13 +349,13 @@ def _environment() -> list[Any]:
     return [SLURMEnvironment(auto_requeue=False)] if slurm else []
 
 
-def _loggers(recipe: Recipe, folder: Path) -> list[Logger]:
+def _loggers(t: Training, folder: Path) -> list[Logger]:
     """Beside metrics.jsonl, whose rows they show from the first on: what an earlier start left is removed."""
-    if recipe.logger == "none":
+    if t.logger == "none":
         return []
-    shutil.rmtree(folder / recipe.logger, ignore_errors=True)
-    kind = CSVLogger if recipe.logger == "csv" else TensorBoardLogger
-    return [kind(folder, name="", version=recipe.logger)]
+    shutil.rmtree(folder / t.logger, ignore_errors=True)
+    kind = CSVLogger if t.logger == "csv" else TensorBoardLogger
+    return [kind(folder, name="", version=t.logger)]
 
 
 def _leave_signals(worker: int) -> None:

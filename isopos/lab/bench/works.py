@@ -17,7 +17,7 @@ from isopos.scheme import Scheme
 from isopos.schemes import build
 from isopos.state import State
 
-__all__ = ["KERNELS", "Kernel", "Shape", "kernel", "scheme_of"]
+__all__ = ["WORKS", "Shape", "Work", "scheme_of", "work_of"]
 
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
@@ -47,20 +47,19 @@ class Shape(NamedTuple):
         return self._replace(length=min(self.length, most), cache=min(self.cache, most))
 
 
-class Kernel(NamedTuple):
+class Work(NamedTuple):
     """A function of some inputs, and the parameters that it learns besides."""
 
     call: Callable[..., Any]
     parameters: tuple[Tensor, ...] = ()
 
 
-def kernel(name: str, shape: Shape) -> Kernel:
-    """A kernel for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
+def work_of(name: str, shape: Shape) -> Work:
+    """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
     if name in PEERS:
-        peer = PEERS[name]
-        return Kernel(peer.make(peer.load(), shape.length, shape.head_dim))
-    made = KERNELS[name](shape)
-    return made if isinstance(made, Kernel) else Kernel(made)
+        return Work(PEERS[name].work(shape.length, shape.head_dim))
+    made = WORKS[name](shape)
+    return made if isinstance(made, Work) else Work(made)
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
@@ -76,12 +75,12 @@ def _attention(spec: str = "none", *, causal: bool = True) -> Callable[[Shape], 
     return make
 
 
-def _layer(spec: str) -> Callable[[Shape], Kernel]:
+def _layer(spec: str) -> Callable[[Shape], Work]:
     def make(shape: Shape):
         scheme = scheme_of(spec, shape)
         layer = Attention(shape.heads * shape.head_dim, scheme)
         call = partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
-        return Kernel(call, tuple(layer.parameters()))
+        return Work(call, tuple(layer.parameters()))
 
     return make
 
@@ -181,8 +180,8 @@ def _einsum_step(shape: Shape):
         q, k, v = F.elu(q[:, :, 0]) + 1, F.elu(k[:, :, 0]) + 1, v[:, :, 0]
         sums = sums + torch.einsum("bhd,bhe->bhde", k, v)
         keys = keys + k
-        below = torch.einsum("bhd,bhd->bh", q, keys) + EPSILON
-        return (torch.einsum("bhd,bhde->bhe", q, sums) / below.unsqueeze(-1)).unsqueeze(-2)
+        denominator = torch.einsum("bhd,bhd->bh", q, keys) + EPSILON
+        return (torch.einsum("bhd,bhde->bhe", q, sums) / denominator.unsqueeze(-1)).unsqueeze(-2)
 
     return step
 
@@ -198,7 +197,7 @@ def _cached(shape: Shape):
     return step
 
 
-KERNELS: dict[str, Callable[[Shape], Any]] = {
+WORKS: dict[str, Callable[[Shape], Any]] = {
     "causal": _attention(),
     "causal, retnet decay": _attention("none:decay=retnet"),
     "causal, masked": _masked,
@@ -230,5 +229,5 @@ POSITIONS = {
     "householder + unitary": "lrpe-unitary",
     "householder + rotary": "lrpe-orthogonal",
 }
-KERNELS |= {f"attention function, {name}": _attention(spec) for name, spec in POSITIONS.items()}
-KERNELS |= {f"attention module, {name}": _layer(spec) for name, spec in POSITIONS.items()}
+WORKS |= {f"attention function, {name}": _attention(spec) for name, spec in POSITIONS.items()}
+WORKS |= {f"attention module, {name}": _layer(spec) for name, spec in POSITIONS.items()}

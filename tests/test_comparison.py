@@ -1,9 +1,10 @@
 import json
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
 
-from isopos.lab.reports.table import NUMBERS, cells, header, notes, render, rows_of
+from isopos.lab.reports.comparison import ranking
 
 CHOICES = {"attention": "linear", "decay": "none", "denominator": "plain", "feature_map": "elu+1"}
 
@@ -20,23 +21,22 @@ def _folder(tmp_path, bits, choices=MappingProxyType({})):
         (run / "result.json").write_text(
             json.dumps(result | {"parameters": 5, "choices": choices.get(scheme, CHOICES), "laws": "yes"})
         )
-    return rows_of(tmp_path)
+    return ranking(tmp_path)
 
 
-def _cells(rows):
-    titles = header(rows)
-    return [dict(zip(titles, cells(row, titles), strict=True)) for row in rows]
+def _cells(found):
+    return [dict(zip(found.header, found.cells(row, found.header), strict=True)) for row in found.rows]
 
 
 def test_rows_are_sorted_and_failures_come_last(tmp_path):
-    rows = _folder(tmp_path, {("none", 0): 3.0, ("bad", 0): None, ("rope", 0): 2.5})
-    assert [row.scheme for row in rows] == ["rope", "none", "bad"]
-    table = _cells(rows)
+    found = _folder(tmp_path, {("none", 0): 3.0, ("bad", 0): None, ("rope", 0): 2.5})
+    assert [row.scheme for row in found.rows] == ["rope", "none", "bad"]
+    table = _cells(found)
     assert [row["to best"] for row in table] == ["best", "+0.500", "-"]
     assert table[2]["bits/byte"] == "diverged at step 3"
     assert [row["speed"] for row in table] == ["0.90", "-", "-"]
     assert table[0]["at 4x"] == "-"
-    assert "--seeds 3" in " ".join(notes(rows))
+    assert "--seeds 3" in " ".join(found.notes())
 
 
 @pytest.mark.parametrize(("other", "shown"), [((2.6, 2.7, 2.8), "+0.200 ± 0.100"), ((2.3, 2.5, 2.9), "(+0.067 ± 0.306)")])
@@ -51,31 +51,34 @@ def test_differences_are_paired_by_seed(tmp_path):
 
 
 def test_the_table_renders_without_rows(tmp_path):
-    rows = _folder(tmp_path, {})
-    assert rows == []
-    assert render(rows, 80)[0].row_count == 0
+    found = _folder(tmp_path, {})
+    assert found.rows == []
+    assert found.render(80)[0].row_count == 0
 
 
 def test_an_interrupted_comparison_ranks_by_shared_seeds(tmp_path):
-    rows = _folder(tmp_path, {("rope", 0): 2.5, ("none", 0): 2.6, ("retnet", 0): 2.55, ("rope", 1): 9.0})
-    assert [row.scheme for row in rows] == ["rope", "retnet", "none"]
-    assert [row["bits/byte"] for row in _cells(rows)] == ["2.500", "2.550", "2.600"]
+    found = _folder(tmp_path, {("rope", 0): 2.5, ("none", 0): 2.6, ("retnet", 0): 2.55, ("rope", 1): 9.0})
+    assert [row.scheme for row in found.rows] == ["rope", "retnet", "none"]
+    assert [row["bits/byte"] for row in _cells(found)] == ["2.500", "2.550", "2.600"]
 
 
 def test_a_scheme_that_failed_once_is_not_ranked(tmp_path):
-    rows = _folder(tmp_path, {("rope", 0): 2.5, ("rope", 1): None, ("none", 0): 2.6, ("none", 1): 2.8})
-    assert [(row["scheme"], row["bits/byte"]) for row in _cells(rows)] == [("none", "2.700"), ("rope", "diverged at step 3")]
+    found = _folder(tmp_path, {("rope", 0): 2.5, ("rope", 1): None, ("none", 0): 2.6, ("none", 1): 2.8})
+    assert [(row["scheme"], row["bits/byte"]) for row in _cells(found)] == [
+        ("none", "2.700"),
+        ("rope", "diverged at step 3"),
+    ]
 
 
 def test_a_choice_is_shown_once(tmp_path):
-    rows = _folder(tmp_path, {("rope:base=5,decay=none", 0): 2.5})
-    assert list(_cells(rows)[0].items())[:2] == [("scheme", "rope:base=5"), ("decay", "none")]
+    found = _folder(tmp_path, {("rope:base=5,decay=none", 0): 2.5})
+    assert list(_cells(found)[0].items())[:2] == [("scheme", "rope:base=5"), ("decay", "none")]
 
 
 def test_attention_is_a_column_where_rows_differ_in_it(tmp_path):
     softmax = CHOICES | {"attention": "softmax", "denominator": "softmax", "feature_map": "softmax"}
-    rows = _folder(tmp_path, {("rope", 0): 2.5, ("t5", 0): 2.6}, {"t5": softmax})
-    assert [row["attention"] for row in _cells(rows)] == ["linear", "softmax"]
-    assert "here in attention, denominator, features, do not compare encodings alone" in " ".join(notes(rows))
-    assert "attention" not in header(rows[:1])
-    assert set(NUMBERS) <= set(header(rows))
+    found = _folder(tmp_path, {("rope", 0): 2.5, ("t5", 0): 2.6}, {"t5": softmax})
+    assert [row["attention"] for row in _cells(found)] == ["linear", "softmax"]
+    assert "here in attention, denominator, features, do not compare encodings alone" in " ".join(found.notes())
+    assert "attention" not in replace(found, rows=found.rows[:1]).header
+    assert set(found.numbers) <= set(found.header)

@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -17,9 +16,10 @@ from matplotlib.patches import Patch
 from isopos import __version__
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.rows import Row
+from isopos.lab.runs.files import write_json
 from isopos.ops.library import libraries
 
-__all__ = ["CHART", "DATA", "chart", "machine", "target", "write"]
+__all__ = ["CHART", "DATA", "chart", "heading", "machine", "target", "write"]
 
 DATA, CHART = "bench.json", "bench.svg"
 COLORS = {"as-is": "#0072b2", "reused": "#d55e00"}
@@ -42,6 +42,17 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": "float32",
     }
+
+
+def heading(rounds: int) -> str:
+    """What a reader of rows must know: the machine, and what their words mean."""
+    about = machine()
+    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    return (
+        f"{versions}; {about['cpu']}, {about['threads']} threads, {about['dtype']}. Medians of {rounds} interleaved rounds; "
+        "ratios are taken within rounds. speed: the other's time / ours; time: ours / the other's. A difference is none "
+        "where the quartiles of its ratio are on both sides of 1."
+    )
 
 
 def _cpu() -> str:
@@ -69,9 +80,7 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int) -> list[
     """Write rows as JSON and, where there are ratios, as a chart; return the files."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {"command": command, "when": when, "rounds": rounds, **machine(), "rows": [row.to_json() for row in rows]}
-    part = folder / f"{DATA}.part"
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(part, folder / DATA)
+    write_json(folder / DATA, content)
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
         return [folder / DATA]

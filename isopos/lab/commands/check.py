@@ -1,0 +1,83 @@
+"""`isopos check`."""
+
+import importlib
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from isopos.catalog import CATALOG
+from isopos.lab.recipes import split_spec
+
+if TYPE_CHECKING:
+    from isopos.encodings import Encoding
+    from isopos.scheme import Scheme
+
+__all__ = ["Check", "run"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Measure the laws of a scheme, or of your own encoding. Exits with 1 where one is broken, naming it with an example."""
+
+    subject: Annotated[str, tyro.conf.Positional]
+    """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
+    head_dim: int = 16
+    """Head size of a scheme."""
+    heads: int = 4
+    """Heads of a scheme."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the queries and keys whose precision is measured."""
+
+
+def run(options: Check, console: Console) -> int:
+    """Print what `isopos.laws` finds."""
+    import torch
+
+    from isopos import laws
+
+    subject = _subject(options)
+    try:
+        report = laws.check(subject, dtype=getattr(torch, options.dtype))
+    except (TypeError, AttributeError, RuntimeError, NotImplementedError, LookupError) as error:  # of the user's encoding
+        raise ValueError(
+            f"subject: expected forward(x, dtype) to return an isometry, got {type(error).__name__}: {error}"
+        ) from None
+    print(replace(report, subject=options.subject))
+    return 0 if report.holds else 1
+
+
+def _subject(options: Check) -> "Encoding | Scheme":
+    """The scheme of that name, or what is called so in a module."""
+    from isopos.encodings import Encoding
+    from isopos.schemes import build, closest
+
+    name, _, attribute = options.subject.partition(":")
+    if name in CATALOG or not attribute or "=" in attribute:
+        scheme, choices = split_spec(options.subject)
+        return build(scheme, options.head_dim, options.heads, choices)
+    sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(f"subject: cannot import {name}: {type(error).__name__}: {error}") from None
+    own = {name: None for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)}
+    if not hasattr(module, attribute):
+        raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own or {'nothing': None})}")
+    return _made(options.subject, getattr(module, attribute))
+
+
+def _made(name: str, subject: Any) -> "Encoding | Scheme":
+    """An encoding or scheme as it is, or what its class or factory makes."""
+    from isopos.encodings import Encoding
+    from isopos.scheme import Scheme
+
+    try:
+        made = subject() if callable(subject) and not isinstance(subject, (Encoding, Scheme)) else subject
+    except TypeError as error:
+        raise ValueError(f"subject: expected {name} to need no arguments, got: {error}") from None
+    if not isinstance(made, (Encoding, Scheme)):
+        raise ValueError(f"subject: expected {name} to make an Encoding or a Scheme, got {type(made).__name__}")
+    return made

@@ -1,0 +1,27 @@
+"""`isopos list`."""
+
+import shutil
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from isopos.catalog import CATALOG
+
+__all__ = ["List", "run"]
+
+
+@dataclass(frozen=True)
+class List:
+    """Print the schemes, one line and citation each."""
+
+
+def run(options: List, console: Console) -> int:
+    """Print them as plain text; the citation stands below where the terminal is narrow."""
+    width = max(map(len, CATALOG))
+    summary, citation = (max(map(len, texts)) for texts in zip(*(entry[:2] for entry in CATALOG.values()), strict=True))
+    wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= width + summary + citation + 4
+    for name, entry in CATALOG.items():
+        gap = " " * (summary - len(entry.summary) + 2) if wide else "\n" + " " * (width + 2)
+        print(f"{name:<{width}}  {entry.summary}{gap}{entry.citation}")
+    return 0

@@ -1,0 +1,60 @@
+"""`isopos runs`: what runs came to, from their folders."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from isopos.lab.runs.folders import read_rows, recipe_of
+from isopos.lab.runs.outcomes import Result
+
+__all__ = ["Runs", "run"]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """List the runs under a folder: recipe, state, loss and score."""
+
+    folder: Annotated[str, tyro.conf.Positional] = "runs"
+    """Where they are."""
+
+
+def run(options: Runs, console: Console) -> int:
+    """Print a table of the runs in a folder and in its folders, the latest last.
+
+    Raises:
+        ValueError: Where there are none, or the files of one are damaged.
+    """
+    folder = Path(options.folder)
+    found = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
+    runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made
+    if not runs:
+        raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
+    table = Table(header_style="bold")
+    for title in ("run", "scheme", "status", "step", "loss (nats)", "score", "when"):
+        table.add_column(title, justify="right" if title in ("step", "loss (nats)", "score") else "left", overflow="fold")
+    for one in runs:
+        table.add_row(*_cells(one, one.relative_to(folder).as_posix()))
+    console.print(table)
+    return 0
+
+
+def _changed(run: Path) -> float:
+    return max(path.stat().st_mtime for path in (run / "recipe.json", run / "metrics.jsonl") if path.exists())
+
+
+def _cells(run: Path, name: str) -> list[str]:
+    recipe, rows, result = recipe_of(run), read_rows(run / "metrics.jsonl"), Result.of(run)
+    main = recipe.task.metrics[0]
+    training = [row for row in rows if row.get("loss") is not None]
+    validations = [row["validation"] for row in rows if row.get("validation") is not None]
+    best = result.scores[main.title] if result else min(validations, key=main.rank, default=None)
+    step = f"{rows[-1]['step'] if rows else 0}/{recipe.training.steps}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_changed(run)))
+    status = result.status if result else "not finished"
+    loss = f"{training[-1]['loss']:.3f}" if training else "-"
+    return [name, recipe.scheme, status, step, loss, "-" if best is None else f"{main.text(best)} {main.title}", when]

@@ -1,0 +1,46 @@
+"""Recipes: what a run is, and functions of a scale that return complete ones, a file a task. No torch here."""
+
+import difflib
+import importlib
+
+from isopos.lab import tasks
+from isopos.lab.recipes.recipe import PLACEMENT, SCALES, Model, Recipe, Training, unknown_field
+from isopos.lab.recipes.specs import join_spec, parse_schemes, split_spec
+
+__all__ = [
+    "PLACEMENT",
+    "RECIPES",
+    "SCALES",
+    "Model",
+    "Recipe",
+    "Training",
+    "join_spec",
+    "parse_schemes",
+    "preset",
+    "split_spec",
+    "unknown_field",
+]
+
+RECIPES = {
+    "quickstart": "language:quickstart",
+    "lrpe-alm": "language:lrpe_alm",
+    "permuteformer-lm": "language:permuteformer_lm",
+}
+"""In which file of this folder each recipe is: a function of a scale that returns a complete one."""
+
+
+def preset(name: str, scale: str) -> Recipe:
+    """The recipe of a name of `RECIPES`; or of a task by its name, or MODULE:NAME, with the edits that it makes for itself.
+
+    Raises:
+        ValueError: Where there is none.
+    """
+    if name in RECIPES:
+        module, _, function = RECIPES[name].partition(":")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), function)(scale)
+    if name not in tasks.TASKS and ":" not in name:
+        near = difflib.get_close_matches(name, RECIPES, 1)
+        meant = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, or MODULE:NAME of a task, got {name!r}{meant}")
+    task = tasks.find(name)()
+    return Recipe(task=task).edit(**task.edits)

@@ -1,0 +1,192 @@
+"""What a run is: a complete, frozen value that nests training, model and task. No torch here, so that help is instant."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from isopos.lab import tasks
+from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.task import Task, expect
+
+__all__ = ["PLACEMENT", "SCALES", "Model", "Recipe", "Training", "unknown_field"]
+
+SCALES = ("tiny", "small", "paper")
+PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
+"""Fields that say where and how a run is computed: they may change when it is resumed."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a run learns, and where it is computed."""
+
+    steps: int = 250
+    """Updates."""
+    batch: int = 8
+    """Samples of an update, on all devices together."""
+    accumulate: int = 1
+    """Parts in which each device computes its share of an update, to save memory."""
+    optimizer: Literal["adam", "adamw"] = "adamw"
+    """Adam adds the weight decay to gradients; AdamW shrinks the weights by it."""
+    learning_rate: float = 3e-3
+    """At its peak, after the warm-up."""
+    schedule: Literal["cosine", "polynomial", "inverse-sqrt", "constant"] = "cosine"
+    """After the warm-up: a cosine to zero, a power of the remaining share, sqrt(warmup / step), or no change."""
+    power: float = 1.0
+    """Of the polynomial schedule."""
+    warmup: int = -1
+    """Updates of the linear warm-up; -1: a tenth of the steps."""
+    beta1: float = 0.9
+    """Adam's average of gradients."""
+    beta2: float = 0.999
+    """Adam's average of their squares."""
+    epsilon: float = 1e-8
+    """Adam's, in the denominator."""
+    weight_decay: float = 0.01
+    """A unit of learning rate."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0: as it is."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of products; weights and optimizer stay in float32."""
+    validate_every: int = 0
+    """Updates between validations while training, of which the best gives the weights; 0: only at the end, of the last."""
+    patience: int = 0
+    """Stop after so many validations in a row without a better one; 0: never."""
+    save_every: int = 20
+    """Updates between checkpoints; 0: none."""
+    logger: Literal["none", "csv", "tensorboard"] = "none"
+    """What to write beside metrics.jsonl."""
+    workers: int = 0
+    """Processes that prepare batches, a device."""
+    device: str = "cpu"
+    """cpu, cuda, or auto, which takes a GPU if there is one."""
+    devices: int = 1
+    """Devices of each machine."""
+    nodes: int = 1
+    """Machines, which share the file system of the run's folder."""
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """With several devices: copies of the weights, or shares of them."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model, whatever it reads."""
+
+    layers: int = 3
+    """Blocks."""
+    model_dim: int = 96
+    """Width."""
+    heads: int = 4
+    """Heads of its attention."""
+    hidden_dim: int = 0
+    """Width inside the feed-forward; 0: four times that of the model."""
+    dropout: float = 0.0
+    """Probability."""
+    recompute: bool = False
+    """Gradient checkpointing: compute each block a second time in the backward pass instead of keeping what is in it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: the model of a task, trained with one scheme. Saved as recipe.json beside its weights.
+
+    On the command line, in files and in tables its fields and those of its parts have one flat name each.
+    """
+
+    scheme: str = "rope"
+    """Name, then options: rope:decay=retnet,denominator=plain."""
+    seed: int = 0
+    """Of the initial weights, the batches and dropout."""
+    training: Training = Training()
+    model: Model = Model()
+    task: Task = field(default_factory=Language)
+
+    def __post_init__(self) -> None:
+        names = self.names
+        twice = {name for name in names if names.count(name) > 1 or name == "task"}
+        if twice:
+            raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The flat names of all fields."""
+        parts = (self.task, self.model, self.training)
+        return ("scheme", "seed", *(one.name for part in parts for one in fields(part)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by flat names, and under "task" what `isopos.lab.tasks.find` finds its task by."""
+        own = {"task": tasks.spec(self.task), "scheme": self.scheme, "seed": self.seed}
+        return own | asdict(self.task) | asdict(self.model) | asdict(self.training)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
+        """The inverse of `as_dict`, also after JSON; what is missing takes its default, and the task is language.
+
+        Raises:
+            ValueError: Where there is no such field or task.
+
+        Example:
+            >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
+            (100, 200)
+        """
+        flat = dict(values)
+        return cls(task=tasks.find(flat.pop("task", "language"))()).edit(**flat)
+
+    def edit(self, **changes: Any) -> "Recipe":
+        """The recipe with changes of fields by flat names.
+
+        Raises:
+            ValueError: Where there is no such field.
+
+        Example:
+            >>> recipe = Recipe().edit(seed=1, steps=10, length=64)
+            >>> recipe.seed, recipe.training.steps, recipe.task.length
+            (1, 10, 64)
+        """
+        for name in changes:
+            if name not in self.names:
+                raise ValueError(unknown_field(name, self.names))
+        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+
+        def edited(part: Any) -> Any:
+            return replace(part, **{one.name: plain[one.name] for one in fields(part) if one.name in plain})
+
+        own = {name: plain[name] for name in ("scheme", "seed") if name in plain}
+        parts = {"training": edited(self.training), "model": edited(self.model), "task": edited(self.task)}
+        return replace(self, **own, **parts)
+
+    def settled_as(self, before: "Recipe") -> "Recipe":
+        """With what the data told another recipe, where this one leaves it open."""
+        then, now = before.as_dict(), self.as_dict()
+        return self.edit(**{name: then[name] for name in self.task.settled if not now[name] and name in then})
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first field of training or model whose number cannot be."""
+        t, m, values = self.training, self.model, self.as_dict()
+        for name in ("steps", "batch", "accumulate", "layers", "model_dim", "heads", "devices", "nodes"):
+            expect(name, values[name], "a positive number", values[name] >= 1)
+        for name in ("learning_rate", "epsilon", "power"):
+            expect(name, values[name], "a positive number", 0 < values[name] < float("inf"))
+        for name in ("hidden_dim", "validate_every", "patience", "save_every", "workers", "weight_decay", "clip"):
+            expect(name, values[name], "0 or more", 0 <= values[name] < float("inf"))
+        for name in ("dropout", "beta1", "beta2"):
+            expect(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
+        expect("warmup", t.warmup, "a number of updates, or -1 for a tenth of the steps", t.warmup >= -1)
+        expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
+        parts = t.accumulate * t.devices * t.nodes
+        expect("batch", t.batch, f"a multiple of accumulate * devices * nodes = {parts}", t.batch % parts == 0)
+        if t.validate_every and not t.save_every:
+            raise ValueError("save_every: expected checkpoints, which keep the best weights, got 0; give both or neither")
+        if t.patience and not t.validate_every:
+            raise ValueError("patience: expected validations to wait for, got validate_every = 0; give both")
+
+
+def unknown_field(name: str, names: Sequence[str]) -> str:
+    """What to say of a field that no recipe has.
+
+    Example:
+        >>> unknown_field("stepz", ("seed", "steps"))
+        'recipe: no field stepz, did you mean steps? Valid: seed, steps'
+    """
+    near = difflib.get_close_matches(name, names, 1)
+    return f"recipe: no field {name}{f', did you mean {near[0]}?' if near else '.'} Valid: {', '.join(names)}"

@@ -1,0 +1,215 @@
+"""The table of a comparison, read from its folder: means over seeds, and differences with their spread. No torch here."""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from isopos.lab import tasks
+from isopos.lab.recipes import Recipe, join_spec, split_spec
+from isopos.lab.runs.folders import read_rows, recipe_of
+from isopos.lab.runs.outcomes import Result
+from isopos.lab.tasks.task import Task
+
+__all__ = ["Ranking", "Row", "Run", "about", "ranking", "read_runs"]
+
+WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a comparison: its training rows and, where it ended, its result."""
+
+    folder: Path
+    recipe: Recipe
+    training: list[dict[str, Any]]
+    result: Result | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scheme: what its runs came to; scores by metric, of the seeds that are compared."""
+
+    scheme: str
+    status: str
+    choices: Mapping[str, str]
+    scores: Mapping[str, Sequence[float]]
+    difference: Sequence[float]
+    rate: float
+    speed: float | None
+    parameters: int
+    laws: str
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """comparison.json, also of before there were tasks."""
+    found = json.loads((folder / "comparison.json").read_text())
+    if "text" in found:
+        found |= {"task": "language", "data": found["text"], "summary": f"{found['bytes']:,} bytes"}
+    return found
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Every run of a comparison in order of its start."""
+    runs = []
+    for path in sorted(folder.glob("*/recipe.json"), key=lambda p: p.stat().st_mtime_ns):
+        run = path.parent
+        training = [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
+        runs.append(Run(run, recipe_of(run), training, Result.of(run)))
+    return runs
+
+
+def ranking(folder: Path) -> "Ranking":
+    """One row a scheme with a result, best first; those that did not finish last."""
+    said, runs = about(folder), read_runs(folder)
+    task = runs[0].recipe.task if runs else tasks.find(said.get("task", "language"))()
+    main, by_scheme = task.metrics[0], {}
+    for run in runs:
+        if run.result:
+            by_scheme.setdefault(run.recipe.scheme, {})[run.recipe.seed] = run.result
+
+    finished = {
+        scheme: {seed: result for seed, result in results.items() if result.status == "finished"}
+        for scheme, results in by_scheme.items()
+    }
+    # an interrupted comparison ranks by the seeds that every scheme without a failure has, which keeps the runs paired
+    seeds = [set(results) for scheme, results in finished.items() if len(results) == len(by_scheme[scheme])]
+    shared = set.intersection(*seeds) if seeds else set()
+
+    def rank(scheme: str) -> float:
+        found = [finished[scheme][seed].scores[main.title] for seed in shared if seed in finished[scheme]]
+        whole = len(finished[scheme]) == len(by_scheme[scheme]) and found
+        return main.rank(statistics.mean(found)) if whole else float("inf")
+
+    ordered = sorted(by_scheme, key=rank)
+    best, speed = finished[ordered[0]] if ordered else {}, said.get("speed", {})
+    return Ranking(task, [_row(task, scheme, by_scheme[scheme], best, shared, speed.get(scheme)) for scheme in ordered])
+
+
+def _row(
+    task: Task, scheme: str, results: dict[int, Result], best: dict[int, Result], shared: set[int], speed: float | None
+) -> Row:
+    first, titles = next(iter(results.values())), [metric.title for metric in task.metrics]
+    paired = [results[seed].scores for seed in sorted(shared) if seed in results]
+    scores = {title: [value for values in paired if (value := values[title]) is not None] for title in titles}
+    pairs = [(results[seed].scores[titles[0]], best[seed].scores[titles[0]]) for seed in sorted(shared & {*results})]
+    return Row(
+        scheme=scheme,
+        status=next((r.status for r in results.values() if r.status != "finished"), "finished"),
+        choices=first.choices,
+        scores=scores,
+        difference=[a - b for a, b in pairs if a is not None and b is not None],
+        rate=statistics.mean(r.rate for r in results.values()),
+        speed=speed,
+        parameters=first.parameters,
+        laws=first.laws,
+    )
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The rows of a comparison, best first, as text."""
+
+    task: Task
+    rows: Sequence[Row]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The titles of columns of numbers."""
+        first, *others = (metric.title for metric in self.task.metrics)
+        return (first, "to best", *others, f"{self.task.unit}/s", "speed", "parameters")
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The titles of the columns; the kind of attention is one where rows differ in it."""
+        differ = len({row.choices["attention"] for row in self.rows}) > 1
+        return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *self.numbers, "laws hold")
+
+    def cells(self, row: Row, titles: Sequence[str]) -> tuple[str, ...]:
+        """A row under titles of `header`."""
+        name, options = split_spec(row.scheme)
+        main = self.task.metrics[0]
+        means = {
+            m.title: m.text(statistics.mean(row.scores[m.title]) if row.scores[m.title] else None) for m in self.task.metrics
+        }
+        found = {
+            "scheme": join_spec(
+                name, {k: v for k, v in options.items() if k not in row.choices}
+            ),  # other columns show those
+            **row.choices,
+            "features": row.choices["feature_map"],
+            **means,
+            "to best": _difference(row.difference, main.style),
+            f"{self.task.unit}/s": f"{row.rate:,.0f}",
+            "speed": "-" if row.speed is None else f"{row.speed:.2f}",
+            "parameters": f"{row.parameters:,}",
+            "laws hold": row.laws,
+        }
+        if row.status != "finished":
+            found[main.title] = row.status
+        return tuple(found[title] for title in titles)
+
+    def notes(self) -> Iterator[str]:
+        """What a reader must know to read the table."""
+        unit = self.task.unit
+        texts = dict.fromkeys(f"{metric.note or metric.title}, {metric.better} is better" for metric in self.task.metrics)
+        yield (
+            f"{'; '.join(texts)}. speed: training, none with the same attention = 1, "
+            f"measured side by side; {unit}/s is also what else the machine did during that run."
+        )
+        if any(len(row.difference) > 1 for row in self.rows):
+            yield "to best: mean and standard deviation of differences paired by seed; (in brackets): inside that spread."
+        else:
+            yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
+        differ = [what for what in WORDS if len({row.choices[what] for row in self.rows}) > 1]
+        words = [WORDS[what] for what in differ] + ["parameters"] * (len({row.parameters for row in self.rows}) > 1)
+        if words:
+            words = ", ".join(words)
+            yield f"Rows that differ in more than the encoding, here in {words}, do not compare encodings alone."
+
+    def render(self, width: int) -> tuple[Table, Text]:
+        """The table for a terminal of so many columns; where it does not fit, what matters least is left to the report."""
+        titles, left = list(self.header), []
+        others = [metric.title for metric in self.task.metrics[1:]]
+        for title in (
+            "denominator",
+            "features",
+            "parameters",
+            f"{self.task.unit}/s",
+            "attention",
+            "decay",
+            *others,
+            "laws hold",
+        ):
+            columns = zip(titles, *(self.cells(row, titles) for row in self.rows), strict=True)
+            if sum(max(map(len, column)) for column in columns) + 3 * len(titles) + 1 <= width:
+                break
+            left += [title] if title in titles else []
+            titles = [other for other in titles if other != title]
+        table = Table(header_style="bold")
+        for title in titles:
+            right = "right" if title in self.numbers else "left"
+            table.add_column(title, justify=right, no_wrap=title != "scheme", overflow="fold")
+        for row in self.rows:
+            table.add_row(*self.cells(row, titles))
+        narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
+        return table, Text("\n".join([*self.notes(), *narrow]))
+
+
+def _difference(values: Sequence[float], style: str) -> str:
+    """Mean of the paired differences, with their standard deviation; in brackets where it does not exceed it."""
+    if not values:
+        return "-"
+    mean = statistics.mean(values)
+    if mean == 0:
+        return "best"
+    if len(values) == 1:
+        return format(mean, f"+{style}")
+    spread = statistics.stdev(values)
+    text = f"{mean:+{style}} ± {spread:{style}}"
+    return f"({text})" if abs(mean) <= spread else text

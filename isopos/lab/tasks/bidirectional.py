@@ -1,0 +1,90 @@
+"""A bidirectional model, as RoBERTa's, on random tokens, each of which is to be found in its place: what a step costs."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isopos.lab.tasks.task import Data, Metric, Scored, Task, View, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from isopos.lab.recipes import Recipe
+
+__all__ = ["Bidirectional", "RandomTokens"]
+
+
+@dataclass(frozen=True)
+class Bidirectional(Task):
+    """The random tokens of a bidirectional model."""
+
+    vocabulary: int = 256
+    """Tokens."""
+    length: int = 512
+    """Tokens of a sample."""
+
+    name = "bidirectional"
+    unit = "tokens"
+    views = ("limit",)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (Metric("loss", "loss", note="nats a token"),)
+
+    def size(self, recipe: "Recipe") -> int:
+        return recipe.training.batch * self.length
+
+    def options(self, scheme: str, recipe: "Recipe") -> dict[str, str]:
+        return {"length": str(self.length)} if scheme in ("learned", "cosformer") else {}
+
+    def check(self, recipe: "Recipe") -> Sequence[str]:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line
+
+        for name in ("vocabulary", "length"):
+            expect(name, getattr(self, name), "a positive number", getattr(self, name) >= 1)
+        expect(
+            "recompute", recipe.model.recompute, "no recomputed blocks, which this model lacks", not recipe.model.recompute
+        )
+        check_group(recipe, (Line,), "on a line, which text has")
+        return ()
+
+    def model(self, recipe: "Recipe") -> Any:
+        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.models import Encoder
+
+        m, scheme = recipe.model, build_scheme(recipe)
+        with seeded(recipe):
+            options = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout}
+            return Encoder(self.vocabulary, m.model_dim, m.layers, scheme, **options)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "RandomTokens":
+        return RandomTokens(self)
+
+
+class RandomTokens(Data):
+    """Tokens drawn from seed and step."""
+
+    def __init__(self, task: Bidirectional):
+        self.task, self.name, self.summary = task, "random tokens", "as many as are asked for"
+        self.sha256 = hashlib.sha256(repr(task).encode()).hexdigest()
+
+    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+        import numpy as np
+        import torch
+
+        shape = (recipe.training.batch, self.task.length)
+        whole = np.random.default_rng((recipe.seed, step)).integers(self.task.vocabulary, size=shape)
+        return (torch.from_numpy(whole).tensor_split(ranks)[rank],)
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        import torch.nn.functional as F
+
+        (tokens,) = batch
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        return Scored({"loss": self.loss(model, *self.batch(recipe, 0)).item()})

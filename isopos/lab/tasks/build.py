@@ -1,0 +1,55 @@
+"""What tasks build their models from: the scheme of a recipe, and the random numbers of its seed."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from isopos.lab.recipes import Recipe, split_spec
+from isopos.lab.reports.plots import places
+from isopos.lab.tasks.task import expect
+from isopos.models import TOKEN_STD
+from isopos.positions import Group
+from isopos.schemes import REGISTRY, Scheme, build, options_of
+
+__all__ = ["build_scheme", "check_group", "seeded"]
+
+
+def build_scheme(recipe: Recipe) -> Scheme:
+    """The scheme of a recipe, with the options that fit its samples and seed."""
+    m = recipe.model
+    expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
+    name, options = split_spec(recipe.scheme)
+    fitting = {"scale": str(TOKEN_STD)} if name == "sinusoidal" else {}
+    if name in REGISTRY and "seed" in options_of(name):
+        fitting["seed"] = str(recipe.seed)
+    return build(name, m.model_dim // m.heads, m.heads, fitting | dict(recipe.task.options(name, recipe)) | options)
+
+
+def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme:
+    """The scheme of a recipe, whose positions are those of samples.
+
+    Args:
+        recipe: With its task.
+        kinds: Groups that samples have positions of.
+        where: Those positions: "on a line, which text has".
+
+    Raises:
+        ValueError: Where they are others.
+    """
+    scheme = build_scheme(recipe)
+    if not isinstance(scheme.group, kinds):
+        name = split_spec(recipe.scheme)[0]
+        raise ValueError(
+            f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {places(scheme.group)}; "
+            f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
+        )
+    return scheme
+
+
+@contextlib.contextmanager
+def seeded(recipe: Recipe) -> Iterator[None]:
+    """Random numbers are those of the recipe's seed, and afterwards those of before: what models share starts equal."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        yield
