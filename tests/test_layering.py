@@ -52,10 +52,8 @@ UPWARD = {  # until they are moved
     *(("lab.tasks.build", "lab.reports.plots"), ("lab.tasks.generation", "lab.runs.weights")),
 }
 MOST = {"function": 60, "module": 600}
-TOO_LONG = {  # until they are divided
-    *("attention.functional", "maps", "ops.tiles", "schemes"),
-    *("attention.functional.linear_attention", "attention.functional.softmax_attention"),
-}
+# Until they are divided:
+TOO_LONG = {"attention.functional", "attention.functional.linear_attention", "maps", "ops.tiles", "schemes"}
 
 
 @cache
@@ -204,11 +202,15 @@ def test_a_name_that_is_not_there():
 
 
 def test_nothing_is_too_long():
+    """Docstrings of functions are not counted."""
     found = {name for name, path in MODULES.items() if len(path.read_text("utf-8").splitlines()) > MOST["module"]}
     for name in MODULES:
         for node in ast.walk(parsed(name)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                if node.end_lineno - node.lineno >= MOST["function"]:
+                text = node.body[0] if ast.get_docstring(node) else None
+                lines = [
+                    n for n in range(node.lineno, node.end_lineno + 1) if not text or not text.lineno <= n <= text.end_lineno
+                ]
+                if len(lines) > MOST["function"]:
                     found.add(f"{name}.{node.name}")
-    assert found <= set(TOO_LONG)
+    assert found <= TOO_LONG
