@@ -54,12 +54,12 @@ class Goal:
 
 
 def at_least(value: float) -> Goal:
-    """A goal to reach."""
+    """A goal for a speed."""
     return Goal("at least", value)
 
 
 def at_most(value: float) -> Goal:
-    """A goal to keep below."""
+    """A goal for a cost."""
     return Goal("at most", value)
 
 
