@@ -27,7 +27,8 @@ schemes
 attention
 laws models
 __init__
-lab.bench.timing lab.data lab.runs.files
+lab.bench.timing lab.runs.files
+lab.data
 lab.tasks+lab.recipes
 lab.runs lab.tables
 lab.training
