@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ def _repeats(work: Callable[[], object], device: str) -> int:
 
 def _seconds(work: Callable[[], object], repeats: int, device: str) -> float:
     """Seconds of one call, without collections of garbage."""
-    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    synchronize = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
     synchronize()
     gc.disable()
     try:
