@@ -248,3 +248,16 @@ def test_a_classifier_drops_out_only_while_it_learns():
     assert not torch.equal(model(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
     assert model(x).shape == (2, 3)
+
+
+@pytest.mark.parametrize("model", [Encoder, lambda v, *rest, **more: Classifier(v, 3, *rest, **more)])
+def test_what_is_computed_again_is_the_same(model):
+    case = next(case for case in PRESETS if case.id == "rope")
+    x, at, mask = padded(case, [5, 9])
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        own = model(VOCABULARY, WIDTH, 2, case.build(), recompute=recompute, dropout=0.3)
+        own(x, at, mask).square().sum().backward()
+        gradients.append([p.grad for p in own.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

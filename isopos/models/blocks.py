@@ -1,15 +1,18 @@
 """What every model here is made of: embedded tokens, blocks of attention and feed-forward, one scheme for all of them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from isopos.attention import Attention
+from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "enter", "trunk"]
+__all__ = ["TOKEN_STD", "Block", "enter", "through", "trunk"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -59,8 +62,35 @@ def trunk(
     return tokens, blocks, nn.LayerNorm(model_dim)
 
 
-def enter(x: Tensor, scheme: Scheme, positions: Tensor, state: State | None = None) -> tuple[Tensor, dict[str, Any]]:
-    """Embedded tokens ``[b t m]`` with what a scheme adds to them at its positions, and what it gives attention."""
+def enter(
+    x: Tensor, scheme: Scheme, positions: Tensor | None = None, state: State | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Embedded tokens ``[b t m]`` with what a scheme adds to them, and what it gives attention, at positions 0 to t - 1.
+
+    Or at those given, ``[t c]`` or ``[b t c]``. Padding has positions, too: on a line the next ones, in a tree roots.
+    """
+    positions = sequence(x.shape[1], device=x.device) if positions is None else positions
     if scheme.embedding is not None:
         x = x + scheme.embedding(positions, x.dtype)
     return x, scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def through(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    at: dict[str, Any],
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """x ``[b t m]`` after all blocks.
+
+    With a mask ``[b t]`` no sample sees its padding. With `recompute` the backward pass computes each block again instead
+    of keeping what is inside.
+    """
+    options: dict[str, Any] = {"causal": causal, "mask": mask}
+    for block in blocks:
+        again = recompute and torch.is_grad_enabled()
+        x = checkpoint(block, x, at, use_reentrant=False, **options) if again else block(x, at, **options)
+    return x

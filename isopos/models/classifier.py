@@ -2,8 +2,7 @@
 
 from torch import Tensor, nn
 
-from isopos.models.blocks import trunk
-from isopos.models.encoder import encode
+from isopos.models.blocks import enter, through, trunk
 from isopos.models.heads import mean
 from isopos.scheme import Scheme
 
@@ -21,6 +20,7 @@ class Classifier(nn.Module):
         scheme: What sees positions.
         hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
         dropout: Probability.
+        recompute: Compute each block again in the backward pass instead of keeping what is inside.
 
     Example:
         >>> import torch
@@ -41,12 +41,15 @@ class Classifier(nn.Module):
         *,
         hidden_dim: int | None = None,
         dropout: float = 0.0,
+        recompute: bool = False,
     ):
         super().__init__()
         self.tokens, self.blocks, self.norm = trunk(vocabulary, model_dim, layers, scheme, hidden_dim, dropout)
-        self.head, self.scheme = nn.Linear(model_dim, classes), scheme
+        self.head = nn.Linear(model_dim, classes)
+        self.scheme, self.recompute = scheme, recompute
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits ``[b classes]`` of samples ``[b t]``, of which those of the mask ``[b t]`` take part; see `encode`."""
-        x = encode(self.tokens(tokens), self.blocks, self.scheme, positions, mask)
+        """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
+        x, at = enter(self.tokens(tokens), self.scheme, positions)
+        x = through(self.blocks, x, at, causal=False, mask=mask, recompute=self.recompute)
         return self.head(mean(self.norm(x), mask))

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from isopos.models.blocks import enter, trunk
+from isopos.models.blocks import enter, through, trunk
 from isopos.models.heads import AdaptiveHead
 from isopos.positions import sequence
 from isopos.scheme import Scheme
@@ -31,6 +29,7 @@ class Decoder(nn.Module):
         recompute: Compute each block again in the backward pass instead of keeping what is inside.
 
     Example:
+        >>> import torch
         >>> import isopos
         >>> model = Decoder(256, 32, 2, isopos.rope(8, 4))
         >>> tokens = torch.arange(10)[None]
@@ -65,12 +64,8 @@ class Decoder(nn.Module):
         With targets ``[b s]``, which come after the last s tokens, it is their mean cross-entropy in nats instead. The
         logits of an adaptive softmax are logarithms of probabilities.
         """
-        positions = sequence(tokens.shape[-1], device=tokens.device) if positions is None else positions
         x, at = enter(self.tokens(tokens), self.scheme, positions)
-        recompute = self.recompute and torch.is_grad_enabled()
-        for block in self.blocks:
-            x = checkpoint(block, x, at, causal=True, use_reentrant=False) if recompute else block(x, at, causal=True)
-        x = self.norm(x)
+        x = self.norm(through(self.blocks, x, at, causal=True, recompute=self.recompute))
         return self.head(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

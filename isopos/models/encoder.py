@@ -1,31 +1,11 @@
-"""Tokens that see each other on both sides: a language model that reads, and what classifiers share with it."""
-
-from collections.abc import Iterable
+"""A bidirectional language model."""
 
 from torch import Tensor, nn
 
-from isopos.models.blocks import enter, trunk
-from isopos.positions import sequence
+from isopos.models.blocks import enter, through, trunk
 from isopos.scheme import Scheme
 
-__all__ = ["Encoder", "encode"]
-
-
-def encode(x: Tensor, blocks: Iterable[nn.Module], scheme: Scheme, positions: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Embedded tokens ``[b t m]`` that have seen each other, ``[b t m]``; what padding holds and where it is changes none.
-
-    Args:
-        x: Tokens of samples, padded to the longest.
-        blocks: Of the model.
-        scheme: What sees positions.
-        positions: ``[t c]`` or ``[b t c]``; 0 to t - 1 by default. Padding has some, too: those after the sample on a line,
-            roots in a tree.
-        mask: ``[b t]``, True for the sample's own tokens; all by default.
-    """
-    x, at = enter(x, scheme, sequence(x.shape[1], device=x.device) if positions is None else positions)
-    for block in blocks:
-        x = block(x, at, causal=False, mask=mask)
-    return x
+__all__ = ["Encoder"]
 
 
 class Encoder(nn.Module):
@@ -38,6 +18,7 @@ class Encoder(nn.Module):
         scheme: What sees positions.
         hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
         dropout: Probability.
+        recompute: Compute each block again in the backward pass instead of keeping what is inside.
 
     Example:
         >>> import torch
@@ -56,11 +37,19 @@ class Encoder(nn.Module):
         *,
         hidden_dim: int | None = None,
         dropout: float = 0.0,
+        recompute: bool = False,
     ):
         super().__init__()
         self.tokens, self.blocks, self.norm = trunk(vocabulary, model_dim, layers, scheme, hidden_dim, dropout)
-        self.head, self.scheme = nn.Linear(model_dim, vocabulary), scheme
+        self.head = nn.Linear(model_dim, vocabulary)
+        self.scheme, self.recompute = scheme, recompute
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits ``[b t vocabulary]`` of the tokens ``[b t]``; positions and mask as in `encode`."""
-        return self.head(self.norm(encode(self.tokens(tokens), self.blocks, self.scheme, positions, mask)))
+        """Logits ``[b t vocabulary]`` of the tokens ``[b t]``, at positions ``[t c]`` or ``[b t c]`` (0 to t - 1).
+
+        The mask ``[b t]`` is True for a sample's own tokens. Padding has positions, too: on a line the next ones, in a tree
+        roots. It changes nothing.
+        """
+        x, at = enter(self.tokens(tokens), self.scheme, positions)
+        x = through(self.blocks, x, at, causal=False, mask=mask, recompute=self.recompute)
+        return self.head(self.norm(x))
