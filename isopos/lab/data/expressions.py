@@ -21,7 +21,20 @@ import numpy as np
 from isopos.lab.data.prepare import SPLITS, named_split
 from isopos.lab.data.sources import find, whole_lines
 
-__all__ = ["CLOSE", "OPERATORS", "TOKENS", "Expression", "Rows", "encode", "evaluate", "generate", "nodes", "read", "text"]
+__all__ = [
+    "CLOSE",
+    "NUMBERS",
+    "OPERATORS",
+    "TOKENS",
+    "Expression",
+    "Rows",
+    "encode",
+    "evaluate",
+    "generate",
+    "nodes",
+    "read",
+    "text",
+]
 
 
 def _median(numbers: Sequence[int]) -> int:
