@@ -112,7 +112,9 @@ def test_a_row_that_is_wrong_is_named(tmp_path, line, message):
 
 
 def test_a_source_without_rows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data: expected a file or a folder, but .* does not exist"):
+    with pytest.raises(
+        ValueError, match=r"data: expected a file or a folder of rows, but .* does not exist; without --data"
+    ):
         read(str(tmp_path / "absent.tsv"))
     with pytest.raises(ValueError, match=r"data: expected rows .* in files that end with \.tsv or \.tsv\.gz, got none in"):
         read(str(tmp_path))

@@ -202,6 +202,10 @@ def read(source: str, longest: int = 0) -> Rows:
     Raises:
         ValueError: Where there is nothing to read, or a row is wrong (with file and line).
     """
+    if not Path(source).exists():
+        raise ValueError(
+            f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
+        )
     found, alone = find(source), Path(source).is_file()
     files: dict[str, list[Expression]] = {}
     for name, blocks in found.read(raw=False):
