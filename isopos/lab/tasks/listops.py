@@ -147,7 +147,7 @@ class Expressions(Data):
         count = recipe.training.batch
         if count % ranks or not 0 <= rank < ranks:
             raise ValueError(f"batch: expected a multiple of the {ranks} ranks, and a rank below, got {count} and {rank}")
-        epoch, number = divmod(step - 1, len(self.lengths) // count)
+        epoch, number = divmod(step, len(self.lengths) // count)
         share = count // ranks
         drawn = self._epoch(recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
         return _tensors([self.rows["train"][n] for n in drawn], _group(recipe))
