@@ -56,8 +56,8 @@ class ListOps(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        note = "share of held-out expressions whose value is found, and cross-entropy of an expression in nats"
-        return Metric("accuracy", "accuracy", "higher", ".1%", note=note), Metric("nats", "nats", note=note)
+        note = "accuracy: share of held-out expressions whose value is found"
+        return Metric("accuracy", "accuracy", "higher", ".1%", note=note), Metric("nats", "nats", note="of an expression")
 
     @property
     def more(self) -> tuple[Metric, ...]:
