@@ -24,7 +24,7 @@ LINE, TREE = "rope", "ape-tree"
 
 def expressions(count=30, seed=0, **more):
     options = {"operators": tuple(OPERATORS), "depth": 3, "arguments": 4, "longest": 30} | more
-    return generate(seed, (count, 0, 0), **options).splits["train"]
+    return generate(seed, (count, 1, 0), **options).splits["train"]
 
 
 def row(expression):
@@ -124,7 +124,7 @@ def test_a_source_without_rows_is_refused(tmp_path):
     ):
         read(str(tmp_path))
     (tmp_path / "rows.tsv").write_text(row("[MAX 2 9 ]"))
-    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none of the 1 in"):
+    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none of 1; give it more"):
         read(str(tmp_path))
     (tmp_path / "rows.tsv.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"data: cannot read .*gz"):
@@ -167,14 +167,20 @@ def test_splits_by_names_or_by_tenths_have_nothing_in_common(tmp_path):
     assert (found.splits["train"], found.splits["validation"], found.repeated) == (rows[:290], rows[350:], 20)
 
 
-def test_longer_expressions_are_left_out(tmp_path):
-    path = write(tmp_path / "rows.tsv", expressions(200))
-    found = read(path, longest=12)
-    assert found.long > 20
-    assert max(len(one.tokens) for split in found.splits.values() for one in split) == 12
-    assert found.long + sum(map(len, found.splits.values())) == 200
-    with pytest.raises(ValueError, match="data: expected expressions of at most 2 tokens for train, got none of the 200"):
-        read(path, longest=2)
+@pytest.mark.parametrize("named", [True, False])
+def test_longer_expressions_are_left_out(tmp_path, named):
+    recipe = Recipe(task=ListOps(data=write(tmp_path / "rows.tsv", expressions(200)) if named else ""))
+    whole = sum(map(len, recipe.task.load(recipe).rows.values()))
+    data = recipe.edit(longest=12).task.load(recipe)
+    rows = [*chain(*data.rows.values())]
+    assert max(len(one.tokens) for one in rows) == 12
+    left = re.search(r", (\d+) longer ones left out", data.summary)
+    assert left
+    assert len(rows) == whole - int(left[1]) < whole - 20
+    with pytest.raises(
+        ValueError, match=f"data: expected expressions for train, got none of 0, where {whole} are longer than"
+    ):
+        recipe.edit(longest=2).task.load(recipe)
 
 
 def test_random_expressions_are_those_of_their_seed():
@@ -308,7 +314,6 @@ def test_a_short_training_beats_the_majority_and_shows_examples(tmp_path):
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published rows are not beside this project")
 def test_the_published_rows():
-    found = read(str(SHARED / "test_d20s.tsv.gz"), longest=200)
-    rows = [*chain(*found.splits.values())]
-    assert len(rows) + found.long == 10_000
+    rows = [*chain(*read(str(SHARED / "test_d20s.tsv.gz")).splits.values())]
+    assert len(rows) == 10_000
     assert max(one.branches for one in rows) == 6

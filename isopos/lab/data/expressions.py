@@ -82,11 +82,22 @@ class Rows:
         splits: Those of train, validation and test; the last may be empty.
         long: Left out, since they were longer than wanted.
         repeated: Left out, since a split that is held out has the same expression.
+
+    Raises:
+        ValueError: Where train or validation has none.
     """
 
     splits: dict[str, list[Expression]]
     long: int = 0
     repeated: int = 0
+
+    def __post_init__(self) -> None:
+        for split in SPLITS[:2]:
+            if not self.splits[split]:
+                raise ValueError(
+                    f"data: expected expressions for {split}, got none of {sum(map(len, self.splits.values()))}"
+                    f"{f', where {self.long} are longer than wanted' if self.long else ''}; give it more"
+                )
 
     @property
     def sha256(self) -> str:
@@ -95,6 +106,11 @@ class Rows:
         for split in SPLITS:
             digest.update(split.encode() + b"\xff".join(row.tokens for row in self.splits[split]))
         return digest.hexdigest()
+
+    def up_to(self, longest: int) -> "Rows":
+        """Those of at most so many tokens."""
+        short = {name: [row for row in rows if len(row.tokens) <= longest] for name, rows in self.splits.items()}
+        return Rows(short, sum(len(self.splits[name]) - len(short[name]) for name in SPLITS), self.repeated)
 
 
 def encode(text: str) -> bytes:
@@ -186,7 +202,7 @@ def nodes(tokens: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def read(source: str, longest: int = 0) -> Rows:
+def read(source: str) -> Rows:
     """The expressions of a file, or of those in a folder whose names end with .tsv; also packed, as .tsv.gz.
 
     A row is a label, a tab and an expression; or the columns are named, Source and Target, in the first. Every label is
@@ -197,7 +213,6 @@ def read(source: str, longest: int = 0) -> Rows:
 
     Args:
         source: A path.
-        longest: Longer expressions, in tokens, are left out; 0: none are.
 
     Raises:
         ValueError: Where there is nothing to read, or a row is wrong (with file and line).
@@ -215,13 +230,7 @@ def read(source: str, longest: int = 0) -> Rows:
     if empty or not files:
         what = f"but {empty[0]} has none" if empty else f"in files that end with .tsv or .tsv.gz, got none in {source}"
         raise ValueError(f"data: expected rows of a label, a tab and an expression, {what}")
-    rows = _split(files, longest)
-    for split in SPLITS[:2]:
-        if not rows.splits[split]:
-            limit = f" of at most {longest} tokens" if longest else ""
-            count = sum(map(len, files.values()))
-            raise ValueError(f"data: expected expressions{limit} for {split}, got none of the {count} in {source}; use more")
-    return rows
+    return _split(files)
 
 
 def _rows(name: str, blocks: Iterator[bytes]) -> Iterator[Expression]:
@@ -248,16 +257,12 @@ def _rows(name: str, blocks: Iterator[bytes]) -> Iterator[Expression]:
         yield row
 
 
-def _split(files: dict[str, list[Expression]], longest: int) -> Rows:
+def _split(files: dict[str, list[Expression]]) -> Rows:
     names = {name: named_split(name) for name in files}
     by_name, held_out = "train" in names.values(), "validation" in names.values()
     splits: dict[str, list[Expression]] = {split: [] for split in SPLITS}
-    long = 0
     for name, rows in files.items():
         for row in rows:
-            if 0 < longest < len(row.tokens):
-                long += 1
-                continue
             tenth = hashlib.sha256(row.tokens).digest()[0] % 10
             split = names[name] or "train"
             if not by_name:
@@ -269,7 +274,7 @@ def _split(files: dict[str, list[Expression]], longest: int) -> Rows:
     for split in reversed(SPLITS):
         splits[split] = [row for row in splits[split] if row.tokens not in seen]
         seen |= {row.tokens for row in splits[split]}
-    return Rows(splits, long, before - sum(map(len, splits.values())))
+    return Rows(splits, repeated=before - sum(map(len, splits.values())))
 
 
 def generate(

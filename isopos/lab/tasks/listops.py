@@ -102,8 +102,8 @@ class ListOps(Task):
             return Classifier(len(TOKENS), 10, m.model_dim, m.layers, scheme, **options)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Expressions":
-        rows = read(self.data, self.longest) if self.data else generate(0, COUNTS, **RANDOM)
-        return Expressions(self, rows)
+        rows = read(self.data) if self.data else generate(0, COUNTS, **RANDOM)
+        return Expressions(self, rows.up_to(self.longest) if self.longest else rows)
 
 
 class Expressions(Data):
