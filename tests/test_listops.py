@@ -1,7 +1,12 @@
 """ListOps: expressions, files of them, their trees, batches, and what a classifier makes of them."""
 
 import gzip
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +19,7 @@ from hypothesis import strategies as st
 
 from isopos.lab.data.expressions import OPERATORS, TOKENS, encode, evaluate, generate, nodes, read, text
 from isopos.lab.recipes import Recipe
+from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.task import View
 from isopos.positions import Tree, tree
@@ -317,3 +323,49 @@ def test_the_published_rows():
     rows = [*chain(*read(str(SHARED / "test_d20s.tsv.gz")).splits.values())]
     assert len(rows) == 10_000
     assert max(one.branches for one in rows) == 6
+
+
+SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--device=cpu"]
+
+
+def test_a_comparison_ends_in_the_same_table_highest_accuracy_first(isopos, tmp_path):
+    rows = write(tmp_path / "rows.tsv", expressions(200))
+    schemes = "rope,ape-tree"
+    status, out, err = isopos("compare", "--task=listops", f"--data={rows}", f"--schemes={schemes}", "--name=c", *SMALL)
+    assert (status, err) == (0, "")
+    found = re.findall(r"^│ ([\w-]+) .*?(\d+\.\d)%", out, re.MULTILINE)
+    assert sorted(name for name, _ in found) == sorted(schemes.split(","))
+    assert [float(share) for _, share in found] == sorted((float(share) for _, share in found), reverse=True)
+    assert "accuracy: share of held-out expressions whose value is found, higher is better" in " ".join(out.split())
+    assert "A classifier of expressions" in (tmp_path / "runs" / "c" / "report.html").read_text()
+    results = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "c").rglob("result.json")]
+    assert [list(one["scores"]) for one in results] == [["accuracy", "nats"]] * 2
+    status, out, _ = isopos("compare", "--task=listops", f"--data={rows}", "--schemes=rope,ape-ring", "--name=d", *SMALL)
+    assert status == 2
+    assert not (tmp_path / "runs" / "d").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
+    rows = write(tmp_path / "rows.tsv", expressions(200))
+
+    def train(name, *more):
+        command = ["train", "listops", f"--data={rows}", "--scheme=ape-tree", "--save-every=4", "--dropout=0", *SMALL]
+        done = subprocess.run(
+            [sys.executable, "-m", "isopos", *command, f"--name={name}", *more],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return read_rows(tmp_path / "runs" / name / "metrics.jsonl")
+
+    whole = train("one")
+    two = train("two", "--devices=2", "--strategy=fsdp2")
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in whole], abs=1e-5)
+    run = tmp_path / "runs" / "one"
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    assert train("one", "--resume") == whole
