@@ -35,9 +35,7 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(model_dim, hidden), nn.ReLU(), nn.Linear(hidden, model_dim))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Tensor, at: dict[str, Any], *, causal: bool, mask: Tensor | None = None, return_state: bool = False
-    ) -> Any:
+    def forward(self, x: Tensor, at: Any, *, causal: bool, mask: Tensor | None = None, return_state: bool = False) -> Any:
         """x ``[b t m]``, of which those of the mask ``[b t]`` are seen -> ``[b t m]``, or a pair of it and the state."""
         found = self.attention(self.norm1(x), at, causal=causal, mask=mask, return_state=return_state)
         y, *state = found if return_state else (found,)
@@ -62,9 +60,7 @@ def trunk(
     return tokens, blocks, nn.LayerNorm(model_dim)
 
 
-def enter(
-    x: Tensor, scheme: Scheme, positions: Tensor | None = None, state: State | None = None
-) -> tuple[Tensor, dict[str, Any]]:
+def enter(x: Tensor, scheme: Scheme, positions: Tensor | None = None, state: State | None = None) -> tuple[Tensor, Any]:
     """Embedded tokens ``[b t m]`` with what a scheme adds to them, and what it gives attention, at positions 0 to t - 1.
 
     Or at those given, ``[t c]`` or ``[b t c]``. Padding has positions, too: on a line the next ones, in a tree roots.
@@ -78,7 +74,7 @@ def enter(
 def through(
     blocks: Iterable[nn.Module],
     x: Tensor,
-    at: dict[str, Any],
+    at: Any,
     *,
     causal: bool,
     mask: Tensor | None = None,
