@@ -111,7 +111,7 @@ class Expressions(Data):
 
     def __init__(self, task: ListOps, rows: Rows):
         self.task, self.rows, self.sha256 = task, rows.splits, rows.sha256
-        self.name = task.data or "random expressions"
+        self.name = task.data or "built-in"
         train, validation, test = self.rows.values()
         self.splits = ("validation", "test") if test else ("validation",)
         frequent = Counter(row.answer for row in train).most_common(1)[0][0]
@@ -125,7 +125,6 @@ class Expressions(Data):
             f"{usual:.1%}, by the first operator {first:.1%}"
         )
         self.lengths = np.array([len(row.tokens) for row in train])
-        self._epoch = lru_cache(maxsize=2)(self._order)
 
     def settle(self, recipe: "Recipe") -> "Recipe":
         rows = [row for split in self.rows.values() for row in split]
@@ -149,16 +148,8 @@ class Expressions(Data):
             raise ValueError(f"batch: expected a multiple of the {ranks} ranks, and a rank below, got {count} and {rank}")
         epoch, number = divmod(step, len(self.lengths) // count)
         share = count // ranks
-        drawn = self._epoch(recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
+        drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
         return _tensors([self.rows["train"][n] for n in drawn], _group(recipe))
-
-    def _order(self, seed: int, epoch: int, count: int) -> np.ndarray:
-        """Which expressions are in the batches of an epoch, ``[batches count]``."""
-        random = np.random.default_rng((seed, epoch))
-        order = random.permutation(len(self.lengths))[: len(self.lengths) // count * count]
-        pool = np.arange(len(order)) // (POOL * count)
-        order = order[np.lexsort((self.lengths[order], pool))].reshape(-1, count)
-        return order[random.permutation(len(order))]
 
     def loss(self, model: "nn.Module", *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
@@ -208,6 +199,16 @@ class Expressions(Data):
 def _by_first(row: Expression) -> int:
     """A guess that looks at the first token only: 0 of a minimum, 9 of a maximum, else in the middle."""
     return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)
+
+
+@lru_cache(maxsize=2)
+def _epoch(data: Expressions, seed: int, epoch: int, count: int) -> np.ndarray:
+    """Which expressions are in the batches of an epoch, ``[batches count]``."""
+    random = np.random.default_rng((seed, epoch))
+    order = random.permutation(len(data.lengths))[: len(data.lengths) // count * count]
+    pool = np.arange(len(order)) // (POOL * count)
+    order = order[np.lexsort((data.lengths[order], pool))].reshape(-1, count)
+    return order[random.permutation(len(order))]
 
 
 @lru_cache(maxsize=16)
