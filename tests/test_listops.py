@@ -131,7 +131,7 @@ def test_a_source_without_rows_is_refused(tmp_path):
     ):
         read(str(tmp_path))
     (tmp_path / "rows.tsv").write_text(row("[MAX 2 9 ]"))
-    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none of 1; give it more"):
+    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none among 1; give it more rows"):
         read(str(tmp_path))
     (tmp_path / "rows.tsv.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"data: cannot read .*gz"):
@@ -185,7 +185,7 @@ def test_longer_expressions_are_left_out(tmp_path, named):
     assert left
     assert len(rows) == whole - int(left[1]) < whole - 20
     with pytest.raises(
-        ValueError, match=f"data: expected expressions for train, got none of 0, where {whole} are longer than"
+        ValueError, match=f"data: expected expressions for train, got none among 0; {whole} are longer: raise"
     ):
         recipe.edit(longest=2).task.load(recipe)
 

@@ -92,12 +92,11 @@ class Rows:
     repeated: int = 0
 
     def __post_init__(self) -> None:
+        remedy = f"{self.long} are longer: raise --longest" if self.long else "give it more rows"
         for split in SPLITS[:2]:
             if not self.splits[split]:
-                raise ValueError(
-                    f"data: expected expressions for {split}, got none of {sum(map(len, self.splits.values()))}"
-                    f"{f', where {self.long} are longer than wanted' if self.long else ''}; give it more"
-                )
+                count = sum(map(len, self.splits.values()))
+                raise ValueError(f"data: expected expressions for {split}, got none among {count}; {remedy}")
 
     @property
     def sha256(self) -> str:
