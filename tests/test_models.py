@@ -1,4 +1,4 @@
-"""The decoder model."""
+"""The models: decoder, encoder, classifier."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, TOLERANCE, close, ids, perturb, with_kinds
 
 from isopos import Decoder, schemes
-from isopos.models import Block, Encoder
+from isopos.models import Block, Classifier, Encoder
 from isopos.positions import Line, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
@@ -190,7 +190,74 @@ def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
     assert torch.allclose(shifted, y, atol=1e-4) == (name != "sinusoidal")
 
 
-@pytest.mark.parametrize("model", [Decoder, Encoder])
+@pytest.mark.parametrize("model", [Decoder, Encoder, lambda v, *rest: Classifier(v, 3, *rest)])
 def test_an_embedding_of_another_width_is_refused(model):
     with pytest.raises(ValueError, match="model_dim: expected the 16 of the scheme's embedding, got 32"):
         model(50, 32, 1, schemes.build("sinusoidal", 8, 2, {}))
+
+
+def padded(case, lengths):
+    """Samples of several lengths as a batch: tokens, positions and mask. Their padding has the next positions, or roots."""
+    longest = max(lengths)
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    x = tokens(len(lengths), longest)
+    if not case.group.refers_to_rows:
+        return x, case.positions(len(lengths), t=longest), mask
+    at = case.group.origin(len(lengths), longest)
+    for i, n in enumerate(lengths):
+        at[i, :n] = case.positions(t=n)
+    return x, at, mask
+
+
+@with_kinds(PRESETS)
+def test_padding_and_other_samples_change_nothing(case, kind):
+    lengths = [5, 9, 1, 7]
+    x, at, mask = padded(case, lengths)
+    changed = torch.where(mask, x, (x + 1) % VOCABULARY)
+    for decay in ("none", "retnet") if case.decays(kind) else ("none",):
+        scheme = case.build(attention=kind, decay=decay)
+        for model in (Encoder(VOCABULARY, WIDTH, 2, scheme), Classifier(VOCABULARY, 3, WIDTH, 2, scheme)):
+            perturb(model)
+            batches = model(x, at, mask), model(changed, at, mask)
+            for i, n in enumerate(lengths):
+                alone = model(x[i : i + 1, :n], at[i : i + 1, :n])[0]
+                for found in batches:
+                    close(found[i, :n] if isinstance(model, Encoder) else found[i], alone)
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@pytest.mark.parametrize("name", ["rope", "ape-tree"])
+def test_no_gradient_comes_from_padding(name, kind):
+    (case,) = (case for case in PRESETS if case.id == name)
+    model, lengths = perturb(Classifier(VOCABULARY, 3, WIDTH, 2, case.build(attention=kind))), [5, 9]
+    x, at, mask = padded(case, lengths)
+    x = torch.where(mask, x % (VOCABULARY - 1), VOCABULARY - 1)
+    model(x, at, mask).square().sum().backward()
+    padding = model.tokens.weight.grad[-1].clone()
+    assert not padding.any()
+    joint = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for i, n in enumerate(lengths):
+        model(x[i : i + 1, :n], at[i : i + 1, :n]).square().sum().backward()
+    for p, expected in zip(model.parameters(), joint, strict=True):
+        close(p.grad, expected)
+
+
+def test_a_classifier_drops_out_only_while_it_learns():
+    model, x = Classifier(VOCABULARY, 3, WIDTH, 2, schemes.rope(HEAD_DIM, HEADS), dropout=0.5), tokens(2, T)
+    assert not torch.equal(model(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+    assert model(x).shape == (2, 3)
+
+
+@pytest.mark.parametrize("model", [Encoder, lambda v, *rest, **more: Classifier(v, 3, *rest, **more)])
+def test_what_is_computed_again_is_the_same(model):
+    case = next(case for case in PRESETS if case.id == "rope")
+    x, at, mask = padded(case, [5, 9])
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        own = model(VOCABULARY, WIDTH, 2, case.build(), recompute=recompute, dropout=0.3)
+        own(x, at, mask).square().sum().backward()
+        gradients.append([p.grad for p in own.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -13,7 +13,7 @@ from isopos.lab.data import cache
 from isopos.lab.data.sources import Source, Survey, survey, whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
 
-__all__ = ["SPLITS", "Prepared", "Progressing", "in_cache", "in_memory"]
+__all__ = ["SPLITS", "Prepared", "Progressing", "in_cache", "in_memory", "named_split"]
 
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 FORMAT = 1  # of a prepared folder
@@ -140,10 +140,13 @@ def _plan(source: Source, found: Survey) -> _Plan:
 
 def _named(name: str) -> str | None:
     """The split that a file of text is, by its name."""
-    path = PurePosixPath(name.replace("\\", "/"))
-    if path.suffix.lower() not in ("", ".txt", ".tokens", ".raw", ".csv"):
-        return None
-    words = set(re.findall("[a-z]+", path.name.lower()))
+    suffix = PurePosixPath(name.replace("\\", "/")).suffix.lower()
+    return named_split(name) if suffix in ("", ".txt", ".tokens", ".raw", ".csv") else None
+
+
+def named_split(name: str) -> str | None:
+    """The split of which the name of a file speaks, as wiki.valid.tokens of validation."""
+    words = set(re.findall("[a-z]+", PurePosixPath(name.replace("\\", "/")).name.lower()))
     alike = {"train": {"train"}, "validation": {"valid", "validation", "val"}, "test": {"test"}}
     return next((split for split, names in alike.items() if names & words), None)
 

@@ -1,0 +1,321 @@
+"""ListOps: nested operations on lists of digits, as tokens, answers and trees; files of them, and random ones.
+
+The rows of Nangia and Bowman bracket their lists in pairs, ``( ( ( [MAX 2 ) 9 ) ] )``. The parentheses say nothing that the
+square brackets do not, and are left out: ``[MAX 2 9 ]``.
+
+References:
+    ListOps: a diagnostic dataset for latent tree learning (Nangia and Bowman 2018). https://arxiv.org/abs/1804.06028
+    Long Range Arena (Tay et al. 2020), whose tables have a header and the columns Source and Target.
+    https://arxiv.org/abs/2011.04006
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from isopos.lab.data.prepare import SPLITS, named_split
+from isopos.lab.data.sources import find, whole_lines
+
+__all__ = [
+    "CLOSE",
+    "NUMBERS",
+    "OPERATORS",
+    "TOKENS",
+    "Expression",
+    "Rows",
+    "encode",
+    "evaluate",
+    "generate",
+    "nodes",
+    "read",
+    "text",
+]
+
+
+def _median(numbers: Sequence[int]) -> int:
+    """Rounded down between two."""
+    n, ordered = len(numbers), sorted(numbers)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) // 2
+
+
+OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
+    "MIN": min,
+    "MAX": max,
+    "MED": _median,
+    "SM": lambda numbers: sum(numbers) % 10,
+    "FIRST": lambda numbers: numbers[0],
+    "LAST": lambda numbers: numbers[-1],
+    "PM": lambda numbers: math.prod(numbers) % 10,
+}
+"""What each makes of its arguments: sum and product are modulo 10, the median is rounded down."""
+TOKENS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
+"""A digit's number is its own."""
+CLOSE = len(TOKENS) - 1
+NUMBERS = {token: number for number, token in enumerate(TOKENS)}
+FUNCTIONS = tuple(OPERATORS.values())
+
+
+class Expression(NamedTuple):
+    """One sample.
+
+    Args:
+        tokens: Numbers of `TOKENS`.
+        answer: Its value.
+        branches: Of its tree, whose operators have their arguments and the closing bracket as children.
+    """
+
+    tokens: bytes
+    answer: int
+    branches: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Expressions by split, and how many there were besides.
+
+    Args:
+        splits: Those of train, validation and test; the last may be empty.
+        long: Left out, since they were longer than wanted.
+        repeated: Left out, since a split that is held out has the same expression.
+
+    Raises:
+        ValueError: Where train or validation has none.
+    """
+
+    splits: dict[str, list[Expression]]
+    long: int = 0
+    repeated: int = 0
+
+    def __post_init__(self) -> None:
+        remedy = f"{self.long} are longer: raise --longest" if self.long else "give it more rows"
+        for split in SPLITS[:2]:
+            if not self.splits[split]:
+                count = sum(map(len, self.splits.values()))
+                raise ValueError(f"data: expected expressions for {split}, got none among {count}; {remedy}")
+
+    @property
+    def sha256(self) -> str:
+        """A fingerprint of all that is left, in its order."""
+        digest = hashlib.sha256()
+        for split in SPLITS:
+            digest.update(split.encode() + b"\xff".join(row.tokens for row in self.splits[split]))
+        return digest.hexdigest()
+
+    def up_to(self, longest: int) -> "Rows":
+        """Those of at most so many tokens."""
+        short = {name: [row for row in rows if len(row.tokens) <= longest] for name, rows in self.splits.items()}
+        return Rows(short, sum(len(self.splits[name]) - len(short[name]) for name in SPLITS), self.repeated)
+
+
+def encode(text: str) -> bytes:
+    """Tokens of an expression, without parentheses.
+
+    Raises:
+        ValueError: Where there is another word.
+
+    Example:
+        >>> list(encode("( ( [MAX 2 ) 9 ) ]"))
+        [11, 2, 9, 17]
+    """
+    if text.count("(") != text.count(")"):
+        raise ValueError(f"expected as many ( as ), got {text.count('(')} and {text.count(')')}")
+    words = text.replace("(", " ").replace(")", " ").replace("]", " ] ").split()
+    try:
+        return bytes([NUMBERS[word] for word in words])
+    except KeyError as error:
+        operators = ", ".join(TOKENS[10:CLOSE])
+        raise ValueError(f"expected digits, ] and {operators}, got {error.args[0]!r}") from None
+
+
+def text(tokens: bytes) -> str:
+    """The expression of tokens.
+
+    Example:
+        >>> text(encode("[MAX 2 [MIN 4 7]]"))
+        '[MAX 2 [MIN 4 7 ] ]'
+    """
+    return " ".join(TOKENS[token] for token in tokens)
+
+
+def evaluate(tokens: bytes) -> Expression:
+    """The expression of tokens, with its answer.
+
+    Raises:
+        ValueError: Where the tokens are no expression.
+
+    Example:
+        >>> evaluate(encode("[MAX 2 9 [MIN 4 7] 0]"))[1:]
+        (9, 5)
+    """
+    values: list[list[int]] = [[]]  # of the expression, and of each list that is open
+    operators: list[int] = []
+    branches = 1
+    for token in tokens:
+        if token < 10:
+            values[-1].append(token)
+        elif token < CLOSE:
+            operators.append(token)
+            values.append([])
+        elif not operators:
+            raise ValueError("expected balanced brackets, got ] that closes nothing")
+        else:
+            operator, arguments = operators.pop(), values.pop()
+            if not arguments:
+                raise ValueError(f"expected arguments of {TOKENS[operator]}, got none")
+            branches = max(branches, len(arguments) + 1)
+            values[-1].append(FUNCTIONS[operator - 10](arguments))
+    if operators:
+        raise ValueError(f"expected balanced brackets, got {TOKENS[operators[-1]]} that nothing closes")
+    if len(values[0]) != 1:
+        raise ValueError(f"expected one expression, got {len(values[0])}")
+    return Expression(tokens, values[0][0], branches)
+
+
+def nodes(tokens: bytes) -> list[tuple[int, int]]:
+    """The tree of an expression: for each token the row of its parent and the branch taken there, as of `positions.Tree`.
+
+    An operator's children are its arguments, in their order, and last the bracket that closes it: so a model sees the same
+    tokens with every kind of positions, and every token has its own place.
+
+    Example:
+        >>> nodes(encode("[MAX 2 [MIN 4 7] 9]"))
+        [(-1, -1), (0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 2), (0, 3)]
+    """
+    rows: list[tuple[int, int]] = []
+    opened: list[list[int]] = []  # row and children of each
+    for row, token in enumerate(tokens):
+        if opened:
+            rows.append((opened[-1][0], opened[-1][1]))
+            opened[-1][1] += 1
+        else:
+            rows.append((-1, -1))
+        if token == CLOSE:
+            opened.pop()
+        elif token >= 10:
+            opened.append([row, 0])
+    return rows
+
+
+def read(source: str) -> Rows:
+    """The expressions of a file, or of those in a folder whose names end with .tsv; also packed, as .tsv.gz.
+
+    A row is a label, a tab and an expression; or the columns are named, Source and Target, in the first. Every label is
+    compared with what the expression evaluates to. Names that contain train, valid and test make the splits; without valid,
+    a tenth of train is held out. Where no name contains train, a tenth of all is validation and a tenth is test. Tenths are
+    chosen by a hash of the tokens, so no two splits have an expression in common. Names can make them overlap: then what
+    test has is left out of validation and train, and what validation has of train.
+
+    Args:
+        source: A path.
+
+    Raises:
+        ValueError: Where there is nothing to read, or a row is wrong (with file and line).
+    """
+    if not Path(source).exists():
+        raise ValueError(
+            f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
+        )
+    found, alone = find(source), Path(source).is_file()
+    files: dict[str, list[Expression]] = {}
+    for name, blocks in found.read(raw=False):
+        if alone or name.lower().endswith(".tsv"):
+            files[name] = list(_rows(name, whole_lines(blocks)))
+    empty = [name for name, rows in files.items() if not rows]
+    if empty or not files:
+        what = f"but {empty[0]} has none" if empty else f"in files that end with .tsv or .tsv.gz, got none in {source}"
+        raise ValueError(f"data: expected rows of a label, a tab and an expression, {what}")
+    return _split(files)
+
+
+def _rows(name: str, blocks: Iterator[bytes]) -> Iterator[Expression]:
+    label, formula = 0, 1
+    lines = (line for block in blocks for line in block.decode(errors="replace").removesuffix("\n").split("\n"))
+    for number, line in enumerate(lines, 1):
+        cells = line.split("\t")
+        if not line.strip():
+            continue
+        if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
+            formula = [cell.strip().lower() for cell in cells].index("source")
+            label = 1 - formula
+            continue
+        try:
+            if len(cells) != 2:
+                raise ValueError(f"expected a label, a tab and an expression, got {len(cells)} columns")
+            row, given = evaluate(encode(cells[formula])), cells[label].strip()
+            if given not in TOKENS[:10]:
+                raise ValueError(f"expected a label from 0 to 9, got {given!r}")
+            if int(given) != row.answer:
+                raise ValueError(f"expected the label {row.answer}, to which the expression evaluates, got {given}")
+        except ValueError as error:
+            raise ValueError(f"data: {name}, line {number}: {error}; repair or remove the line") from None
+        yield row
+
+
+def _split(files: dict[str, list[Expression]]) -> Rows:
+    names = {name: named_split(name) for name in files}
+    by_name, held_out = "train" in names.values(), "validation" in names.values()
+    splits: dict[str, list[Expression]] = {split: [] for split in SPLITS}
+    for name, rows in files.items():
+        for row in rows:
+            tenth = hashlib.sha256(row.tokens).digest()[0] % 10
+            split = names[name] or "train"
+            if not by_name:
+                split = ("test", "validation")[tenth] if tenth < 2 else "train"
+            elif split == "train" and not held_out and tenth == 1:
+                split = "validation"
+            splits[split].append(row)
+    before, seen = sum(map(len, splits.values())), set()
+    for split in reversed(SPLITS):
+        splits[split] = [row for row in splits[split] if row.tokens not in seen]
+        seen |= {row.tokens for row in splits[split]}
+    return Rows(splits, repeated=before - sum(map(len, splits.values())))
+
+
+def generate(
+    seed: int, counts: Sequence[int], *, operators: Sequence[str], depth: int, arguments: int, longest: int
+) -> Rows:
+    """Random expressions, all different, of the published procedure: an argument is a list with probability 1/4.
+
+    Args:
+        seed: Of the random numbers.
+        counts: Expressions of train, validation and test.
+        operators: Names of `OPERATORS`, equally likely.
+        depth: Lists inside each other, at most.
+        arguments: Of a list: from 2 to so many, equally likely.
+        longest: Tokens of an expression, at most.
+
+    Example:
+        >>> rows = generate(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
+        >>> [len(rows.splits[split]) for split in SPLITS]
+        [2, 1, 1]
+    """
+    draw = _uniform(seed)
+
+    def grow(level: int) -> bytes:
+        if level and (level == depth or next(draw) >= 0.25):
+            return bytes([int(10 * next(draw))])
+        operator = NUMBERS["[" + operators[int(len(operators) * next(draw))]]
+        count = 2 + int((arguments - 1) * next(draw))
+        return bytes([operator, *b"".join(grow(level + 1) for _ in range(count)), CLOSE])
+
+    different: dict[bytes, None] = {}
+    while len(different) < sum(counts):
+        tokens = grow(0)
+        if len(tokens) <= longest:
+            different[tokens] = None
+    rows, splits = map(evaluate, different), {}
+    for split, count in zip(SPLITS, counts, strict=True):
+        splits[split] = [next(rows) for _ in range(count)]
+    return Rows(splits)
+
+
+def _uniform(seed: int) -> Iterator[float]:
+    """Numbers in [0, 1) without end."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield from random.random(1 << 14).tolist()

@@ -1,0 +1,237 @@
+"""ListOps: what a nested operation on lists of digits evaluates to, from a sequence of tokens or from their tree."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, Rows, generate, nodes, read, text
+from isopos.lab.tasks.task import Data, Metric, Scored, Task, View, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor, nn
+
+    from isopos.lab.recipes import Recipe
+    from isopos.models import Classifier
+    from isopos.positions import Group
+
+__all__ = ["Expressions", "ListOps"]
+
+POOL = 50  # batches whose expressions are sorted by length together
+AT_ONCE = 1 << 14  # tokens that are scored at once
+PAIRS = 1 << 21  # of tokens, that softmax attention may compare at once, a head
+RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # of the built-in expressions
+COUNTS = (10_000, 1000, 1000)
+
+
+@dataclass(frozen=True)
+class ListOps(Task):
+    """What a classifier of ListOps reads: expressions whose value is a digit, by accuracy.
+
+    Positions are those of the tokens in a line, or in the tree of the expression, as the scheme has it: an operator is a
+    node, its arguments and then its closing bracket are its children.
+    """
+
+    data: str = ""
+    """A file or a folder of rows, a label, a tab and an expression: those of Nangia and Bowman or of the Long Range Arena.
+    Names with train, valid and test make the splits; by default 12,000 random expressions of at most 50 tokens."""
+    longest: int = 0
+    """Tokens: longer expressions are left out; 0: none are."""
+    branches: int = 0
+    """Of the trees, closing brackets counted; 0: as many as the data has."""
+    validation_rows: int = 0
+    """At most so many held-out expressions are scored; 0: all."""
+
+    name = "listops"
+    schemes = "none,rope,ape-sequence,ape-tree"
+    edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
+    unit = "examples"
+    settled = ("longest", "branches")
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        note = "accuracy: share of held-out expressions whose value is found"
+        return Metric("accuracy", "accuracy", "higher", ".1%", note=note), Metric("nats", "nats", note="of an expression")
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        return (Metric("scored", "expressions", "higher", ",.0f"),)
+
+    def setting(self, recipe: "Recipe") -> str:
+        return f"A classifier of expressions of at most {self.longest} tokens, whose trees have {self.branches} branches."
+
+    def options(self, scheme: str, recipe: "Recipe") -> dict[str, str]:
+        from isopos.schemes import options_of
+
+        fitting = {"length": self.longest, "branches": self.branches}
+        return {name: str(value) for name, value in fitting.items() if value and name in options_of(scheme)}
+
+    def check(self, recipe: "Recipe") -> list[str]:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line, Tree
+
+        for name in ("longest", "branches", "validation_rows"):
+            expect(name, getattr(self, name), "0 or more", getattr(self, name) >= 0)
+        scheme = check_group(recipe, (Line, Tree), "on a line or in a tree, which expressions have")
+        length = scheme.max_length
+        if length is not None and length < self.longest:
+            raise ValueError(
+                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got expressions of "
+                f"{self.longest} tokens; --longest {length} leaves those out"
+            )
+        if isinstance(scheme.group, Tree) and scheme.group.branches < self.branches:
+            raise ValueError(
+                f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
+            )
+        self.model(recipe)
+        return []
+
+    def model(self, recipe: "Recipe") -> "Classifier":
+        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.models import Classifier
+
+        m, scheme = recipe.model, build_scheme(recipe)
+        options: dict[str, Any] = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
+        with seeded(recipe):
+            return Classifier(len(TOKENS), 10, m.model_dim, m.layers, scheme, **options)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Expressions":
+        rows = read(self.data) if self.data else generate(0, COUNTS, **RANDOM)
+        return Expressions(self, rows.up_to(self.longest) if self.longest else rows)
+
+
+class Expressions(Data):
+    """Expressions to train on and to score."""
+
+    def __init__(self, task: ListOps, rows: Rows):
+        self.task, self.rows, self.sha256 = task, rows.splits, rows.sha256
+        self.name = task.data or "built-in"
+        train, validation, test = self.rows.values()
+        self.splits = ("validation", "test") if test else ("validation",)
+        frequent = Counter(row.answer for row in train).most_common(1)[0][0]
+        usual, first = (
+            sum(guess == row.answer for guess, row in zip(guesses, validation, strict=True)) / len(validation)
+            for guesses in ([frequent] * len(validation), [_by_first(row) for row in validation])
+        )
+        left = f", {rows.long} longer ones left out" * (rows.long > 0) + f", {rows.repeated} repeated" * (rows.repeated > 0)
+        self.summary = (
+            f"{len(train)} + {len(validation)} + {len(test)} expressions{left}; without a model: always {frequent} "
+            f"{usual:.1%}, by the first operator {first:.1%}"
+        )
+        self.lengths = np.array([len(row.tokens) for row in train])
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        rows = [row for split in self.rows.values() for row in split]
+        longest, branches = max(len(row.tokens) for row in rows), max(row.branches for row in rows)
+        task = self.task
+        expect("branches", task.branches, f"at least the {branches} of the data", not 0 < task.branches < branches)
+        recipe = recipe.edit(longest=task.longest or longest, branches=task.branches or branches)
+        if recipe.training.batch > len(self.lengths):
+            raise ValueError(f"batch: expected at most the {len(self.lengths)} expressions, got {recipe.training.batch}")
+        recipe.task.check(recipe)
+        return recipe
+
+    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``.
+
+        Every expression is drawn once an epoch, but those that are left over after its last whole batch. A batch has
+        expressions of similar lengths.
+        """
+        count = recipe.training.batch
+        if count % ranks or not 0 <= rank < ranks:
+            raise ValueError(f"batch: expected a multiple of the {ranks} ranks, and a rank below, got {count} and {rank}")
+        epoch, number = divmod(step, len(self.lengths) // count)
+        share = count // ranks
+        drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
+        return _tensors([self.rows["train"][n] for n in drawn], _group(recipe))
+
+    def loss(self, model: "nn.Module", *batch: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        *sample, answers = batch
+        return F.cross_entropy(model(*sample), answers)
+
+    def score(self, model: "nn.Module", recipe: "Recipe", view: View) -> Scored:
+        from torch.nn import functional as F
+
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        limit = self.task.validation_rows if view.limit < 0 else view.limit
+        rows = sorted(self.rows[view.split][: limit or None], key=lambda row: len(row.tokens), reverse=True)
+        nats, right, begin = 0.0, 0, 0
+        while begin < len(rows):
+            longest = len(rows[begin].tokens)
+            end = begin + max(1, min(AT_ONCE // longest, PAIRS // longest**2))
+            logits, answers = self._answers(model, recipe, rows[begin:end])
+            nats += F.cross_entropy(logits, answers, reduction="sum").item()
+            right += int((logits.argmax(-1) == answers).sum())
+            begin = end
+        return Scored({"accuracy": right / len(rows), "nats": nats / len(rows), "expressions": len(rows)})
+
+    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+        rows = self.rows["validation"][:count]
+        found = self._answers(model, recipe, rows)[0].argmax(-1).tolist()
+        return [
+            {"expression": text(row.tokens), "answer": row.answer, "model": answer}
+            for row, answer in zip(rows, found, strict=True)
+        ]
+
+    def _answers(self, model: "nn.Module", recipe: "Recipe", rows: Sequence[Expression]) -> "tuple[Tensor, Tensor]":
+        """A model's logits and the right answers, with the model in evaluation mode for the time."""
+        import torch
+
+        device, training = next(model.parameters()).device, model.training
+        *sample, answers = (tensor.to(device) for tensor in _tensors(rows, _group(recipe)))
+        model.eval()
+        try:
+            with torch.no_grad():
+                return model(*sample), answers
+        finally:
+            model.train(training)
+
+
+def _by_first(row: Expression) -> int:
+    """A guess that looks at the first token only: 0 of a minimum, 9 of a maximum, else in the middle."""
+    return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)
+
+
+@lru_cache(maxsize=2)
+def _epoch(data: Expressions, seed: int, epoch: int, count: int) -> np.ndarray:
+    """Which expressions are in the batches of an epoch, ``[batches count]``."""
+    random = np.random.default_rng((seed, epoch))
+    order = random.permutation(len(data.lengths))[: len(data.lengths) // count * count]
+    pool = np.arange(len(order)) // (POOL * count)
+    order = order[np.lexsort((data.lengths[order], pool))].reshape(-1, count)
+    return order[random.permutation(len(order))]
+
+
+@lru_cache(maxsize=16)
+def _group(recipe: "Recipe") -> "Group":
+    """Whose positions the scheme of a recipe takes."""
+    from isopos.lab.tasks.build import build_scheme
+
+    return build_scheme(recipe).group
+
+
+def _tensors(rows: Sequence[Expression], group: "Group") -> "tuple[Tensor, Tensor, Tensor, Tensor]":
+    """Tokens, positions, mask and answers of expressions, padded to the longest; padding has further positions, or roots."""
+    import torch
+
+    from isopos.positions import Tree, sequence
+
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    longest = int(lengths.max())
+    mask = torch.arange(longest) < lengths[:, None]
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    tokens[mask] = torch.frombuffer(bytearray(b"".join(row.tokens for row in rows)), dtype=torch.uint8).long()
+    positions = sequence(longest)
+    if isinstance(group, Tree):
+        positions = group.origin(len(rows), longest)
+        positions[mask] = torch.tensor([node for row in rows for node in nodes(row.tokens)])
+    return tokens, positions, mask, torch.tensor([row.answer for row in rows])

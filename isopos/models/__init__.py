@@ -1,0 +1,9 @@
+"""Small models that read top to bottom, for comparisons and as examples of use."""
+
+from isopos.models.blocks import TOKEN_STD, Block
+from isopos.models.classifier import Classifier
+from isopos.models.decoder import Decoder, Stream
+from isopos.models.encoder import Encoder
+from isopos.models.heads import AdaptiveHead
+
+__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Classifier", "Decoder", "Encoder", "Stream"]

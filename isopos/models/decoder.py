@@ -1,0 +1,109 @@
+"""A causal language model, and the streams that it reads and writes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isopos.models.blocks import enter, through, trunk
+from isopos.models.heads import AdaptiveHead
+from isopos.positions import sequence
+from isopos.scheme import Scheme
+from isopos.state import State
+
+__all__ = ["Decoder", "Stream"]
+
+
+class Decoder(nn.Module):
+    """A causal language model; its layers share one scheme, evaluated once a forward.
+
+    Args:
+        vocabulary: Number of tokens.
+        model_dim: Width, heads * head_dim of the scheme.
+        layers: Number of blocks.
+        scheme: What sees positions.
+        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
+        dropout: Probability.
+        cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
+        recompute: Compute each block again in the backward pass instead of keeping what is inside.
+
+    Example:
+        >>> import torch
+        >>> import isopos
+        >>> model = Decoder(256, 32, 2, isopos.rope(8, 4))
+        >>> tokens = torch.arange(10)[None]
+        >>> model(tokens).shape
+        torch.Size([1, 10, 256])
+        >>> logits, stream = model.prefill(tokens[:, :9])
+        >>> logits, stream = model.step(tokens[:, 9], stream)
+        >>> torch.allclose(logits, model(tokens)[:, -1], atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+        cutoffs: Sequence[int] = (),
+        recompute: bool = False,
+    ):
+        super().__init__()
+        self.tokens, self.blocks, self.norm = trunk(vocabulary, model_dim, layers, scheme, hidden_dim, dropout)
+        self.head = AdaptiveHead(model_dim, vocabulary, cutoffs) if cutoffs else nn.Linear(model_dim, vocabulary)
+        self.scheme, self.recompute = scheme, recompute
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
+        """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
+
+        With targets ``[b s]``, which come after the last s tokens, it is their mean cross-entropy in nats instead. The
+        logits of an adaptive softmax are logarithms of probabilities.
+        """
+        x, at = enter(self.tokens(tokens), self.scheme, positions)
+        x = self.norm(through(self.blocks, x, at, causal=True, recompute=self.recompute))
+        return self.head(x) if targets is None else self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of targets ``[b s]`` after the last s of the features ``[b t m]`` of `advance`."""
+        x = x[:, x.shape[1] - targets.shape[1] :]
+        if isinstance(self.head, AdaptiveHead):
+            return self.head.loss(x, targets)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    def prefill(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
+        """Logits ``[b t vocabulary]`` of a stream's next tokens ``[b t]``, by default a new one's, and the stream then."""
+        x, stream = self.advance(tokens, stream)
+        return self.head(x), stream
+
+    def advance(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
+        """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
+        stream = stream or Stream(0, (State(),) * len(self.blocks))
+        positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
+        x, at = enter(self.tokens(tokens), self.scheme, positions, stream.states[0])
+        states = []
+        for block, state in zip(self.blocks, stream.states, strict=True):
+            own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])
+            x, after = block(x, at | {"state": own}, causal=True, return_state=True)
+            states.append(after)
+        return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
+
+    def step(self, token: Tensor, stream: "Stream") -> tuple[Tensor, "Stream"]:
+        """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it."""
+        logits, stream = self.prefill(token[:, None], stream)
+        return logits[:, 0], stream
+
+
+class Stream(NamedTuple):
+    """The tokens that a decoder has seen: how many, and each layer's state."""
+
+    length: int
+    states: tuple[State, ...]
+
+    def reorder(self, index: Tensor) -> "Stream":
+        """The streams of samples `index` ``[n]``, for beam search."""
+        return Stream(self.length, tuple(state.reorder(index) for state in self.states))

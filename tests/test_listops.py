@@ -1,0 +1,372 @@
+"""ListOps: expressions, files of them, their trees, batches, and what a classifier makes of them."""
+
+import gzip
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import close
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isopos.lab.data.expressions import OPERATORS, TOKENS, encode, evaluate, generate, nodes, read, text
+from isopos.lab.recipes import Recipe
+from isopos.lab.runs.folders import read_rows
+from isopos.lab.tasks.listops import ListOps
+from isopos.lab.tasks.task import View
+from isopos.positions import Tree, tree
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "listops"
+LINE, TREE = "rope", "ape-tree"
+
+
+def expressions(count=30, seed=0, **more):
+    options = {"operators": tuple(OPERATORS), "depth": 3, "arguments": 4, "longest": 30} | more
+    return generate(seed, (count, 1, 0), **options).splits["train"]
+
+
+def row(expression):
+    return f"{evaluate(encode(expression)).answer}\t{expression}\n"
+
+
+def write(path, rows):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.write("".join(row(text(one.tokens)) for one in rows))
+    return str(path)
+
+
+def ready(tmp_path, scheme=LINE, count=200, **edits):
+    """A recipe, settled, and its data: of random expressions in a file."""
+    write(tmp_path / "rows.tsv", expressions(count))
+    sizes = {"batch": 8, "layers": 1, "model_dim": 16, "heads": 2}
+    recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=scheme, **sizes | edits)
+    data = recipe.task.load(recipe)
+    return data.settle(recipe), data
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("7", 7),
+        ("[MIN 6 3 5 ]", 3),
+        ("[MAX 6 3 5 ]", 6),
+        ("[MED 3 4 1 ]", 3),
+        ("[MED 7 8 4 3]", 5),
+        ("[SM 6 5 9 0 ]", 0),
+        ("[FIRST 6 5 ]", 6),
+        ("[LAST 6 5 ]", 5),
+        ("[PM 7 8 9 ]", 4),
+        ("( ( ( [MAX 2 ) 9 ) ( ( ( [MIN 4 ) 7 ) ] ) ] )", 9),
+        ("[MAX 2 [MIN 4 [SM 9 9 ] ] 0 ]", 4),
+    ],
+)
+def test_what_expressions_evaluate_to(expression, value):
+    assert evaluate(encode(expression)).answer == value
+
+
+@given(st.integers(0, 10_000))
+def test_text_and_tokens_are_the_same_and_trees_are_those_of_s_expressions(seed):
+    (one,) = expressions(1, seed)
+    assert encode(text(one.tokens)) == one.tokens
+    found = torch.tensor(nodes(one.tokens))
+    Tree(one.branches).check(found)
+    assert found[:, 1].max() + 1 == one.branches
+    lisp = re.sub(r"\[(\w+)", r"(\1", text(one.tokens)).replace("]", "] )")  # a closing bracket is the last child
+    assert torch.equal(found, tree(lisp))
+
+
+def test_a_tree_by_hand():
+    """[MAX 2 [MIN 4 7 ] 0 ]: each row is the parent's row and the branch."""
+    expected = [(-1, -1), (0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 2), (0, 3)]
+    assert nodes(encode("[MAX 2 [MIN 4 7 ] 0 ]")) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[MAX 2 9 ]", "expected a label, a tab and an expression, got 1 columns"),
+        ("9\t[MAX 2 9 ]\tx", "expected a label, a tab and an expression, got 3 columns"),
+        ("9\t[FOO 2 9 ]", r"expected digits, \] and \[MIN, .*\[PM, got '\[FOO'"),
+        ("9\t[MAX 2 19 ]", "got '19'"),
+        ("9\t[MAX 2 9", r"expected balanced brackets, got \[MAX that nothing closes"),
+        ("9\t[MAX 2 9 ] ]", r"expected balanced brackets, got \] that closes nothing"),
+        ("9\t( ( [MAX 2 ) 9 ]", r"expected as many \( as \), got 2 and 1"),
+        ("9\t[MAX ]", r"expected arguments of \[MAX, got none"),
+        ("9\t9 [MAX 2 ]", "expected one expression, got 2"),
+        ("9\t", "expected one expression, got 0"),
+        ("10\t[MAX 2 9 ]", "expected a label from 0 to 9, got '10'"),
+        ("8\t[MAX 2 9 ]", "expected the label 9, to which the expression evaluates, got 8"),
+        ("\xff\t[MAX 2 9 ]", "expected a label from 0 to 9"),
+    ],
+)
+def test_a_row_that_is_wrong_is_named(tmp_path, line, message):
+    path = tmp_path / "rows.tsv"
+    path.write_text(row("[MIN 1 2 ]") + line + "\n", encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=f"^data: {re.escape(str(path))}, line 2: .*{message}.*; repair or remove the line$"
+    ):
+        read(str(path))
+
+
+def test_a_source_without_rows_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"data: expected a file or a folder of rows, but .* does not exist; without --data"
+    ):
+        read(str(tmp_path / "absent.tsv"))
+    with pytest.raises(ValueError, match=r"data: expected rows .* in files that end with \.tsv or \.tsv\.gz, got none in"):
+        read(str(tmp_path))
+    (tmp_path / "rows.tsv").write_text("Source\tTarget\n")
+    with pytest.raises(
+        ValueError, match=r"data: expected rows of a label, a tab and an expression, but .*rows\.tsv has none"
+    ):
+        read(str(tmp_path))
+    (tmp_path / "rows.tsv").write_text(row("[MAX 2 9 ]"))
+    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none among 1; give it more rows"):
+        read(str(tmp_path))
+    (tmp_path / "rows.tsv.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"data: cannot read .*gz"):
+        read(str(tmp_path))
+
+
+def test_formats_agree(tmp_path):
+    """Label first or columns with names in either order, pairs of parentheses or none, packed or not."""
+    rows, found = expressions(100), []
+    plain = "".join(row(text(one.tokens)) for one in rows)
+    arena = "Source\tTarget\n" + "".join(f"( ( {text(one.tokens)} ) )\t{one.answer}\n" for one in rows)
+    named = "target\tsource\n" + plain.replace("\n", "\r\n")
+    for name, content in (("plain", plain), ("arena", arena), ("named", named)):
+        (tmp_path / f"{name}.tsv").write_bytes(content.encode())
+        found.append(read(str(tmp_path / f"{name}.tsv")))
+    found.append(read(write(tmp_path / "packed.tsv.gz", rows)))
+    assert {one.sha256 for one in found} == {found[0].sha256}
+    assert sorted(chain(*found[0].splits.values())) == sorted(rows)
+
+
+def test_splits_by_names_or_by_tenths_have_nothing_in_common(tmp_path):
+    rows = expressions(400)
+    write(tmp_path / "one.tsv", rows + rows[:50])
+    splits = read(str(tmp_path)).splits
+    assert sum(map(len, splits.values())) == 450
+    assert 20 < len(splits["validation"]) < 70
+    assert 20 < len(splits["test"]) < 70
+    sets = [{one.tokens for one in split} for split in splits.values()]
+    assert len(set.union(*sets)) == sum(map(len, sets))
+
+    (tmp_path / "one.tsv").unlink()
+    write(tmp_path / "basic_train.tsv", rows[:300])
+    write(tmp_path / "basic_test.tsv", rows[290:350])
+    (tmp_path / "README.md").write_text("no rows")
+    splits = read(str(tmp_path)).splits
+    assert splits["test"] == rows[290:350]
+    assert {*splits["train"], *splits["validation"]} == set(rows[:290])
+    write(tmp_path / "basic_val.tsv", rows[340:])
+    found = read(str(tmp_path))
+    assert (found.splits["train"], found.splits["validation"], found.repeated) == (rows[:290], rows[350:], 20)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_longer_expressions_are_left_out(tmp_path, named):
+    recipe = Recipe(task=ListOps(data=write(tmp_path / "rows.tsv", expressions(200)) if named else ""))
+    whole = sum(map(len, recipe.task.load(recipe).rows.values()))
+    data = recipe.edit(longest=12).task.load(recipe)
+    rows = [*chain(*data.rows.values())]
+    assert max(len(one.tokens) for one in rows) == 12
+    left = re.search(r", (\d+) longer ones left out", data.summary)
+    assert left
+    assert len(rows) == whole - int(left[1]) < whole - 20
+    with pytest.raises(
+        ValueError, match=f"data: expected expressions for train, got none among 0; {whole} are longer: raise"
+    ):
+        recipe.edit(longest=2).task.load(recipe)
+
+
+def test_random_expressions_are_those_of_their_seed():
+    rows = expressions(500, longest=20, operators=("MIN", "SM"))
+    assert rows == expressions(500, longest=20, operators=("MIN", "SM")) != expressions(500, seed=1)
+    assert len(set(rows)) == 500
+    assert max(len(one.tokens) for one in rows) <= 20
+    assert {TOKENS[token] for one in rows for token in one.tokens if token >= 10} == {"[MIN", "[SM", "]"}
+    assert max(one.branches for one in rows) == 5
+
+
+@pytest.mark.parametrize("scheme", [LINE, TREE])
+def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path, scheme):
+    recipe, data = ready(tmp_path, scheme)
+    again = pickle.loads(pickle.dumps(data))  # as processes that prepare batches have it
+    for step in (1, 7, 60, 7):
+        whole = data.batch(recipe, step)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again.batch(recipe, step), strict=True))
+        assert not torch.equal(whole[-1], data.batch(recipe, step + 1)[-1])
+        assert not torch.equal(whole[-1], data.batch(recipe.edit(seed=1), step)[-1])
+        answers = [data.batch(recipe, step, rank, 4)[-1] for rank in range(4)]
+        assert torch.equal(torch.cat(answers), whole[-1])
+        for rank in range(4):
+            tokens, at, mask, _ = data.batch(recipe, step, rank, 4)
+            own, t = slice(2 * rank, 2 * rank + 2), tokens.shape[1]
+            assert torch.equal(tokens, whole[0][own, :t])
+            assert torch.equal(mask, whole[2][own, :t])
+            assert not whole[2][own, t:].any()
+            assert torch.equal(at, whole[1][own, :t] if scheme == TREE else whole[1][:t])
+    with pytest.raises(ValueError, match="batch: expected a multiple of the 3 ranks"):
+        data.batch(recipe, 1, 0, 3)
+
+
+def test_an_epoch_has_every_expression_once_in_batches_of_similar_lengths(tmp_path):
+    recipe, data = ready(tmp_path)
+    batches = len(data.lengths) // 8
+    for epoch in range(2):
+        found, spread = [], []
+        for step in range(epoch * batches, (epoch + 1) * batches):
+            tokens, _, mask, _ = data.batch(recipe, step)
+            found += [bytes(row[own].tolist()) for row, own in zip(tokens, mask, strict=True)]
+            spread.append(int(mask.sum(1).max() - mask.sum(1).min()))
+        assert len(found) == len(set(found)) == 8 * batches
+        assert set(found) <= {one.tokens for one in data.rows["train"]}
+        assert np.median(spread) <= 2
+
+
+def test_padding_is_masked_and_tells_trees_from_lines(tmp_path):
+    recipe, data = ready(tmp_path)
+    other, _ = ready(tmp_path, TREE)
+    for step in range(1, 9):
+        tokens, at, mask, answers = data.batch(recipe, step)
+        same, nodes_at, *rest = data.batch(other, step)
+        assert torch.equal(tokens, same)
+        assert torch.equal(mask, rest[0])
+        assert at[:, 0].tolist() == list(range(tokens.shape[1]))
+        for own, node, kept, answer in zip(tokens, nodes_at, mask, answers, strict=True):
+            assert evaluate(bytes(own[kept].tolist())).answer == answer
+            assert node[kept].tolist() == [list(pair) for pair in nodes(bytes(own[kept].tolist()))]
+            assert (node[~kept] == -1).all()
+
+
+@pytest.mark.parametrize("scheme", [LINE, TREE, "learned", "shiv-quirk", "rope:attention=softmax,decay=retnet"])
+def test_scores_count_every_expression_once_however_they_are_batched(tmp_path, scheme, monkeypatch):
+    recipe, data = ready(tmp_path, scheme)
+    model = recipe.task.model(recipe).double()
+    scored = data.score(model, recipe, View()).figures
+    nats, right = [], []
+    for one in data.rows["validation"]:
+        logits, answers = data._answers(model, recipe, [one])
+        nats.append(torch.nn.functional.cross_entropy(logits, answers))
+        right.append(logits.argmax(-1) == answers)
+    close(torch.tensor(scored["nats"], dtype=torch.float64), torch.stack(nats).mean())
+    assert scored["accuracy"] == pytest.approx(torch.cat(right).double().mean().item())
+    assert scored["expressions"] == len(data.rows["validation"])
+    monkeypatch.setattr("isopos.lab.tasks.listops.AT_ONCE", 40)
+    assert data.score(model, recipe, View()).figures == pytest.approx(scored)
+    assert data.score(model, recipe, View(limit=5)).figures["expressions"] == 5
+    assert data.score(model, recipe, View(split="test")).figures["expressions"] == len(data.rows["test"])
+    assert model.training
+
+
+def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tmp_path):
+    recipe, data = ready(tmp_path, TREE)
+    rows = [*chain(*data.rows.values())]
+    longest, branches = max(len(one.tokens) for one in rows), max(one.branches for one in rows)
+    assert (recipe.task.longest, recipe.task.branches) == (longest, branches)
+    assert recipe.task.model(recipe).scheme.group == Tree(branches)
+    assert recipe.task.options("learned", recipe) == {"length": str(longest)}
+    assert recipe.task.options("rope", recipe) == {}
+    for scheme in ("ape-grid", "ape-ring", "permuteformer-2d"):
+        with pytest.raises(ValueError, match=f"expected positions on a line or in a tree, .* {scheme} takes those of"):
+            recipe.edit(scheme=scheme).task.check(recipe.edit(scheme=scheme))
+    with pytest.raises(
+        ValueError, match=f"longest: expected at most 9, for which learned:length=9 has positions, .* {longest} "
+    ):
+        data.settle(recipe.edit(scheme="learned:length=9"))
+    with pytest.raises(
+        ValueError, match=f"branches: expected at most the 2 of ape-tree:branches=2, got trees with {branches}"
+    ):
+        data.settle(recipe.edit(scheme="ape-tree:branches=2"))
+    with pytest.raises(ValueError, match=f"branches: expected at least the {branches} of the data, got 2"):
+        ready(tmp_path, branches=2)
+    with pytest.raises(ValueError, match=r"batch: expected at most the .* expressions, got 1000"):
+        ready(tmp_path, batch=1000)
+    with pytest.raises(ValueError, match="longest: expected 0 or more, got -1"):
+        recipe.edit(longest=-1).task.check(recipe)
+    assert data.score(recipe.task.model(recipe), recipe, View(split="train")).reason.startswith("split: expected one of")
+
+
+def test_a_short_training_beats_the_majority_and_shows_examples(tmp_path):
+    """Of lists that only a maximum makes."""
+    write(tmp_path / "rows.tsv", expressions(600, operators=("MAX",), depth=2))
+    recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=TREE, batch=32, layers=1, model_dim=32, heads=2)
+    data = recipe.task.load(recipe)
+    recipe = data.settle(recipe)
+    model = recipe.task.model(recipe)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for step in range(1, 61):
+        optimizer.zero_grad()
+        data.loss(model, *data.batch(recipe, step)).backward()
+        optimizer.step()
+    usual = re.search(r"always 9 (\d+\.\d)%, by the first operator (\d+\.\d)%", data.summary)
+    assert usual
+    assert usual[1] == usual[2]
+    assert data.score(model, recipe, View()).figures["accuracy"] > float(usual[1]) / 100 + 0.1
+    first, _ = data.examples(model, recipe, 2)
+    assert evaluate(encode(first["expression"])).answer == first["answer"]
+    assert first["model"] in range(10)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published rows are not beside this project")
+def test_the_published_rows():
+    rows = [*chain(*read(str(SHARED / "test_d20s.tsv.gz")).splits.values())]
+    assert len(rows) == 10_000
+    assert max(one.branches for one in rows) == 6
+
+
+SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--device=cpu"]
+
+
+def test_a_comparison_ends_in_the_same_table_highest_accuracy_first(isopos, tmp_path):
+    rows = write(tmp_path / "rows.tsv", expressions(200))
+    schemes = "rope,ape-tree"
+    status, out, err = isopos("compare", "--task=listops", f"--data={rows}", f"--schemes={schemes}", "--name=c", *SMALL)
+    assert (status, err) == (0, "")
+    found = re.findall(r"^│ ([\w-]+) .*?(\d+\.\d)%", out, re.MULTILINE)
+    assert sorted(name for name, _ in found) == sorted(schemes.split(","))
+    assert [float(share) for _, share in found] == sorted((float(share) for _, share in found), reverse=True)
+    assert "accuracy: share of held-out expressions whose value is found, higher is better" in " ".join(out.split())
+    assert "A classifier of expressions" in (tmp_path / "runs" / "c" / "report.html").read_text()
+    results = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "c").rglob("result.json")]
+    assert [list(one["scores"]) for one in results] == [["accuracy", "nats"]] * 2
+    status, out, _ = isopos("compare", "--task=listops", f"--data={rows}", "--schemes=rope,ape-ring", "--name=d", *SMALL)
+    assert status == 2
+    assert not (tmp_path / "runs" / "d").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
+    rows = write(tmp_path / "rows.tsv", expressions(200))
+
+    def train(name, *more):
+        command = ["train", "listops", f"--data={rows}", "--scheme=ape-tree", "--save-every=4", "--dropout=0", *SMALL]
+        done = subprocess.run(
+            [sys.executable, "-m", "isopos", *command, f"--name={name}", *more],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return read_rows(tmp_path / "runs" / name / "metrics.jsonl")
+
+    whole = train("one")
+    two = train("two", "--devices=2", "--strategy=fsdp2")
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in whole], abs=1e-5)
+    run = tmp_path / "runs" / "one"
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    assert train("one", "--resume") == whole
