@@ -1,4 +1,4 @@
-"""The price of an addition: what a user adds from outside the package, in the files of tests/extension, and how far it carries.
+"""The price of an addition: what a user adds from outside the package, in the files of tests/extension, and what it gets.
 
 CONTRIBUTING.md shows the same files.
 """
