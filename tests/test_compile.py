@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import HEADS, PRESETS, SCHEMES, close, ids, inputs, ordered, perturb, scheme_case, with_kinds
+from cases import HEADS, PRESETS, SCHEMES, close, inputs, ordered, perturb, scheme_case
 from torch import nn
 
 from isopos.attention import linear_attention, softmax_attention
@@ -13,7 +13,6 @@ from isopos.positions import Line, sequence
 # of PyTorch's tracer, wherever it meets an autograd function
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 FUNCTIONS = {"linear": linear_attention, "softmax": softmax_attention}
-kinds = pytest.mark.parametrize("kind", FUNCTIONS)
 
 
 class Attend(nn.Module):
@@ -67,21 +66,38 @@ def compare(module, compiled, t=70, mask=None, roundings=2048):
             close(fast, eager, roundings=roundings)
 
 
-@with_kinds(PRESETS)
-def test_one_graph_equals_eager(case, kind):
-    module = Attend(case, kind)
-    compare(module, torch.compile(module, fullgraph=True, backend="aot_eager"))
+# What a row evaluates from positions is its own: each is compiled once. How maps, terms and decays are summed varies less:
+# other kinds and ways are compiled for the presets, and at several lengths for these.
+SUMMED = ("rope", "permuteformer", "cosformer", "ape-tree", "horn-clipped", "spe-sine", "t5")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-@with_kinds(SCHEMES)
-def test_every_row_compiles(case, kind, causal):
+def rows(case):
+    """Of a row, in the order of `case, kind, causal`: what is compiled, and whether that is left to the slow tests."""
+    first, *others = case.kinds
+    yield (first, True), case not in PRESETS
+    if case in PRESETS:
+        yield from (((first, False), True), *(((kind, causal), True) for kind in others for causal in (True, False)))
+
+
+def parametrized(chosen):
+    """Parameters of a test from cases, each with (kind, causal) and whether it is slow."""
+    return pytest.mark.parametrize(
+        ("case", "kind", "causal"),
+        [
+            pytest.param(
+                case, *way, id=f"{case.id}-{way[0]}{'' if way[1] else '-both-ways'}", marks=[pytest.mark.slow] * slow
+            )
+            for case, way, slow in chosen
+        ],
+    )
+
+
+@parametrized([(case, *row) for case in SCHEMES for row in rows(case)])
+def test_one_graph_equals_eager(case, kind, causal):
     module = Attend(case, kind, causal)
-    mask = torch.rand(2, 70) < 0.7
     vanishing = case.id == "permuteformer-orthogonal"  # whose denominators change sign: gradients are as large as 1e11
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    compare(module, compiled, mask=mask, roundings=16384 if vanishing else 2048)
+    compare(module, compiled, mask=torch.rand(2, 70) < 0.7, roundings=16384 if vanishing else 2048)
 
 
 def lengths_share_graphs(module, **options):
@@ -93,16 +109,16 @@ def lengths_share_graphs(module, **options):
     assert counter.graphs <= 2  # the first length, then any
 
 
-@pytest.mark.parametrize("case", PRESETS, ids=ids)
-def test_lengths_share_graphs(case):
-    kind = case.kinds[0]
-    lengths_share_graphs(Attend(case, kind, **({"decay": "retnet"} if case.decays(kind) else {})))
+def of_lengths(case):
+    """The ways in which a preset is compiled at several lengths."""
+    first = (case.kinds[0], True)
+    yield first, case.name not in SUMMED[:4]
+    if case.name in SUMMED:
+        yield from (((kind, causal), True) for kind in case.kinds for causal in (True, False) if (kind, causal) != first)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-@with_kinds(PRESETS)
-def test_lengths_share_graphs_otherwise(case, kind, causal):
+@parametrized([(case, *way) for case in PRESETS for way in of_lengths(case)])
+def test_lengths_share_graphs(case, kind, causal):
     lengths_share_graphs(Attend(case, kind, causal, **({"decay": "retnet"} if case.decays(kind) else {})))
 
 
@@ -129,8 +145,9 @@ def test_the_custom_op_is_registered_right(decayed, causal):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
-@kinds
-@pytest.mark.parametrize("name", ["rope-decay", "lrpe-orthogonal-learned"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("rope-decay", "linear"), ("rope-decay", "softmax"), ("lrpe-orthogonal-learned", "linear")]
+)
 def test_inductor(name, kind):
     module = Attend(scheme_case(name), kind)
     compare(module, torch.compile(module, fullgraph=True))

@@ -1,0 +1,105 @@
+"""The price of an addition: what a user adds from outside the package, in the files of tests/extension, and what it gets.
+
+CONTRIBUTING.md shows the same files.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import gradients, inputs, same_everywhere, stream
+
+from isopos import attention, catalog, feature_maps, laws, linear_attention, schemes, sequence
+
+FILES = sorted(Path(__file__).parent.glob("extension/toy_*"))
+TINY = ("--layers=1", "--model-dim=16", "--heads=2", "--device=cpu")
+
+
+@pytest.fixture
+def own(monkeypatch, isopos, tmp_path):
+    """Imports a file of tests/extension as a user does, from the working folder; afterwards nobody knows it."""
+    for file in FILES:
+        shutil.copy(file, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = [(names, dict(names)) for names in (schemes.REGISTRY, catalog.CATALOG, feature_maps.FEATURE_MAPS)]
+    yield importlib.import_module
+    for names, before in known:
+        names.clear()
+        names.update(before)
+    for file in FILES:
+        sys.modules.pop(file.stem, None)
+
+
+def agrees_with_its_definition(scheme, roundings):
+    """Causal linear attention in float32: outputs, gradients and a stream of chunks."""
+    q, k, v = content = inputs(2, t=70, dtype=torch.float32, requires_grad=True)
+    x = sequence(70)
+    out = linear_attention(q, k, v, **scheme.at(x), causal=True)
+    leaves = [*content, *scheme.parameters()]
+    same_everywhere(out, attention.naive_linear_attention(q, k, v, **scheme.at(x), causal=True), leaves, roundings)
+    same_everywhere(stream(scheme, content, x, (0, 30, 31, 70))[0], out, leaves, roundings)
+    assert all(grad.any() for grad in gradients(out, leaves))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_each_takes_less_than_40_lines(file):
+    assert len(file.read_text().splitlines()) < 40
+
+
+def test_a_feature_map(own):
+    softplus = own("toy_feature_map").softplus
+    agrees_with_its_definition(schemes.build("rope", 8, 2, {"feature_map": "softplus"}), 2048)
+    found = attention.explain(*inputs(1, t=70, dtype=torch.float32), feature_map=softplus, causal=True)
+    assert found.backend == "chunks"
+    assert "softplus" in found.refusals["cpu"]
+
+
+def test_an_encoding(own, isopos, tmp_path):
+    mirror = own("toy_encoding")
+    assert laws.check(mirror.Mirror(torch.randn(2, 8))).holds
+    scheme = schemes.build("mirror", 8, 2)
+    assert laws.check(scheme).holds
+    agrees_with_its_definition(scheme, 2048)
+    assert "a toy" in isopos("list")[1]
+    code, out, err = isopos("compare", "--schemes=none,mirror:seed=1", "--steps=2", "--length=16", "--name=a", *TINY)
+    assert code == 0, err
+    assert "mirror:seed=1" in out
+    assert isopos("eval", "runs/a/mirror+seed=1-seed0")[0] == 0
+
+
+def test_a_task(own, isopos, tmp_path, monkeypatch):
+    task, arguments = own("toy_task"), ("--dropout=0.1", "--save-every=2", "--validate-every=2", *TINY)
+    code, out, err = isopos("compare", "--task=toy_task:Order", "--schemes=none,rope", "--steps=2", "--seeds=2", *arguments)
+    assert code == 0, err
+    assert "accuracy, higher is better" in out
+    assert isopos("train", "toy_task:Order", "--steps=6", "--name=whole", *arguments)[0] == 0
+    batch = task.Shuffles.batch
+
+    def interrupted(self, recipe, step, *ranks):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(self, recipe, step, *ranks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task.Shuffles, "batch", interrupted)
+        assert isopos("train", "toy_task:Order", "--steps=6", "--name=parts", *arguments)[0] == 143
+    assert isopos("train", "toy_task:Order", "--steps=6", "--name=parts", *arguments, "--resume")[0] == 0
+    whole, parts = (tmp_path / "runs" / name / "metrics.jsonl" for name in ("whole", "parts"))
+    assert whole.read_text() == parts.read_text()
+    assert isopos("eval", "runs/parts")[0] == 0
+    (found,) = json.loads((tmp_path / "runs" / "parts" / "eval.json").read_text())
+    assert 0 < found["figures"]["1"]["accuracy"] < 1
+
+
+def test_a_table(own, isopos, tmp_path):
+    code, out, err = isopos("table", "toy_table.toml", "--scale=tiny", "--device=cpu")
+    assert code == 0, err
+    assert "50.0%" in out
+    assert (tmp_path / "runs" / "tables" / "toy_table-tiny" / "table.md").exists()
+    assert "0 of 2 cells are missing" in isopos("table", "toy_table.toml", "--scale=tiny", "--device=cpu", "--dry-run")[1]
