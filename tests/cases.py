@@ -82,19 +82,14 @@ class SchemeCase(NamedTuple):
     def cross(self, *batch: int, t: int, s: int) -> tuple[Tensor, Tensor]:
         """Positions of t queries and s keys; on lines and grids the queries are the last of the keys."""
         y = self.positions(*batch, t=s)
-        return (y[..., s - t :, :] if is_grid(self.group) else self.positions(*batch, t=t)), y
-
-
-def is_grid(group: Group) -> bool:
-    """Whether a group is a line or a product of lines."""
-    return all(isinstance(part, Line) for part in getattr(group, "parts", (group,)))
+        return (y[..., s - t :, :] if self.group.is_grid else self.positions(*batch, t=t)), y
 
 
 def ordered(group: Group, *batch: int, t: int, least: int = 0) -> Tensor:
     """Ascending on a line, row by row on grids, each sample with steps of its own; random in other groups."""
     if isinstance(group, Line):
         return ascending(*batch, t, least=least)
-    if not is_grid(group):
+    if not group.is_grid:
         return group.random(*batch, t)
     side = math.ceil(t ** (1 / group.columns) - 1e-9)
     step, first = torch.randint(1, 4, (*batch, 1, group.columns)), torch.randint(-50, 50, (*batch, 1, group.columns))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import ENCODINGS, HEAD_DIM, HEADS, SCHEMES, close, ids, inputs, is_grid, perturb, scheme_case, shifted, with_kinds
+from cases import ENCODINGS, HEAD_DIM, HEADS, SCHEMES, close, ids, inputs, perturb, scheme_case, shifted, with_kinds
 
 from isopos import bases, biases, couplings, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
@@ -74,7 +74,7 @@ def test_primitives_sum_to_the_scores_of_other_keys(case, kind):
     ):  # between their neighbours: linear attention takes the order of tokens for that of positions
         y = 3 * sequence(9)
         same(scheme, y + 1, y)
-    elif is_grid(scheme.group) or scheme.group.columns == 1:
+    elif scheme.group.is_grid or scheme.group.columns == 1:
         same(scheme, y[3:] + 1, y)
     else:
         same(scheme, case.positions(t=6), y)
@@ -125,7 +125,7 @@ def test_primitives_sum_to_the_scores_of_options_together(id):
     name, options = OPTIONS[id]
     scheme = perturb(schemes.REGISTRY[name](**{"head_dim": HEAD_DIM, "heads": HEADS} | options))
     near = sequence(9) - 4 if isinstance(scheme.group, Line) else scheme.group.random(9)
-    same(scheme, grid(3, 3) * 2 - 3 if scheme.group.columns == 2 and is_grid(scheme.group) else near)
+    same(scheme, grid(3, 3) * 2 - 3 if scheme.group.columns == 2 and scheme.group.is_grid else near)
 
 
 @pytest.mark.parametrize("id", ["rope-learned", "transformer-xl", "horn-constrained", "horn-clipped-reach", "ape-sequence"])
@@ -161,7 +161,7 @@ def test_the_kernel_of_an_encoding(case):
     scheme = plain(case)
     x = scheme.group.random(6)
     same(scheme, x)
-    if not any(isinstance(part, Tree) for part in getattr(scheme.group, "parts", (scheme.group,))):
+    if not any(isinstance(part, Tree) for part in scheme.group.leaves):
         same(scheme, x, scheme.group.random(4))
 
 
@@ -223,7 +223,7 @@ def test_primitives(case, kind):
         assert (h, d) == (HEADS, scheme.encoding.features)
         assert primitive.a.shape == (h, d1)
         assert primitive.b.shape == (h, d2)
-        matrix = primitive.matrix(x, x[:3] if is_grid(scheme.group) else x)
+        matrix = primitive.matrix(x, x[:3] if scheme.group.is_grid else x)
         assert matrix.shape[:2] + matrix.shape[3:] == (h, 4, d1, d2)
         assert {a.dtype for a in (primitive.A, primitive.a, primitive.B, primitive.b, matrix)} == {torch.float64}
         assert not matrix.requires_grad

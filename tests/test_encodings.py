@@ -14,7 +14,6 @@ from cases import (
     generator,
     ids,
     inputs,
-    is_grid,
     on_last,
     permutations,
     perturb,
@@ -85,7 +84,7 @@ def test_relative_law(case):
     here, there, product, origin = (operators(encoding, at, T) for at in (x, y, group.compose(x, y), group.origin(T)))
     close(here.mT @ product, origin.mT @ there)
     assert case.id == "identity" or not torch.allclose(here.mT @ product, origin.mT @ origin)
-    if is_grid(group) or isinstance(group, Ring):
+    if group.is_grid or isinstance(group, Ring):
         close(here.mT @ there, origin.mT @ operators(encoding, group.relative(x, y)))
 
 
@@ -182,7 +181,7 @@ def test_learned_starts_as_fixed(case):
 @learned
 def test_gradients_of_every_parameter(case):
     encoding = perturb(case.make())
-    x, y = (case.group.random(4) % 20 if is_grid(case.group) else case.group.random(4) for _ in range(2))
+    x, y = (case.group.random(4) % 20 if case.group.is_grid else case.group.random(4) for _ in range(2))
     q, k, _ = inputs(1, t=4)
     names, values = zip(*encoding.named_parameters(), strict=True)
 
@@ -240,7 +239,7 @@ def test_positions_of_any_dtype_name_the_same_angles(dtype):
 @pytest.mark.parametrize("case", [case for case in ENCODINGS if "ring" in case.id], ids=ids)
 def test_a_ring_closes(case):
     encoding, x = case.make(), case.group.random(T)
-    columns = [part.period if isinstance(part, Ring) else 0 for part in getattr(case.group, "parts", [case.group])]
+    columns = [part.period if isinstance(part, Ring) else 0 for part in case.group.leaves]
     close(operators(encoding, x + torch.tensor(columns)), operators(encoding, x))
     assert not torch.allclose(operators(encoding, x + torch.tensor(columns) // 2), operators(encoding, x))
 

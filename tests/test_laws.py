@@ -27,7 +27,7 @@ def test_every_scheme_obeys_what_it_promises(case):
     assert ("shifted by" in str(report)) == (not case.relative)
     names = {finding.name for finding in report.findings if finding.is_law}
     if isinstance(scheme.encoding, encodings.Encoding):
-        lines = all(isinstance(part, Line) for part in getattr(scheme.group, "parts", (scheme.group,)))
+        lines = all(isinstance(part, Line) for part in scheme.group.leaves)
         assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if lines else set())
         if scheme.embedding is scheme.bias is None:
             assert report["directional"].holds == case.directed

@@ -18,7 +18,6 @@ from cases import (
     gradients,
     ids,
     inputs,
-    is_grid,
     on_last,
     ordered,
     perturb,
@@ -209,7 +208,7 @@ def test_samples_have_positions_of_their_own(case, kind):
 @with_kinds(PRESETS)
 def test_a_prefix_keeps_its_outputs(case, kind):
     scheme, x = made(case, kind), case.positions(2, t=30)
-    if not is_grid(case.group) and not isinstance(case.group, Ring):
+    if not case.group.is_grid and not isinstance(case.group, Ring):
         nodes = tree([-1, *(n // 2 for n in range(29))])  # parents first, so that a prefix is a tree
         x = nodes if case.group.columns == 2 else torch.cat((sequence(30), nodes), -1)
     content = inputs_of(scheme, 2, t=30)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.encodings import Coupling, DirectSum, Encoding, InBasis, Partial, Permutation, Rotary
-from isopos.positions import Group, Line, Product, Ring, grid
+from isopos.positions import Group, Ring
 from isopos.scheme import Scheme
 
 __all__ = ["Finding", "Report", "check"]
@@ -219,7 +219,7 @@ def _encoding_findings(encoding: Encoding, probe: _Probe) -> list[Finding]:
     findings = [Finding(name, error <= TOLERANCE, error, note) for name, (error, note) in errors.items()]
     if not findings[0].holds:
         findings[0] = replace(findings[0], counterexample=_counterexample(here, there, x, y, shift))
-    if _is_line(group):
+    if group.is_grid:
         error = _inexactness(encoding, probe)
         findings.append(Finding("exact", error <= EXACT, error, "largest error of a float32 score up to position 2^31"))
     order = _order(encoding)
@@ -275,10 +275,6 @@ def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False)
 def _is_lift(encoding: Encoding) -> bool:
     """Whether the output is the real parts, then the imaginary parts, of as many complex features."""
     return _is_lift(encoding.encoding) if isinstance(encoding, InBasis) else isinstance(encoding, Rotary) and encoding.lift
-
-
-def _is_line(group: Group) -> bool:
-    return all(isinstance(part, Line) for part in (group.parts if isinstance(group, Product) else (group,)))
 
 
 def _inexactness(encoding: Encoding, probe: _Probe) -> float:
@@ -366,11 +362,11 @@ def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Positions in the order of tokens, as causal decays and clipped terms need them, and a shift."""
     shift = _shift(group, generator)
-    if isinstance(group, Line):
+    if not group.is_grid:
+        return group.random(tokens, generator=generator), shift
+    if group.columns == 1:
         return torch.randint(1, 4, (tokens, 1), generator=generator).cumsum(0), shift
-    if isinstance(group, Product) and _is_line(group):
-        return grid(*(math.ceil(tokens ** (1 / group.columns)) for _ in group.parts)), shift
-    return group.random(tokens, generator=generator), shift
+    return group.arrange(math.ceil(tokens ** (1 / group.columns)) ** group.columns), shift
 
 
 class _Layer:

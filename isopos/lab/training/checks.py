@@ -8,7 +8,6 @@ import torch
 
 from isopos.encodings import Permutation
 from isopos.lab.recipes import Recipe, split_spec
-from isopos.lab.reports.plots import places
 from isopos.lab.training.run import LENGTHS, build_model, build_scheme
 from isopos.models import AdaptiveHead
 from isopos.positions import Line
@@ -70,7 +69,7 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
         name = split_spec(recipe.scheme)[0]
         raise ValueError(
             f"schemes: expected positions on a line, which text has, but {recipe.scheme} takes those of a "
-            f"{places(scheme.group)}; use isopos.{name.replace('-', '_')} in a model of such data; "
+            f"{scheme.group.noun}; use isopos.{name.replace('-', '_')} in a model of such data; "
             f"isopos show {name} draws it"
         )
     with torch.no_grad():
