@@ -1,11 +1,11 @@
-"""The case table: a new scheme or encoding adds a row here and inherits every law.
+"""The case table: a new scheme adds a row to `SCHEMES` and inherits every law, and so does its encoding.
 
 Also what the tests share: the tolerance, random inputs and positions, and the definitions.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -249,7 +249,7 @@ def with_kinds(cases: list[SchemeCase], *, slow: bool = False) -> pytest.MarkDec
 
 
 class EncodingCase(NamedTuple):
-    """An encoding of HEADS heads (or one for all), made anew by `make`."""
+    """An encoding of HEADS heads (or one for all) as a scheme's row or `COMPOSED` has it, made anew by `make`."""
 
     id: str
     make: Callable[[], Encoding]
@@ -304,18 +304,14 @@ ALL_BASES: dict[str, Callable[[], bases.Basis]] = {
     "pairs-learned": lambda: bases.Pairs(bases.Householder(normals(features=HEAD_DIM // 2), learned=True)),
 }
 LINE, REAL = Line(), Line(real=True)
-ENCODINGS = [
-    EncodingCase("identity", lambda: encodings.Identity(HEAD_DIM), REAL),
+COMPOSED = [
     EncodingCase("rotary", _rotary, REAL),
     EncodingCase("rotary-shared", lambda: _rotary(heads=1), REAL),
     EncodingCase("rotary-learned", lambda: _rotary(learned=True), REAL, learned=True),
     EncodingCase("rotary-grid", lambda: _rotary(columns=2), Product((REAL, REAL))),
     EncodingCase("rotary-grid-learned", lambda: _rotary(columns=2, learned=True), Product((REAL, REAL)), learned=True),
     EncodingCase("rotary-ring", lambda: _ring(12), Ring(12)),
-    EncodingCase("rotary-lift", lambda: _rotary(lift=True), REAL),
     EncodingCase("rotary-lift-learned", lambda: _rotary(lift=True, learned=True), REAL, learned=True),
-    EncodingCase("permutation", lambda: encodings.Permutation(permutations()), LINE),
-    EncodingCase("permutation-grid", lambda: encodings.Permutation(permutations(2)), Product((LINE, LINE))),
     EncodingCase("exponential", lambda: encodings.Exponential(generator(), learned=False), REAL),
     EncodingCase("exponential-learned", lambda: encodings.Exponential(generator()), REAL, learned=True),
     *(
@@ -352,6 +348,23 @@ ENCODINGS = [
     EncodingCase("partial", lambda: encodings.Partial(_rotary(features=4), HEAD_DIM), REAL),
     EncodingCase("partial-lift", lambda: encodings.Partial(_rotary(features=4, lift=True), HEAD_DIM), REAL),
 ]
+"""Encodings that no preset has."""
+
+
+def _of_schemes() -> Iterator[EncodingCase]:
+    """The encodings of presets, one of each structure."""
+    seen = set()
+    for case in PRESETS:
+        encoding = case.build().encoding
+        trivial = isinstance(encoding, encodings.Identity)
+        kind = encodings.Identity if trivial else (*map(type, encoding.modules()), encoding.group, encoding.out_features)
+        if isinstance(encoding, Encoding) and kind not in seen:
+            seen.add(kind)
+            learned = any(True for _ in encoding.parameters())
+            yield EncodingCase(case.id, lambda case=case: case.build().encoding, encoding.group, learned)
+
+
+ENCODINGS = [*_of_schemes(), *COMPOSED]
 
 
 def ids(case: Any) -> str:
