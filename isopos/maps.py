@@ -97,6 +97,10 @@ class TokenMap(ABC):
         """The part for tokens start to stop - 1."""
         return self.part(Place((), slice(None), slice(start, stop)))
 
+    def last(self, count: int) -> Self:
+        """The part for so many last tokens; the map itself where it is the same for every token."""
+        return self if self.length is None else self.tokens(self.length - count, self.length)
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor in it, then those in the maps that it is made of."""
         for name, _ in self._tensors:

@@ -291,10 +291,10 @@ class Tree(Group):
         return torch.cat((x, *reversed(steps)), -2)
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
-        """The rows of x, and y hung below the last of them."""
+        """The rows of x, and y as a subtree of the last of them."""
         x, y = _one_batch(x, y)
-        below = renumber(y, (0,), lambda parent: parent + x.shape[-2])
-        return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], below)), -2)
+        subtree = renumber(y, (0,), lambda parent: parent + x.shape[-2])
+        return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], subtree)), -2)
 
     def inverse(self, x: Tensor) -> Tensor:
         raise ValueError(

@@ -146,12 +146,6 @@ def stream(scheme: schemes.Scheme, content: Sequence[Tensor], x: Tensor, cuts: S
     return torch.cat(outputs, -2), state
 
 
-def on_last(rho: Any, content: Tensor) -> Tensor:
-    """Map content as the last tokens of an isometry."""
-    extra = 0 if rho.length is None else rho.length - content.shape[-2]
-    return rho.tokens(extra, extra + content.shape[-2])(content)
-
-
 def _learned_decay() -> Decay:
     return Decay(retnet_rates(HEADS), learned=True)
 
@@ -263,8 +257,8 @@ def _rotary(columns: int = 1, heads: int = HEADS, features: int = HEAD_DIM, **op
 
 
 def _ring(period: int, heads: int = HEADS, features: int = HEAD_DIM) -> Encoding:
-    turns = torch.arange(1, heads * features // 2 + 1, dtype=torch.float64).view(heads, 1, -1)
-    return encodings.Rotary(2 * torch.pi / period * turns, group=Ring(period))
+    whole = torch.arange(1, heads * features // 2 + 1, dtype=torch.float64).view(heads, 1, -1)
+    return encodings.Rotary(2 * torch.pi / period * whole, group=Ring(period))
 
 
 def permutations(columns: int = 1, heads: int = HEADS, features: int = HEAD_DIM) -> Tensor:

@@ -14,7 +14,6 @@ from cases import (
     generator,
     ids,
     inputs,
-    on_last,
     permutations,
     perturb,
     shifted,
@@ -50,12 +49,13 @@ def operators(encoding, x, tokens=None):
     unit = torch.eye(encoding.features, dtype=torch.float64)
     shape = (*x.shape[:-2], HEADS, tokens or x.shape[-2], encoding.features)
     rho = encoding(x, torch.float64)
-    return torch.stack([on_last(rho, row.expand(shape)) for row in unit], -1)
+    return torch.stack([rho.last(shape[-2])(row.expand(shape)) for row in unit], -1)
 
 
 def scores(encoding, x, y, q, k):
     """<rho(x) q, rho(y) k> token by token, of the last ones."""
-    return (on_last(encoding(x, torch.float64), q) * on_last(encoding(y, torch.float64), k)).sum(-1)
+    rho_x, rho_y = encoding(x, torch.float64), encoding(y, torch.float64)
+    return (rho_x.last(q.shape[-2])(q) * rho_y.last(k.shape[-2])(k)).sum(-1)
 
 
 def test_every_class_has_a_row():

@@ -18,7 +18,6 @@ from cases import (
     gradients,
     ids,
     inputs,
-    on_last,
     ordered,
     perturb,
     quadratic,
@@ -71,7 +70,7 @@ def scores_of(case, q, k, *pairs):
     """<rho(x) q, rho(y) k> of one scheme at several pairs x, y."""
     encoding = (case if isinstance(case, schemes.Scheme) else made(case)).encoding
     maps = [(encoding.query(x, torch.float64), encoding.key(y, torch.float64)) for x, y in pairs]
-    return [(on_last(rho_x, q) * on_last(rho_y, k)).sum(-1) for rho_x, rho_y in maps]
+    return [(rho_x.last(q.shape[-2])(q) * rho_y.last(k.shape[-2])(k)).sum(-1) for rho_x, rho_y in maps]
 
 
 def test_every_scheme_has_a_row_and_its_options():
