@@ -190,14 +190,10 @@ def test_widths_and_leading_axes_are_those_that_are_declared():
         assert (rho.length, rho.features, rho.leading) == expected
 
 
-def test_a_tensor_without_axes_is_refused():
+@pytest.mark.parametrize("kind", [Tensor, Tensor | None, "Tensor"])
+def test_a_tensor_without_axes_is_refused(kind):
     with pytest.raises(TypeError, match=r"Bare.table: expected axes, got none; table: Tensor = axes\("):
-
-        class Bare(TokenMap):
-            table: Tensor
-
-            def apply(self, x):
-                return x
+        type("Bare", (TokenMap,), {"__annotations__": {"table": kind}, "apply": lambda self, x: x})
 
 
 # What maps of couplings do
