@@ -30,6 +30,8 @@ from isopos.ops.rotate import (
     unrotate,
 )
 
+_TENSORS = (Tensor, Tensor | None, "Tensor", "Tensor | None")  # annotations of fields
+
 
 def axes(names: str, *, default: Any = MISSING) -> Any:
     """A tensor of a map, by the names of its axes: *b of samples, h of heads, t of tokens, d of the features mapped."""
@@ -70,10 +72,10 @@ class TokenMap(ABC):
         types = {own.name: own.type for own in fields(cls)}  # pyright: ignore[reportArgumentType]
         cls._axes = {own.name: own.metadata.get("axes") for own in fields(cls)}  # pyright: ignore[reportArgumentType]
         cls._tensors = tuple((name, own) for name, own in cls._axes.items() if own is not None)
-        cls._maps = tuple(name for name, kind in types.items() if kind not in (Tensor, Tensor | None, bool, int))
+        cls._maps = tuple(name for name, kind in types.items() if kind not in (*_TENSORS, bool, int))
         cls._has_adjoint = cls.adjoint is not TokenMap.adjoint
         for name, kind in types.items():
-            if kind is Tensor and cls._axes[name] is None:
+            if kind in _TENSORS and cls._axes[name] is None:
                 raise TypeError(f'{cls.__name__}.{name}: expected axes, got none; {name}: Tensor = axes("*b h t d")')
 
     @abstractmethod
@@ -87,15 +89,19 @@ class TokenMap(ABC):
     @property
     def linear(self) -> bool:
         """Whether it has an `adjoint`, and so have the maps that it is made of."""
-        return self._has_adjoint and all(part.linear for part in self._parts())
+        return self._has_adjoint and (not self._maps or all(part.linear for part in self._parts()))
 
     def part(self, place: Place) -> Self:
         """The part for some tokens of some heads and samples."""
-        return self._changed(lambda tensor, own: own.part(tensor, place))
+        return self._changed(lambda tensor, own: own.part(tensor, place)) if self._axes else self
 
     def tokens(self, start: int, stop: int) -> Self:
         """The part for tokens start to stop - 1."""
         return self.part(Place((), slice(None), slice(start, stop)))
+
+    def last(self, count: int) -> Self:
+        """The part for so many last tokens; the map itself where it is the same for every token."""
+        return self if self.length is None else self.tokens(self.length - count, self.length)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor in it, then those in the maps that it is made of."""

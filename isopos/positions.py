@@ -5,6 +5,7 @@ the node's parent and the branch taken there), and those of all parts side by si
 Batch axes make positions per sample; decoding and cross-attention just evaluate an encoding at another tensor.
 """
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -61,6 +62,25 @@ class Group(ABC):
     def refers_to_rows(self) -> bool:
         """Whether coordinates refer to other rows of their tensor, as those of trees do."""
         return bool(self._parents)
+
+    @property
+    def leaves(self) -> tuple["Group", ...]:
+        """The lines, rings and trees that it is a product of; itself where it is none."""
+        return (self,)
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether it is a line, or a product of lines alone."""
+        return all(isinstance(leaf, Line) for leaf in self.leaves)
+
+    @property
+    @abstractmethod
+    def noun(self) -> str:
+        """What its positions are places of: a line, a ring of 12, a grid of 2 axes, ..."""
+
+    @abstractmethod
+    def arrange(self, t: int) -> Tensor:
+        """So many positions ``[t c]`` in an order of tokens that streams: a picture row by row, a tree from its root on."""
 
     @abstractmethod
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
@@ -127,19 +147,22 @@ class Line(Group):
 
     @property
     def columns(self) -> int:
-        """One coordinate."""
         return 1
 
+    @property
+    def noun(self) -> str:
+        return "line"
+
+    def arrange(self, t: int) -> Tensor:
+        return sequence(t)
+
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y."""
         return x + y
 
     def inverse(self, x: Tensor) -> Tensor:
-        """-x."""
         return -x
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """|x_i - y_j|."""
         return _differences(x, y).abs()
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
@@ -171,15 +194,19 @@ class Ring(Group):
 
     @property
     def columns(self) -> int:
-        """One coordinate."""
         return 1
 
+    @property
+    def noun(self) -> str:
+        return f"ring of {self.period}"
+
+    def arrange(self, t: int) -> Tensor:
+        return sequence(t) % self.period
+
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
-        """(x + y) modulo the period."""
         return (x + y) % self.period
 
     def inverse(self, x: Tensor) -> Tensor:
-        """-x modulo the period."""
         return -x % self.period
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
@@ -232,8 +259,16 @@ class Tree(Group):
 
     @property
     def columns(self) -> int:
-        """A parent's row and a branch."""
         return 2
+
+    @property
+    def noun(self) -> str:
+        return f"tree of {self.branches} branches"
+
+    def arrange(self, t: int) -> Tensor:
+        """Level by level, every node with all of its branches."""
+        row = torch.arange(t)[:, None] - 1
+        return torch.where(row < 0, -1, torch.cat((row // self.branches, row % self.branches), -1))
 
     @property
     def _parents(self) -> tuple[int, ...]:
@@ -256,13 +291,12 @@ class Tree(Group):
         return torch.cat((x, *reversed(steps)), -2)
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
-        """The rows of x, and y hung below the last of them."""
+        """The rows of x, and y as a subtree of the last of them."""
         x, y = _one_batch(x, y)
-        below = renumber(y, (0,), lambda parent: parent + x.shape[-2])
-        return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], below)), -2)
+        subtree = renumber(y, (0,), lambda parent: parent + x.shape[-2])
+        return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], subtree)), -2)
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Raise ValueError."""
         raise ValueError(
             f"inverse: expected a group of lines and rings, got {self}: positions are downward paths, whose inverses are no "
             "positions; distance(x, y) and shift(s, x) need none"
@@ -285,7 +319,6 @@ class Tree(Group):
         return torch.empty_like(nodes).scatter(-2, order[..., None].expand(nodes.shape), nodes)
 
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
-        """Roots."""
         return torch.full((*shape, 2), -1, dtype=torch.int64, device=device)
 
     def check(self, x: Tensor) -> None:
@@ -326,8 +359,25 @@ class Product(Group):
 
     @property
     def columns(self) -> int:
-        """The sum of the parts' coordinates."""
         return sum(part.columns for part in self.parts)
+
+    @property
+    def leaves(self) -> tuple[Group, ...]:
+        return tuple(leaf for part in self.parts for leaf in part.leaves)
+
+    @property
+    def noun(self) -> str:
+        if self.is_grid:
+            return f"grid of {len(self.leaves)} axes"
+        runs = [(noun, len(list(run))) for noun, run in itertools.groupby(part.noun for part in self.parts)]
+        return " by ".join(noun if count == 1 else f"{count} {noun}s" for noun, count in runs)
+
+    def arrange(self, t: int) -> Tensor:
+        """Row by row over as many steps of each part; beside a tree, part by part."""
+        if self.refers_to_rows:
+            return torch.cat([part.arrange(t) for part in self.parts], -1)
+        side = next(n for n in itertools.count(2) if n ** len(self.parts) >= t)
+        return product(*(part.arrange(side) for part in self.parts))[:t]
 
     @property
     def _parents(self) -> tuple[int, ...]:
@@ -339,7 +389,6 @@ class Product(Group):
         return x.split([part.columns for part in self.parts], -1)
 
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
-        """Part by part."""
         elements = []
         x, y, t = _paired(x, y) if self._parents else (x, y, None)
         for part, *pair in zip(self.parts, self.split(x), self.split(y), strict=True):
@@ -349,7 +398,6 @@ class Product(Group):
         return self._join(elements)
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
-        """Part by part."""
         return self._join([part.shift(a, b) for part, a, b in zip(self.parts, self.split(x), self.split(y), strict=True)])
 
     def _join(self, elements: Sequence[Tensor]) -> Tensor:
@@ -358,24 +406,19 @@ class Product(Group):
         return torch.cat(filled, -1)
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Part by part."""
         return torch.cat([part.inverse(a) for part, a in zip(self.parts, self.split(x), strict=True)], -1)
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum of the parts' distances."""
         pairs = zip(self.parts, self.split(x), self.split(y), strict=True)
         return torch.stack([part.distance(a, b) for part, a, b in pairs]).sum(0)
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        """Random elements of each part."""
         return torch.cat([part.random(*shape, generator=generator) for part in self.parts], -1)
 
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
-        """The identity of each part."""
         return torch.cat([part.origin(*shape, device=device) for part in self.parts], -1)
 
     def check(self, x: Tensor) -> None:
-        """Each part's own check."""
         self._check_columns(x)
         for part, a in zip(self.parts, self.split(x), strict=True):
             part.check(a)

@@ -1,6 +1,6 @@
 """Relative terms: scores of a token and the bucket of an offset, added to those of content.
 
-They are the values that relative biases return, as isometries are those of encodings.
+They are the values that relative biases return, as maps are those of encodings.
 """
 
 from abc import ABC, abstractmethod
@@ -70,11 +70,9 @@ class Indexed(Term):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the buckets."""
         return self.buckets.shape
 
     def index(self) -> Tensor:
-        """As given."""
         return self.buckets
 
 
@@ -98,10 +96,8 @@ class Clipped(Term):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the positions."""
         samples = torch.broadcast_shapes(self.x.shape[:-2], self.y.shape[:-2])
         return torch.Size((*samples, self.x.shape[-2], self.y.shape[-2]))
 
     def index(self) -> Tensor:
-        """Buckets of all pairs."""
         return clipped.buckets(self.x, self.y, self.reach, self.outside)

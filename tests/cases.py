@@ -1,11 +1,11 @@
-"""The case table: a new scheme or encoding adds a row here and inherits every law.
+"""The case table: a new scheme adds a row to `SCHEMES` and inherits every law, and so does its encoding.
 
 Also what the tests share: the tolerance, random inputs and positions, and the definitions.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,19 +82,14 @@ class SchemeCase(NamedTuple):
     def cross(self, *batch: int, t: int, s: int) -> tuple[Tensor, Tensor]:
         """Positions of t queries and s keys; on lines and grids the queries are the last of the keys."""
         y = self.positions(*batch, t=s)
-        return (y[..., s - t :, :] if is_grid(self.group) else self.positions(*batch, t=t)), y
-
-
-def is_grid(group: Group) -> bool:
-    """Whether a group is a line or a product of lines."""
-    return all(isinstance(part, Line) for part in getattr(group, "parts", (group,)))
+        return (y[..., s - t :, :] if self.group.is_grid else self.positions(*batch, t=t)), y
 
 
 def ordered(group: Group, *batch: int, t: int, least: int = 0) -> Tensor:
     """Ascending on a line, row by row on grids, each sample with steps of its own; random in other groups."""
     if isinstance(group, Line):
         return ascending(*batch, t, least=least)
-    if not is_grid(group):
+    if not group.is_grid:
         return group.random(*batch, t)
     side = math.ceil(t ** (1 / group.columns) - 1e-9)
     step, first = torch.randint(1, 4, (*batch, 1, group.columns)), torch.randint(-50, 50, (*batch, 1, group.columns))
@@ -149,12 +144,6 @@ def stream(scheme: schemes.Scheme, content: Sequence[Tensor], x: Tensor, cuts: S
         out, state = ATTENTION[scheme.attention](q, k, v, **at, **parts, causal=True, return_state=True)
         outputs.append(out)
     return torch.cat(outputs, -2), state
-
-
-def on_last(rho: Any, content: Tensor) -> Tensor:
-    """Map content as the last tokens of an isometry."""
-    extra = 0 if rho.length is None else rho.length - content.shape[-2]
-    return rho.tokens(extra, extra + content.shape[-2])(content)
 
 
 def _learned_decay() -> Decay:
@@ -254,7 +243,7 @@ def with_kinds(cases: list[SchemeCase], *, slow: bool = False) -> pytest.MarkDec
 
 
 class EncodingCase(NamedTuple):
-    """An encoding of HEADS heads (or one for all), made anew by `make`."""
+    """An encoding of HEADS heads (or one for all) as a scheme's row or `COMPOSED` has it, made anew by `make`."""
 
     id: str
     make: Callable[[], Encoding]
@@ -268,8 +257,8 @@ def _rotary(columns: int = 1, heads: int = HEADS, features: int = HEAD_DIM, **op
 
 
 def _ring(period: int, heads: int = HEADS, features: int = HEAD_DIM) -> Encoding:
-    turns = torch.arange(1, heads * features // 2 + 1, dtype=torch.float64).view(heads, 1, -1)
-    return encodings.Rotary(2 * torch.pi / period * turns, group=Ring(period))
+    whole = torch.arange(1, heads * features // 2 + 1, dtype=torch.float64).view(heads, 1, -1)
+    return encodings.Rotary(2 * torch.pi / period * whole, group=Ring(period))
 
 
 def permutations(columns: int = 1, heads: int = HEADS, features: int = HEAD_DIM) -> Tensor:
@@ -309,18 +298,14 @@ ALL_BASES: dict[str, Callable[[], bases.Basis]] = {
     "pairs-learned": lambda: bases.Pairs(bases.Householder(normals(features=HEAD_DIM // 2), learned=True)),
 }
 LINE, REAL = Line(), Line(real=True)
-ENCODINGS = [
-    EncodingCase("identity", lambda: encodings.Identity(HEAD_DIM), REAL),
+COMPOSED = [
     EncodingCase("rotary", _rotary, REAL),
     EncodingCase("rotary-shared", lambda: _rotary(heads=1), REAL),
     EncodingCase("rotary-learned", lambda: _rotary(learned=True), REAL, learned=True),
     EncodingCase("rotary-grid", lambda: _rotary(columns=2), Product((REAL, REAL))),
     EncodingCase("rotary-grid-learned", lambda: _rotary(columns=2, learned=True), Product((REAL, REAL)), learned=True),
     EncodingCase("rotary-ring", lambda: _ring(12), Ring(12)),
-    EncodingCase("rotary-lift", lambda: _rotary(lift=True), REAL),
     EncodingCase("rotary-lift-learned", lambda: _rotary(lift=True, learned=True), REAL, learned=True),
-    EncodingCase("permutation", lambda: encodings.Permutation(permutations()), LINE),
-    EncodingCase("permutation-grid", lambda: encodings.Permutation(permutations(2)), Product((LINE, LINE))),
     EncodingCase("exponential", lambda: encodings.Exponential(generator(), learned=False), REAL),
     EncodingCase("exponential-learned", lambda: encodings.Exponential(generator()), REAL, learned=True),
     *(
@@ -357,6 +342,23 @@ ENCODINGS = [
     EncodingCase("partial", lambda: encodings.Partial(_rotary(features=4), HEAD_DIM), REAL),
     EncodingCase("partial-lift", lambda: encodings.Partial(_rotary(features=4, lift=True), HEAD_DIM), REAL),
 ]
+"""Encodings that no preset has."""
+
+
+def _of_schemes() -> Iterator[EncodingCase]:
+    """The encodings of presets, one of each structure."""
+    seen = set()
+    for case in PRESETS:
+        encoding = case.build().encoding
+        trivial = isinstance(encoding, encodings.Identity)
+        kind = encodings.Identity if trivial else (*map(type, encoding.modules()), encoding.group, encoding.out_features)
+        if isinstance(encoding, Encoding) and kind not in seen:
+            seen.add(kind)
+            learned = any(True for _ in encoding.parameters())
+            yield EncodingCase(case.id, lambda case=case: case.build().encoding, encoding.group, learned)
+
+
+ENCODINGS = [*_of_schemes(), *COMPOSED]
 
 
 def ids(case: Any) -> str:

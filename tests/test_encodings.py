@@ -14,8 +14,6 @@ from cases import (
     generator,
     ids,
     inputs,
-    is_grid,
-    on_last,
     permutations,
     perturb,
     shifted,
@@ -51,12 +49,13 @@ def operators(encoding, x, tokens=None):
     unit = torch.eye(encoding.features, dtype=torch.float64)
     shape = (*x.shape[:-2], HEADS, tokens or x.shape[-2], encoding.features)
     rho = encoding(x, torch.float64)
-    return torch.stack([on_last(rho, row.expand(shape)) for row in unit], -1)
+    return torch.stack([rho.last(shape[-2])(row.expand(shape)) for row in unit], -1)
 
 
 def scores(encoding, x, y, q, k):
     """<rho(x) q, rho(y) k> token by token, of the last ones."""
-    return (on_last(encoding(x, torch.float64), q) * on_last(encoding(y, torch.float64), k)).sum(-1)
+    rho_x, rho_y = encoding(x, torch.float64), encoding(y, torch.float64)
+    return (rho_x.last(q.shape[-2])(q) * rho_y.last(k.shape[-2])(k)).sum(-1)
 
 
 def test_every_class_has_a_row():
@@ -84,8 +83,8 @@ def test_relative_law(case):
     x, y = group.random(3, T), group.random(3, T)
     here, there, product, origin = (operators(encoding, at, T) for at in (x, y, group.compose(x, y), group.origin(T)))
     close(here.mT @ product, origin.mT @ there)
-    assert case.id == "identity" or not torch.allclose(here.mT @ product, origin.mT @ origin)
-    if is_grid(group) or isinstance(group, Ring):
+    assert case.id == "none" or not torch.allclose(here.mT @ product, origin.mT @ origin)
+    if group.is_grid or isinstance(group, Ring):
         close(here.mT @ there, origin.mT @ operators(encoding, group.relative(x, y)))
 
 
@@ -104,7 +103,7 @@ def test_scores_do_not_see_a_shift(case):
     moved_x, moved_y = shifted(group, x, y)
     expected = scores(encoding, x, y, q, k)
     close(scores(encoding, moved_x, moved_y, q, k), expected)
-    if case.id != "identity":
+    if case.id != "none":
         assert not torch.allclose(scores(encoding, moved_x, y, q, k), expected)
 
 
@@ -115,7 +114,7 @@ def test_positions_of_a_sample_are_its_own(case):
     together = encoding(x, torch.float64)(q)
     for n in range(3):
         close(together[n], encoding(x[n], torch.float64)(q[n : n + 1])[0])
-    if case.id != "identity":
+    if case.id != "none":
         assert not torch.allclose(together[1], encoding(x[0], torch.float64)(q[1:2])[0])
 
 
@@ -182,7 +181,7 @@ def test_learned_starts_as_fixed(case):
 @learned
 def test_gradients_of_every_parameter(case):
     encoding = perturb(case.make())
-    x, y = (case.group.random(4) % 20 if is_grid(case.group) else case.group.random(4) for _ in range(2))
+    x, y = (case.group.random(4) % 20 if case.group.is_grid else case.group.random(4) for _ in range(2))
     q, k, _ = inputs(1, t=4)
     names, values = zip(*encoding.named_parameters(), strict=True)
 
@@ -240,7 +239,7 @@ def test_positions_of_any_dtype_name_the_same_angles(dtype):
 @pytest.mark.parametrize("case", [case for case in ENCODINGS if "ring" in case.id], ids=ids)
 def test_a_ring_closes(case):
     encoding, x = case.make(), case.group.random(T)
-    columns = [part.period if isinstance(part, Ring) else 0 for part in getattr(case.group, "parts", [case.group])]
+    columns = [part.period if isinstance(part, Ring) else 0 for part in case.group.leaves]
     close(operators(encoding, x + torch.tensor(columns)), operators(encoding, x))
     assert not torch.allclose(operators(encoding, x + torch.tensor(columns) // 2), operators(encoding, x))
 

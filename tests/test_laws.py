@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import ENCODINGS, SCHEMES, ids, scheme_case, tree_generator
+from cases import COMPOSED, SCHEMES, ids, scheme_case, tree_generator
 
 import isopos
 from isopos import couplings, encodings, laws, maps
-from isopos.positions import Line, Ring, Tree
+from isopos.positions import Ring, Tree
 
 OF_SCORES = {"relative", "precision", "batch", "gradient"}
 OF_ENCODINGS = OF_SCORES | {"bounded", "unitary", "homomorphism", "identity", "decomposable"}
@@ -27,8 +27,7 @@ def test_every_scheme_obeys_what_it_promises(case):
     assert ("shifted by" in str(report)) == (not case.relative)
     names = {finding.name for finding in report.findings if finding.is_law}
     if isinstance(scheme.encoding, encodings.Encoding):
-        lines = all(isinstance(part, Line) for part in getattr(scheme.group, "parts", (scheme.group,)))
-        assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if lines else set())
+        assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if scheme.group.is_grid else set())
         if scheme.embedding is scheme.bias is None:
             assert report["directional"].holds == case.directed
     else:
@@ -43,7 +42,7 @@ def test_softmax_attention_obeys_too(case):
     assert "positive" not in {finding.name for finding in report.findings}
 
 
-@pytest.mark.parametrize("case", ENCODINGS, ids=ids)
+@pytest.mark.parametrize("case", COMPOSED, ids=ids)
 def test_every_encoding_obeys(case):
     assert laws.check(case.make).holds
 

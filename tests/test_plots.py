@@ -1,8 +1,7 @@
 import pytest
 from matplotlib import image
 
-from isopos.lab.reports.plots import places, show
-from isopos.positions import Line, Product, Ring, Tree
+from isopos.lab.reports.plots import show
 from isopos.schemes import REGISTRY
 
 
@@ -73,10 +72,3 @@ def test_overwrite_replaces(tmp_path):
 def test_reach_is_positive():
     with pytest.raises(ValueError, match="reach"):
         show("rope", reach=0)
-
-
-def test_places_are_named():
-    line = Line()
-    assert places(Product((line,) * 3)) == "grid of 3 axes"
-    assert places(Product((Tree(2), line, line))) == "tree of 2 branches by 2 lines"
-    assert places(Product((line, Ring(5)))) == "line by ring of 5"

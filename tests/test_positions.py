@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isopos import positions
-from isopos.positions import Line, Product, Ring
+from isopos.positions import Line, Product, Ring, Tree, depths
 
 GROUPS = [
     Line(),
@@ -71,6 +71,36 @@ def test_groups_are_values():
     assert Product((Line(), Ring(4))) == Product((Line(), Ring(4)))
     assert hash(Ring(4)) == hash(Ring(4))
     assert Line() != Line(real=True)
+
+
+def test_groups_name_themselves():
+    line = Line()
+    assert [group.noun for group in (line, Ring(7), Tree(2))] == ["line", "ring of 7", "tree of 2 branches"]
+    assert Product((line,) * 3).noun == "grid of 3 axes"
+    assert Product((Tree(2), line, line)).noun == "tree of 2 branches by 2 lines"
+    assert Product((line, Ring(5))).noun == "line by ring of 5"
+    assert Product((Tree(2), Product((Ring(3), line)))).leaves == (Tree(2), Ring(3), line)
+    assert [group.is_grid for group in (line, Product((line, line)), Product((line, Ring(2))), Tree(1))] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("group", [*GROUPS, Tree(1), Tree(3), Product((Line(), Tree(2)))], ids=str)
+@pytest.mark.parametrize("t", [0, 1, 10])
+def test_positions_are_arranged_in_an_order_that_streams(group, t):
+    x = group.arrange(t)
+    assert x.shape == (t, group.columns)
+    assert x.dtype == torch.int64
+    group.check(x)
+    for n in range(t):
+        group.check(x[:n])  # no node comes before its parent
+
+
+def test_orders_of_tokens():
+    assert Line().arrange(3).tolist() == [[0], [1], [2]]
+    assert Ring(2).arrange(3).tolist() == [[0], [1], [0]]
+    assert Product((Line(), Line())).arrange(5).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1]]
+    assert Tree(2).arrange(4).tolist() == [[-1, -1], [0, 0], [0, 1], [1, 0]]
+    assert depths(Tree(3).arrange(13)).tolist() == [0, *[1] * 3, *[2] * 9]
+    assert Product((Tree(2), Line())).arrange(3).tolist() == [[-1, -1, 0], [0, 0, 1], [0, 1, 2]]
 
 
 def test_builders():

@@ -18,8 +18,6 @@ from cases import (
     gradients,
     ids,
     inputs,
-    is_grid,
-    on_last,
     ordered,
     perturb,
     quadratic,
@@ -72,7 +70,7 @@ def scores_of(case, q, k, *pairs):
     """<rho(x) q, rho(y) k> of one scheme at several pairs x, y."""
     encoding = (case if isinstance(case, schemes.Scheme) else made(case)).encoding
     maps = [(encoding.query(x, torch.float64), encoding.key(y, torch.float64)) for x, y in pairs]
-    return [(on_last(rho_x, q) * on_last(rho_y, k)).sum(-1) for rho_x, rho_y in maps]
+    return [(rho_x.last(q.shape[-2])(q) * rho_y.last(k.shape[-2])(k)).sum(-1) for rho_x, rho_y in maps]
 
 
 def test_every_scheme_has_a_row_and_its_options():
@@ -209,7 +207,7 @@ def test_samples_have_positions_of_their_own(case, kind):
 @with_kinds(PRESETS)
 def test_a_prefix_keeps_its_outputs(case, kind):
     scheme, x = made(case, kind), case.positions(2, t=30)
-    if not is_grid(case.group) and not isinstance(case.group, Ring):
+    if not case.group.is_grid and not isinstance(case.group, Ring):
         nodes = tree([-1, *(n // 2 for n in range(29))])  # parents first, so that a prefix is a tree
         x = nodes if case.group.columns == 2 else torch.cat((sequence(30), nodes), -1)
     content = inputs_of(scheme, 2, t=30)

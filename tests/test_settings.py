@@ -17,7 +17,6 @@ from cases import (
     gradients,
     inputs,
     inputs_of,
-    is_grid,
     parents_first,
     perturb,
     rows_later,
@@ -70,13 +69,13 @@ class Setting:
         return stream(self.scheme, self.content, self.x, range(T + 1), mask=self.mask)[0]
 
     def padded_right(self):
-        x = torch.cat((self.x, self.x[..., -1:, :] + is_grid(self.scheme.group) * torch.arange(1, PAD + 1)[:, None]), -2)
+        x = torch.cat((self.x, self.x[..., -1:, :] + self.scheme.group.is_grid * torch.arange(1, PAD + 1)[:, None]), -2)
         content = (torch.cat((a, pad), -2) for a, pad in zip(self.content, self._pads(), strict=True))
         return self.attend(*content, x, F.pad(self.mask, (0, PAD)))[..., :T, :]
 
     def padded_left(self):
         group = self.scheme.group
-        before = self.x[..., :1, :] - is_grid(group) * torch.arange(PAD, 0, -1)[:, None]
+        before = self.x[..., :1, :] - group.is_grid * torch.arange(PAD, 0, -1)[:, None]
         x = torch.cat((before, rows_later(group, self.x, PAD)), -2)
         content = (torch.cat((pad, a), -2) for a, pad in zip(self.content, self._pads(), strict=True))
         return self.attend(*content, x, F.pad(self.mask, (PAD, 0)))[..., PAD:, :]

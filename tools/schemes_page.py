@@ -13,8 +13,7 @@ from isopos import laws
 from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG, Entry
 from isopos.lab.reports.kernels import fill_zeros, panels
-from isopos.lab.reports.plots import places
-from isopos.positions import Group, Line, Product, Ring, Tree, grid, sequence, tree
+from isopos.positions import Group, Product, Tree, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
 from isopos.state import State
 
@@ -141,7 +140,7 @@ def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator
 def _definitions(schemes: list[_Measured]) -> Iterator[str]:
     yield DEFINITIONS
     rows = (
-        (f"`{s.name}`", s.entry.summary, f"`{s.entry.equation}`", places(s.scheme.group), s.entry.citation) for s in schemes
+        (f"`{s.name}`", s.entry.summary, f"`{s.entry.equation}`", s.scheme.group.noun, s.entry.citation) for s in schemes
     )
     yield from _table(("name", "what it does", "score", "positions", "source"), rows)
 
@@ -164,7 +163,7 @@ def _use(measured: _Measured, notes: _Notes) -> tuple[str, ...]:
         except ValueError as error:
             cells.append("no" + notes(f"{error}".replace(measured.name, "it")))
     group = measured.scheme.group
-    x, y = _ordered(group, 12), _ordered(group, 8)
+    x, y = group.arrange(12), group.arrange(8)
     for causal, key in ((True, x), (False, x), (False, y)):
         cells.append(_tried(built, lambda scheme, c=causal, k=key: _attend(scheme, x, k, c), notes))
     streams = (_stream(scheme) for scheme in built.values())
@@ -203,7 +202,7 @@ def _attend(scheme: Scheme, x: Tensor, y: Tensor, causal: bool) -> Tensor:
 def _stream(scheme: Scheme) -> str:
     """What a stream keeps besides positions, by its growth from the 20th to the 40th token."""
     group, state, sizes = scheme.group, State(), []
-    x = group.origin(40) if group.refers_to_rows else _ordered(group, 40)
+    x = group.origin(40) if group.refers_to_rows else group.arrange(40)
     features = scheme.encoding.features
     attend = linear_attention if scheme.attention == "linear" else softmax_attention
     for token in x.split(20):
@@ -212,15 +211,6 @@ def _stream(scheme: Scheme) -> str:
         _, state = attend(q, q, q[..., : features // scheme.width], causal=True, return_state=True, **at)
         sizes.append(sum(tensor.nbytes for name, tensor in state.tensors.items() if name != "positions"))
     return "constant state" if sizes[0] == sizes[1] else "growing cache"
-
-
-def _ordered(group: Group, tokens: int) -> Tensor:
-    """Positions in the order of tokens, as decays need them."""
-    if isinstance(group, Line | Ring):
-        return sequence(tokens)
-    if isinstance(group, Product) and all(isinstance(part, Line | Ring) for part in group.parts):
-        return grid(*[2] * (len(group.parts) - 1), tokens // 2 ** (len(group.parts) - 1))
-    return group.random(tokens, generator=torch.Generator().manual_seed(0))
 
 
 def _laws(schemes: list[_Measured]) -> Iterator[str]:
@@ -290,7 +280,7 @@ def _injection(measured: _Measured) -> str:
         "embeddings": scheme.embedding is not None,
         "queries and keys": not scheme.encoding.is_trivial,
         "scores": scheme.bias is not None,
-        "values": any(term.side == "value" for term in scheme.at(_ordered(scheme.group, 8)).terms),
+        "values": any(term.side == "value" for term in scheme.at(scheme.group.arrange(8)).terms),
         "weights": scheme.decay is not None,
     }
     return ", ".join(itertools.compress(slots, slots.values())) or "-"

@@ -234,7 +234,7 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
     match coupling:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling))]
-        case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair turns and shrinks
+        case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair rotates and shrinks
             complex_frequency = _skew(coupling.frequency[0]) - torch.diag(coupling.log_scale)
             return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
         case couplings.Constrained():
@@ -293,7 +293,7 @@ def _angles(t: Relative, frequency: Tensor) -> Tensor:
 
 
 def _skew(angle: Tensor) -> Tensor:
-    """Blocks [[0, -a], [a, 0]] of angles ``[h f]``: ``[h 2f 2f]``, whose exponential turns pairs (RoFormer, Eq. 14-15)."""
+    """Blocks [[0, -a], [a, 0]] of angles ``[h f]``: ``[h 2f 2f]``, whose exponential rotates pairs (RoFormer, Eq. 14-15)."""
     lower = torch.diag_embed(torch.stack((angle, torch.zeros_like(angle)), -1).flatten(-2)[..., :-1], offset=-1)
     return lower - lower.mT
 
@@ -355,8 +355,8 @@ def _of_basis(basis: bases.Basis) -> Tensor:
             return torch.stack([cos[0], *([cos[d // 2]] if d % 2 == 0 else []), *pairs])[None]
         case bases.ComplexFourier():
             F = _fourier(d // 2)
-            turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)  # i, on pairs
-            return (torch.kron(F.real, _eye(2)[0]) + torch.kron(F.imag, turn))[None]
+            i = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)  # on pairs
+            return (torch.kron(F.real, _eye(2)[0]) + torch.kron(F.imag, i))[None]
         case bases.Pairs():
             return torch.stack([torch.kron(P, _eye(2)[0]) for P in _of_basis(basis.basis)])
     raise TypeError(f"basis: expected one of isopos.bases, got {type(basis).__name__}")

@@ -20,14 +20,13 @@ Property 3), and after how many positions an encoding repeats itself.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.encodings import Coupling, DirectSum, Encoding, InBasis, Partial, Permutation, Rotary
-from isopos.positions import Group, Line, Product, Ring, grid
+from isopos.positions import Group, Ring
 from isopos.scheme import Scheme
 
 __all__ = ["Finding", "Report", "check"]
@@ -124,6 +123,10 @@ def check(
     return Report(name, tuple(sorted(findings, key=lambda finding: not finding.is_law)))
 
 
+def _law(name: str, error: float, note: str, bound: float = TOLERANCE) -> Finding:
+    return Finding(name, error <= bound, error, note)
+
+
 def _heads(coupling: Coupling) -> int:
     """Heads of an encoding that does not say: those of its parameters, or of its tables."""
     own = [parameter.shape[0] for parameter in coupling.parameters() if parameter.ndim > 1]
@@ -155,7 +158,7 @@ class _Probe:
         """<query(x) q, key(y) k> for each pair of rows, float64 ``[1 h t]``; of the last rows where there are more."""
         table = torch.promote_types(dtype, torch.float32)
         pairs = ((self.coupling.query(x, table), self.q), (self.coupling.key(y, table), self.k))
-        q, k = (_on_last(rho, content.to(dtype)).double() for rho, content in pairs)
+        q, k = (rho.last(content.shape[-2])(content.to(dtype)).double() for rho, content in pairs)
         return (q * k).sum(-1)
 
     def loss(self) -> Tensor:
@@ -174,12 +177,6 @@ def _shift(group: Group, generator: torch.Generator) -> Tensor:
     return x
 
 
-def _on_last(rho: Any, content: Tensor) -> Tensor:
-    """Map content as the last tokens of an isometry: positions of a product of tree nodes have further rows before."""
-    extra = 0 if rho.length is None else rho.length - content.shape[-2]
-    return rho.tokens(extra, extra + content.shape[-2])(content)
-
-
 def _relative_scores(probe: _Probe) -> Finding:
     with torch.no_grad():
         here, there = (
@@ -187,7 +184,7 @@ def _relative_scores(probe: _Probe) -> Finding:
             for s in (probe.group.origin(1), probe.shift)
         )
     error = _most(here - there) / max(1.0, _most(here))
-    finding = Finding("relative", error <= TOLERANCE, error, "largest change of a score when both positions are shifted")
+    finding = _law("relative", error, "largest change of a score when both positions are shifted")
     head, token = divmod(int((here - there).abs().argmax()), TOKENS)
     at = (
         f"head {head}, x = {probe.x[token].tolist()}, y = {probe.y[token].tolist()}: score {here[0, head, token].item():.6g}"
@@ -216,12 +213,12 @@ def _encoding_findings(encoding: Encoding, probe: _Probe) -> list[Finding]:
         errors["homomorphism"] = (_most(w_x @ w_y - w_xy), "largest |W(x) W(y) - W(xy)|")
         errors["identity"] = (_most(w_1 - unit), "largest |W(1) - I|")
         errors["decomposable"] = (_most(w_x.mH @ w_y - w_pair), "largest |W(x)^H W(y) - rho(x)^H rho(y)|")
-    findings = [Finding(name, error <= TOLERANCE, error, note) for name, (error, note) in errors.items()]
+    findings = [_law(name, error, note) for name, (error, note) in errors.items()]
     if not findings[0].holds:
         findings[0] = replace(findings[0], counterexample=_counterexample(here, there, x, y, shift))
-    if _is_line(group):
+    if group.is_grid:
         error = _inexactness(encoding, probe)
-        findings.append(Finding("exact", error <= EXACT, error, "largest error of a float32 score up to position 2^31"))
+        findings.append(_law("exact", error, "largest error of a float32 score up to position 2^31", EXACT))
     order = _order(encoding)
     note = "positions after which it repeats itself"
     return [*findings, Finding("periodic", order < math.inf, order, note, is_law=False)]
@@ -244,8 +241,8 @@ def _order(encoding: Encoding) -> float:
         orders = [_order(part) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
         return math.inf if math.inf in orders else math.lcm(*map(int, orders))
     if isinstance(encoding.group, Ring) and isinstance(encoding, Rotary):
-        turns = encoding.parameter * encoding.group.period / (2 * math.pi)
-        return encoding.group.period // math.gcd(encoding.group.period, *map(int, turns.round().flatten().tolist()))
+        whole = encoding.parameter * encoding.group.period / (2 * math.pi)
+        return encoding.group.period // math.gcd(encoding.group.period, *map(int, whole.round().flatten().tolist()))
     return math.inf
 
 
@@ -261,7 +258,7 @@ def _operator(encoding: Encoding, x: Tensor) -> Tensor:
     """Dense operators ``[h t d' d]`` at positions ``[t c]``: of the last TOKENS, or of fewer."""
     count = min(len(x), TOKENS)
     unit = torch.eye(encoding.features, dtype=torch.float64)[:, None, None].expand(-1, 1, count, -1)
-    return _on_last(encoding(x, torch.float64), unit).permute(1, 2, 3, 0)
+    return encoding(x, torch.float64).last(count)(unit).permute(1, 2, 3, 0)
 
 
 def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
@@ -275,10 +272,6 @@ def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False)
 def _is_lift(encoding: Encoding) -> bool:
     """Whether the output is the real parts, then the imaginary parts, of as many complex features."""
     return _is_lift(encoding.encoding) if isinstance(encoding, InBasis) else isinstance(encoding, Rotary) and encoding.lift
-
-
-def _is_line(group: Group) -> bool:
-    return all(isinstance(part, Line) for part in (group.parts if isinstance(group, Product) else (group,)))
 
 
 def _inexactness(encoding: Encoding, probe: _Probe) -> float:
@@ -300,7 +293,7 @@ def _precision(probe: _Probe, dtype: torch.dtype) -> Finding:
     exact = probe.scores(probe.x, probe.y)
     error = _most(probe.scores(probe.x, probe.y, dtype) - exact) / max(1.0, _most(exact))
     note = f"largest error of a score in {str(dtype).removeprefix('torch.')}"
-    return Finding("precision", error <= 16 * torch.finfo(dtype).eps, error, note)
+    return _law("precision", error, note, 16 * torch.finfo(dtype).eps)
 
 
 @torch.no_grad()
@@ -318,7 +311,7 @@ def _batch(probe: _Probe) -> Finding:
         together = side(x, torch.float64)(q)
         error = max(error, _most(together - alone) if together.shape == alone.shape else float("inf"))
     note = "largest difference between samples together and alone; tables are [*b h t .] for positions [*b t c]"
-    return Finding("batch", error <= TOLERANCE, error, note)
+    return _law("batch", error, note)
 
 
 def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tensor]) -> Finding:
@@ -346,7 +339,7 @@ def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding
             before, after = layer(x, causal), layer(scheme.group.shift(shift, x), causal)
             pairs += zip(before, after, strict=True)
     error, before, after = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
-    attention = Finding("attention", error <= TOLERANCE, error, "largest change of a layer's sums at shifted positions")
+    attention = _law("attention", error, "largest change of a layer's sums at shifted positions")
     if not attention.holds:
         at = tuple(map(int, torch.unravel_index((before - after).abs().argmax(), before.shape)))
         sums = f"sum {before[at].item():.6g}, shifted by {shift[-1].tolist()} {after[at].item():.6g}"
@@ -366,11 +359,11 @@ def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Positions in the order of tokens, as causal decays and clipped terms need them, and a shift."""
     shift = _shift(group, generator)
-    if isinstance(group, Line):
+    if not group.is_grid:
+        return group.random(tokens, generator=generator), shift
+    if group.columns == 1:
         return torch.randint(1, 4, (tokens, 1), generator=generator).cumsum(0), shift
-    if isinstance(group, Product) and _is_line(group):
-        return grid(*(math.ceil(tokens ** (1 / group.columns)) for _ in group.parts)), shift
-    return group.random(tokens, generator=generator), shift
+    return group.arrange(math.ceil(tokens ** (1 / group.columns)) ** group.columns), shift
 
 
 class _Layer:

@@ -19,7 +19,7 @@ from isopos.lab.bench import accuracy
 from isopos.lab.bench.peers import ROTARY
 from isopos.lab.reports.kernels import fill_zeros
 from isopos.laws import reference
-from isopos.positions import Group, Line, Product, Ring, Tree, grid, packed, sequence
+from isopos.positions import Group, Line, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State
 
@@ -39,7 +39,7 @@ class Trial:
     """A scheme, and random queries, keys and values ``[b h t d]`` of one dtype at positions x ``[t c]``."""
 
     def __init__(self, scheme: Scheme, dtype: torch.dtype):
-        self.scheme, self.x, generator = scheme, _places(scheme.group), torch.Generator().manual_seed(0)
+        self.scheme, self.x, generator = scheme, scheme.group.arrange(LENGTH), torch.Generator().manual_seed(0)
         features = scheme.encoding.features
         widths = features, features, features // scheme.width
         shapes = [(BATCH, scheme.heads, LENGTH, width) for width in widths]
@@ -85,19 +85,6 @@ def _embedded(scheme: Scheme, tokens: Tensor, x: Tensor) -> Tensor:
         return tokens
     added = scheme.embedding(x, tokens.dtype).unflatten(-1, (scheme.heads, -1)).transpose(-3, -2)
     return tokens + added.repeat_interleave(tokens.shape[-3] // scheme.heads, -3)
-
-
-def _places(group: Group) -> Tensor:
-    """Positions of `LENGTH` tokens in an order that streams: row by row on grids, parents before children in trees."""
-    if isinstance(group, Tree):
-        row, generator = torch.arange(LENGTH), torch.Generator().manual_seed(0)
-        parent = (row * torch.rand(LENGTH, generator=generator)).long() - (row == 0).long()
-        branch = torch.randint(group.branches, (LENGTH,), generator=generator)
-        return torch.stack((parent, torch.where(row > 0, branch, -1)), -1)
-    if isinstance(group, Product) and all(isinstance(part, Line | Ring) for part in group.parts):
-        side = next(n for n in itertools.count(2) if n ** len(group.parts) >= LENGTH)
-        return grid(*[side] * len(group.parts))[:LENGTH]
-    return torch.cat([_places(part) for part in group.parts], -1) if isinstance(group, Product) else sequence(LENGTH)
 
 
 def _behind(group: Group, x: Tensor, rows: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
-from isopos.positions import Group, Line, Product, Ring, Tree, depths, grid, sequence
+from isopos.positions import Group, Product, Ring, Tree, depths, grid, sequence
 from isopos.schemes import Scheme
 
 __all__ = ["REACH", "Panel", "fill_zeros", "panels", "paths", "scores"]
@@ -35,11 +35,9 @@ class Panel(NamedTuple):
     @property
     def relative(self) -> bool:
         """Whether scores are equal where offsets are."""
-        if isinstance(self.group, Tree):
+        if self.group.refers_to_rows:
             depth = depths(self.position)
-            pruned = (depth < depth.max()).nonzero()[
-                :, 0
-            ]  # in preorder these are to the root what the next are to its child
+            pruned = (depth < depth.max()).nonzero()[:, 0]  # in preorder they are to the root what the next are to its child
             pairs = [self.score[:, rows[:, None], rows] for rows in (pruned, torch.arange(1, 1 + len(pruned)))]
         else:
             sides = [math.isqrt(len(self.position))] * 2 if self.group.columns > 1 else [len(self.position)]
@@ -117,7 +115,7 @@ def _parts(group: Group) -> Iterator[tuple[int, Group]]:
     """First column and group of each panel: two axes of a grid are one."""
     if not isinstance(group, Product):
         yield 0, group
-    elif len(group.parts) > 1 and all(isinstance(part, Line | Ring) for part in group.parts):
+    elif len(group.parts) > 1 and not group.refers_to_rows:
         yield 0, Product(group.parts[:2])
     else:
         first = 0

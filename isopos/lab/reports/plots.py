@@ -1,6 +1,5 @@
 """Pictures of relative kernels: curves, maps and matrices, in colours that colour-blind readers tell apart."""
 
-import itertools
 import os
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from isopos.encodings import Permutation
 from isopos.lab.recipes import join_spec, split_spec
 from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
 from isopos.lab.runs.files import replacing
-from isopos.positions import Group, Line, Product, Ring, Tree
+from isopos.positions import Ring
 from isopos.schemes import Scheme, build
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "places", "plain", "show"]
+__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "plain", "show"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
@@ -73,7 +72,7 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
     orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
-        *(f"period {group.period}" for group in _leaves(scheme.group) if isinstance(group, Ring)),
+        *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
         *(["direction-blind"] if not any(panel.directional for panel in shown) else []),
         *(["no relative kernel: scores depend on the positions themselves"] if not _relative(shown) else []),
         *(["tables that start at zero drawn at random"] if drawn else []),
@@ -85,20 +84,16 @@ def _relative(shown: list[Panel]) -> bool:
     return all(panel.relative for panel in shown)
 
 
-def _leaves(group: Group) -> list[Group]:
-    return [leaf for part in group.parts for leaf in _leaves(part)] if isinstance(group, Product) else [group]
-
-
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
     """The curve of a line or ring, the map of a grid, the matrix of a tree; not alone, its title says of what."""
     if not alone:
-        axes.set_title(f"along the {places(panel.group)}, the rest at the origin", fontsize=10)
+        axes.set_title(f"along the {panel.group.noun}, the rest at the origin", fontsize=10)
     offset, row = panel.row()
-    if isinstance(panel.group, Tree) or not panel.relative:
+    if panel.group.refers_to_rows or not panel.relative:
         draw_heat(axes, panel.score.mean(0), scheme.attention)
-        if isinstance(panel.group, Tree):
+        if panel.group.refers_to_rows:
             _label_nodes(axes, panel.position)
-    elif isinstance(panel.group, Product):
+    elif panel.group.columns > 1:
         reach = offset.abs().max(0).values.tolist()
         sides = [2 * r + 1 for r in reach]
         extent = (-reach[1] - 0.5, reach[1] + 0.5, reach[0] + 0.5, -reach[0] - 0.5)
@@ -142,20 +137,6 @@ def _label_nodes(axes: Axes, position: Tensor) -> None:
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set(xlabel="key node: branches from the root", ylabel="query node")
-
-
-def places(group: Group) -> str:
-    """What the positions of a group are, in words."""
-    if isinstance(group, Product):
-        if all(isinstance(part, Line) for part in group.parts):
-            return f"grid of {len(group.parts)} axes"
-        kinds = itertools.groupby(map(places, group.parts))
-        return " by ".join(
-            kind if len(run) == 1 else f"{len(run)} {kind}s" for kind, run in ((k, list(r)) for k, r in kinds)
-        )
-    if isinstance(group, Tree):
-        return f"tree of {group.branches} branches"
-    return f"ring of {group.period}" if isinstance(group, Ring) else "line"
 
 
 def plain(axes: Axes) -> None:
