@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Any, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,24 @@ from isopos.terms import Term
 
 __all__ = ["Arguments", "Choices", "LinearArguments", "Scheme", "SoftmaxArguments", "choices_of"]
 
-ATTENTION = ("linear", "softmax")
-DENOMINATORS = ("plain", "encoded", "complex", "none")
+AttentionName = Literal["linear", "softmax"]
+DenominatorName = Literal["plain", "encoded", "complex", "none"]
 
 
 class Choices(TypedDict, total=False):
-    """Options of every scheme, by name: `choices_of` lists the names."""
+    """Options of every scheme, by name; `choices_of` lists the names of feature maps and decays, too."""
 
-    attention: str
+    attention: AttentionName
     feature_map: str
-    decay: str
-    denominator: str
+    decay: str | Decay
+    denominator: DenominatorName
 
 
 def choices_of() -> dict[str, tuple[str, ...]]:
     """The names that each of `Choices` may have: those of `FEATURE_MAPS` and of `decays.RATES` that there are now."""
     features, decays = (*FEATURE_MAPS, "favor"), ("none", *RATES)
-    return {"attention": ATTENTION, "feature_map": features, "decay": decays, "denominator": DENOMINATORS}
+    attention, denominators = get_args(AttentionName), get_args(DenominatorName)
+    return {"attention": attention, "feature_map": features, "decay": decays, "denominator": denominators}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
