@@ -145,7 +145,7 @@ def naive_linear_attention(
     Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
 
     Example:
-        >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
+        >>> q, k, v = torch.rand(3, 2, 4, 10, 16)
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
