@@ -213,6 +213,7 @@ class Features:
 
 
 READY = Features()
+ALL_READY = (READY, READY, READY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +251,7 @@ class Sums:
     q: Tensor
     k: Tensor
     v: Tensor
-    features: tuple[Features, Features, Features] = (READY, READY, READY)
+    features: tuple[Features, Features, Features] = ALL_READY
     g: Decays = None
     causal: bool = True
     denominator: str | None = None
