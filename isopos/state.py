@@ -56,9 +56,9 @@ class State:
 
     def next(self, kind: str, **tensors: Tensor | None) -> "State":
         """The state after some tokens; positions stay."""
-        kept = {name: tensor for name, tensor in self.tensors.items() if name == "positions"}
+        old = {name: tensor for name, tensor in self.tensors.items() if name == "positions"}
         new = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, tensors=MappingProxyType(kept | new), kind=kind)
+        return replace(self, tensors=MappingProxyType(old | new), kind=kind)
 
     def expect(self, kind: str, batch: Sequence[int]) -> None:
         """Raise ValueError where attention of another kind, or of other samples and heads, wrote this state."""
@@ -75,9 +75,9 @@ class State:
         """The stream of a scheme, at more positions; ValueError where it is another scheme's."""
         if self.fingerprint not in ("", fingerprint) or (self.kind and not self.fingerprint):
             raise ValueError("state: expected one of this scheme with these options, got another's; start with State()")
-        kept = {name: tensor for name, tensor in self.tensors.items() if name != "positions"}
+        old = {name: tensor for name, tensor in self.tensors.items() if name != "positions"}
         new = {} if positions is None else {"positions": positions}
-        return replace(self, tensors=MappingProxyType(kept | new), fingerprint=fingerprint)
+        return replace(self, tensors=MappingProxyType(old | new), fingerprint=fingerprint)
 
     def reorder(self, index: Tensor) -> "State":
         """The streams of samples `index`, int64 ``[n]``, along the first axis: beams that are kept, or repeated."""

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from cases import close, inputs, quadratic, same_everywhere
 
-from isopos.attention import linear_attention
-from isopos.feature_maps import FEATURE_MAPS, Favor
+from isopos import feature_maps, schemes
+from isopos.attention import explain, linear_attention, naive_linear_attention
+from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, register
+from isopos.ops import library
+from isopos.positions import sequence
 
 X = torch.cat((torch.linspace(-50, 50, 41), torch.tensor([0.0, -1e4, 1e4]))).double()
 DEFINITIONS = {
@@ -45,6 +48,61 @@ def test_positive_maps_are_positive(name, dtype):
     y = FEATURE_MAPS[name](torch.linspace(-5, 5, 41, dtype=dtype))
     assert (y > 0).all()
     assert y.dtype == dtype
+
+
+# From outside
+
+SOFTPLUS = FeatureMap("softplus", F.softplus)
+HALF = FeatureMap("half", lambda x: x.square() + 0.1, lambda x, out, scratch: torch.mul(x, x, out=out).add_(0.1))
+WIDER = FeatureMap("wider", lambda x: torch.cat((x.relu(), (-x).relu()), -1) + 0.1)
+
+
+@pytest.fixture
+def no_libraries(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
+
+
+@pytest.mark.parametrize("no_libraries", [True, False], ids=["library", "without"], indirect=True)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decayed", [True, False])
+@pytest.mark.parametrize(
+    "phi", [SOFTPLUS, HALF, WIDER, F.softplus, torch.nn.Softplus()], ids=["softplus", "half", "wider", "plain", "module"]
+)
+def test_maps_from_outside_serve_float32_attention(no_libraries, phi, decayed, causal):
+    leaves, mask = [x.float().requires_grad_() for x in inputs(2, t=130, e=16)], torch.rand(2, 130) < 0.8
+    rotates = phi is not WIDER
+    at = schemes.rope(8, 2).at(sequence(130), dtype=torch.float64) if rotates else {}
+    at |= {"feature_map": phi, "mask": mask, "causal": causal, "denominator": "plain"}
+    at |= {"decay": -0.05 * torch.arange(130, dtype=torch.float64)} if decayed else {}
+    out = linear_attention(*leaves, **at)
+    slow = naive_linear_attention(*(x.double() for x in leaves), **at)
+    grad = torch.randn_like(out)
+    found, exact = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(slow, leaves, grad.double())
+    for a, b in zip((out, *found), (slow, *exact), strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-5 * float(b.detach().abs().max()))
+
+
+def test_a_registered_map_has_its_name_everywhere(monkeypatch):
+    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", dict(FEATURE_MAPS))
+    with pytest.raises(ValueError, match="name: expected one that no feature map has, got 'relu'"):
+        register(FeatureMap("relu", F.relu))
+    assert register(SOFTPLUS) is feature_maps.FEATURE_MAPS["softplus"]
+    with pytest.raises(ValueError, match="'softplus'"):
+        register(SOFTPLUS)
+
+
+def test_explain_takes_the_arguments_of_linear_attention():
+    q, k, v = torch.randn(3, 1, 4, 70, 16)
+    given = schemes.rope(16, 2).at(sequence(70)) | {"causal": True}
+    assert explain(q, k[:, :2], v[:, :2], **given).backend == ("cpu" if library.libraries()[0] else "chunks")
+    text = str(explain(q, k[:, :2], v[:, :2], **given | {"feature_map": SOFTPLUS}))
+    assert text.splitlines()[0] == "chunks serves"
+    assert "cpu does not: it does not know the feature map 'softplus'" in text
+    streamed = explain(q, k[:, :2], v[:, :2], **given, return_state=True)
+    assert (streamed.backend, list(streamed.refusals)) == ("graph", ["cpu", "chunks"])
+    with pytest.raises(ValueError, match="denominator: expected"):
+        explain(q, k[:, :2], v[:, :2], **given | {"denominator": "none"})
 
 
 # Random features

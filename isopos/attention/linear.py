@@ -23,7 +23,7 @@ from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
-from isopos.ops.linear import Features, Opaque, Step, Stream, Sums
+from isopos.ops.linear import ALL_READY, Features, Opaque, Step, Stream, Sums
 from isopos.state import State
 from isopos.terms import Term
 
@@ -96,8 +96,8 @@ def linear_attention(
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
         torch.Size([2, 4, 100, 16])
     """
-    options = LinearOptions(isometry=isometry, feature_map=feature_map, decay=decay, denominator=denominator, causal=causal)
-    options |= LinearOptions(terms=terms, mask=mask, segment_ids=segment_ids, state=state)
+    options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
+    options |= {"causal": causal, "terms": terms, "mask": mask, "segment_ids": segment_ids, "state": state}
     q, groups = group(q, k, v)
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
@@ -145,7 +145,7 @@ def naive_linear_attention(
     Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
 
     Example:
-        >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
+        >>> q, k, v = torch.rand(3, 2, 4, 10, 16)
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
@@ -174,7 +174,7 @@ def _sums(problem: LinearProblem) -> Sums:
     features = (
         Features(phi_q, _as_data(problem.rho_q), None, problem.plain, wide),
         Features(phi_k, _as_data(problem.rho_k), mask, problem.plain, wide),
-        Features(mask=mask, dtype=wide),
+        Features(identity, (), mask, False, wide),  # in full: compilers do not know where a default comes from
     )
     form = None if problem.denominator is None else "column" if problem.terms else "divide"
     stream, q, k, v = None, problem.q, problem.k, problem.v
@@ -199,7 +199,7 @@ def _complex(sums: Sums) -> Sums:
     query = torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
     if sums.stream is None:
         key, value = (x.expand(2, *x.shape) for x in (key, value))
-    return Sums(query, key, value, g=sums.g, causal=sums.causal, stream=sums.stream)
+    return Sums(query, key, value, ALL_READY, sums.g, sums.causal, None, sums.stream)
 
 
 def _as_data(rho: TokenMap) -> tuple[Step, ...] | Opaque:

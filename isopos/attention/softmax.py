@@ -85,8 +85,8 @@ def softmax_attention(
         >>> softmax_attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 10, 16])
     """
-    options = SoftmaxOptions(isometry=isometry, decay=decay, scale=scale, causal=causal, terms=terms, locality=locality)
-    options |= SoftmaxOptions(mask=mask, segment_ids=segment_ids, state=state)
+    options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
+    options |= {"locality": locality, "mask": mask, "segment_ids": segment_ids, "state": state}
     q, groups = group(q, k, v)
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)

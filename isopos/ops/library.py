@@ -100,7 +100,7 @@ def unreadable(*tensors: Tensor) -> str:
     """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches."""
     if not libraries()[0]:
         return f"no library is installed ({libraries()[1]})"
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors):
+    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in tensors):
         return "it reads plain tensors on a CPU only"
     if (
         torch._C._are_functorch_transforms_active()

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from isopos.ops.linear.autograd import Backend, Kernel
 from isopos.ops.linear.division import Clamped, clamp, divide, divide_complex
-from isopos.ops.linear.features import Decays, Features, Opaque, Step, Stream, Sums
+from isopos.ops.linear.features import ALL_READY, Decays, Features, Opaque, Step, Stream, Sums
 from isopos.ops.linear.graph import GRAPH
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.naive import naive
 
 __all__ = [
+    "ALL_READY",
     "BACKENDS",
     "Backend",
     "Clamped",

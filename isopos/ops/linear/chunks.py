@@ -21,7 +21,7 @@ from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
 from isopos.ops.linear.walk import Layout, Operand, Plan, Span, Upstream, Walk, Walking
 
-__all__ = ["CHUNKS", "walks"]
+__all__ = ["CHUNKS", "ChunkWalk", "walks"]
 
 
 def _back(rows: Tensor) -> Tensor:

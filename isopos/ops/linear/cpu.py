@@ -40,21 +40,20 @@ class Closed(NamedTuple):
     @classmethod
     def of(cls, features: Features, x: Tensor) -> "Closed | None":
         """What makes features of x, if cpu.c knows it and its widths fit; PyTorch says what is wrong with others."""
-        phi, steps = features.phi, features.map
+        phi, steps, table, normal, kind = features.phi, features.map, None, None, "none"
         if isinstance(steps, Opaque) or not isinstance(phi, FeatureMap) or phi.name not in PHI or x.dtype != torch.float32:
             return None
         if features.dtype not in (None, torch.float32):
             return None
-        reflections = [step for step in steps if step.kind == "reflection"]
-        tables = [step for step in steps if step.kind != "reflection"]
-        if len(reflections) > 1 or len(tables) > 1 or any(step.width != x.shape[-1] for step in steps):
-            return None
-        if tables and reflections and steps[0] is tables[0]:
-            return None
-        if any(step.tensor.dtype != (torch.int64 if step.kind == "gather" else torch.float32) for step in steps):
-            return None
-        kind, table = (tables[0].kind, tables[0].tensor) if tables else ("none", None)
-        normal = reflections[0].tensor if reflections else None
+        for step in steps:
+            if step.width != x.shape[-1] or step.tensor.dtype != (torch.int64 if step.kind == "gather" else torch.float32):
+                return None
+            if table is not None or (step.kind == "reflection" and normal is not None):
+                return None
+            if step.kind == "reflection":
+                normal = step.tensor
+            else:
+                kind, table = step.kind, step.tensor
         return cls(phi.name, kind, table, normal, features.mask, features.own)
 
     @property
@@ -93,8 +92,9 @@ def _widths(features: Features, x: Tensor) -> list[int]:
 
 def _unknown(sums: Sums) -> str:
     """Why cpu.c does not make or read these features, or ""."""
-    for phi in (own.phi for own in sums.features if isinstance(own.phi, FeatureMap)):
-        if phi.name not in ROWS and not (phi.name in PHI and FEATURE_MAPS[phi.name] == phi):
+    for own in sums.features:
+        phi = own.phi
+        if isinstance(phi, FeatureMap) and phi.name not in ROWS and not (phi.name in PHI and FEATURE_MAPS[phi.name] == phi):
             return f"it does not know the feature map {phi.name!r}, only {', '.join((*PHI, *ROWS))} of isopos.feature_maps"
     return ""
 
@@ -265,6 +265,7 @@ class Cpu(Walking):
             return "sums over all keys are products of matrices, which PyTorch has"
         if why := library.unreadable(*sums.tensors):
             return why
+        sums.notes["unreadable"] = ""
         widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
         if widths[0][0] != widths[1][0]:
             return f"features of queries and keys are {widths[0][0]} and {widths[1][0]}"
@@ -274,57 +275,60 @@ class Cpu(Walking):
         return ""
 
     def _refuses_step(self, sums: Sums) -> str:
-        q, stream = sums.q, sums.stream
+        (q, k, v), stream, leading, tensors = sums.inputs, sums.stream, sums.q.shape[:-2], sums.tensors
         assert stream is not None
         if q.shape[-2] > 1 or not stream.sums:
             return "a step is one token after others"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return "a step has no gradients"
-        if torch.compiler.is_compiling() or sums.denominator == "column":
-            return "a compiler cannot trace a step" if sums.denominator != "column" else "a step divides at once"
-        if why := library.unreadable(*sums.tensors):
+        if torch.compiler.is_compiling():
+            return "a compiler cannot trace a step"
+        if sums.denominator == "column":
+            return "a step divides at once"
+        if why := library.unreadable(*tensors):
             return why
         if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
             return "a step has one log decay, and another before it"
-        if any(x.dtype != torch.float32 for x in (*sums.inputs, *stream.sums)):
-            return "a step reads float32"
-        if any(x.shape[:-2] != q.shape[:-2] for x in sums.inputs) or any(n > 1 for n in q.shape[:-4]):
+        if k.shape[:-2] != leading or v.shape[:-2] != leading or leading[:-2].numel() > 1:
             return "a step has one state a query, and at most two axes of heads and samples"
         closed = [Closed.of(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
         known = [x for x in closed if x is not None]
-        if len(known) < len(closed):
-            return "a step makes features in closed form"
-        (d, of_k, e), own = [x.shape[-1] * c.doubled for x, c in zip(sums.inputs, known, strict=True)], known[0].own
-        shapes = [(d, e + (sums.denominator is not None and not own)), *[(q.shape[-1], 1)] * own]
-        expected = [(*q.shape[:-2], *shape) for shape in shapes]
-        if d != of_k or [tuple(x.shape) for x in stream.sums] != expected or not all(x.is_contiguous() for x in stream.sums):
-            return f"a step needs contiguous sums {expected}, for queries and keys alike"
-        if library.library(d, e, *(x.shape[-1] for x in sums.inputs)) is None:
+        if len(known) < 3:
+            return "a step makes float32 features in closed form"
+        d, of_k, e = (x.shape[-1] * own.doubled for x, own in zip(sums.inputs, known, strict=True))
+        own = q.shape[-1] * known[0].own
+        shapes = [(*leading, d, e + (sums.denominator is not None and not own)), *[(*leading, own, 1)] * bool(own)]
+        fit = [x.shape for x in stream.sums] == shapes and all(x.dtype == torch.float32 for x in stream.sums)
+        if d != of_k or not fit or not all(x.is_contiguous() for x in stream.sums):
+            return f"a step needs contiguous float32 sums {shapes}, for queries and keys alike"
+        lib = library.library(d, e, q.shape[-1], k.shape[-1], v.shape[-1])
+        if lib is None:
             return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}"
+        sums.notes["step"] = lib, known, d, own, e
         return ""
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
-        walks = chunks.walks(operands, plan, g, buffers, sums)
-        if library.unreadable(*sums.tensors):
-            return walks  # a backward pass that is watched
-        return [CpuWalk(operands, plan, g, buffers, denominator=sums.denominator is not None), *walks[1:]]
+        if "unreadable" not in sums.notes:
+            sums.notes["unreadable"] = library.unreadable(*sums.tensors)
+        if sums.notes["unreadable"]:
+            return chunks.walks(operands, plan, g, buffers, sums)  # a backward pass that is watched
+        denominator = sums.denominator is not None
+        first = CpuWalk(operands, plan, g, buffers, denominator=denominator)
+        if sums.causal:
+            return [first]
+        return [first, chunks.ChunkWalk(operands, plan, g, buffers, denominator=denominator, reverse=True)]
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         return super().run(sums) if sums.stream is None else self._step(sums)
 
     def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output ``[*b h 1 e]`` of the next token of a stream, and its sums."""
-        (q, _, v), leading, stream = sums.inputs, sums.q.shape[:-2], sums.stream
+        (lib, known, d, own, e), v, leading, stream = sums.notes["step"], sums.v, sums.q.shape[:-2], sums.stream
         assert stream is not None
-        call = Call(leading.numel(), 1, leading[-1], 1, own=q.shape[-1] * sums.features[0].own)
-        call.denominated, call.threads, alive, widths = sums.denominator is not None, torch.get_num_threads(), [], []
-        for part, x, features in zip((call.q, call.k, call.v), sums.inputs, sums.features, strict=True):
-            closed = Closed.of(features, x)
-            assert closed is not None
-            width, tensors = closed.describe(part, x)
-            alive += tensors
-            widths.append(width)
-        call.d, _, call.e = widths
+        call = Call(leading.numel(), 1, leading[-1], 1, d, e, own, torch.get_num_threads(), sums.denominator is not None)
+        parts, alive = zip((call.q, call.k, call.v), sums.inputs, known, strict=True), []
+        for part, x, closed in parts:
+            alive += closed.describe(part, x)[1]
         after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
         out, denominator = v.new_empty(v.shape), v.new_empty(*leading, 1, 1) if call.denominated else None
         call.out, call.state, call.states = view(out), stream.sums[0].data_ptr(), after[0].data_ptr()
@@ -335,8 +339,6 @@ class Cpu(Walking):
         if sums.g is not None and stream.before is not None:
             alive.append((sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(leading).contiguous())
             call.across = alive[-1].data_ptr()
-        lib = library.library(call.d, call.e, *(x.shape[-1] for x in sums.inputs))
-        assert lib is not None
         library.run(lib.isopos_step, call)
         if stream.in_place:
             torch.autograd.graph.increment_version(after)

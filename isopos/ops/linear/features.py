@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +40,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
+class Step(NamedTuple):
     """A linear map of features in closed form.
 
     Args:
@@ -58,8 +59,8 @@ class Step:
     @property
     def width(self) -> int:
         """Features that it maps."""
-        table = {"rotation": 2, "lift": 1}.get(self.kind)
-        return self.tensor.shape[-1] if table is None else table * self.tensor.shape[-2]
+        shape = self.tensor.shape
+        return 2 * shape[-2] if self.kind == "rotation" else shape[-2] if self.kind == "lift" else shape[-1]
 
     def __call__(self, x: Tensor, adjoint: bool = False) -> Tensor:
         """The map of x ``[*b h t d]``, or its adjoint."""
@@ -129,9 +130,10 @@ class Features:
         """The same with other tensors, in the order of `tensors`."""
         mask = None if self.mask is None else tensors[-1]
         if isinstance(self.map, Opaque):
-            return replace(self, map=replace(self.map, tensors=tuple(tensors[: len(self.map.tensors)])), mask=mask)
-        steps = (replace(step, tensor=tensor) for step, tensor in zip(self.map, tensors, strict=False))
-        return replace(self, map=tuple(steps), mask=mask)
+            own = replace(self.map, tensors=tuple(tensors[: len(self.map.tensors)]))
+        else:
+            own = tuple(step._replace(tensor=tensor) for step, tensor in zip(self.map, tensors, strict=False))
+        return Features(self.phi, own, mask, self.own, self.dtype)
 
     def part(self, place: Place) -> "Features":
         """Those of some tokens of some heads and samples."""
@@ -211,6 +213,7 @@ class Features:
 
 
 READY = Features()
+ALL_READY = (READY, READY, READY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,11 +251,16 @@ class Sums:
     q: Tensor
     k: Tensor
     v: Tensor
-    features: tuple[Features, Features, Features] = (READY, READY, READY)
+    features: tuple[Features, Features, Features] = ALL_READY
     g: Decays = None
     causal: bool = True
     denominator: str | None = None
     stream: Stream | None = None
+
+    @cached_property
+    def notes(self) -> dict[str, Any]:
+        """What a backend found out when it was asked, for when it runs."""
+        return {}
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:

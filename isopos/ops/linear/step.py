@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isopos.exact import broadcast
 from isopos.ops.linear.division import divide
-from isopos.ops.linear.features import Decays, Stream, Sums
+from isopos.ops.linear.features import ALL_READY, Decays, Stream, Sums
 
 
 def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -63,7 +63,7 @@ def _carried(
     after = (k if to_end is None else k * to_end).mT @ v
     batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     queries, keys, values = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
-    total = linear(Sums(queries, keys, values, g=g))
+    total = linear(Sums(queries, keys, values, ALL_READY, g))
     if state is None:
         return total, after
     after = after + (state if across is None else state * across)
