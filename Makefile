@@ -33,17 +33,20 @@ format: .venv/.installed-dev    ## format the code and repair what ruff can
 	@$(BIN)/ruff format
 
 clean:     ## remove .venv, caches and build files; runs/ stays
-	@rm -rf .venv build dist *.egg-info isopos/ops/*.so .pytest_cache .ruff_cache .hypothesis
-	@find isopos tests -name __pycache__ -prune -exec rm -rf {} +
+	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find isopos -name '*.so' -delete
+	@find isopos tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
-.venv/.installed-dev: EXTRA := [dev]
-.venv/.installed-peers: EXTRA := [dev,peers,data]
-.venv/.installed-run .venv/.installed-dev .venv/.installed-peers: pyproject.toml setup.py isopos/ops/native.c constraints.txt $(BIN)/python
+STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-peers
+.venv/.installed-run: EXTRAS := lab
+.venv/.installed-dev: EXTRAS := lab,dev
+.venv/.installed-peers: EXTRAS := lab,dev,peers,data
+$(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python
 	@$(PIP) --version >/dev/null 2>&1 || { $(NEW_VENV); }
 	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
-	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".$(EXTRA)"
-	@touch .venv/.installed-run $(if $(EXTRA),.venv/.installed-dev) $@
+	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".[$(EXTRAS)]"
+	@touch .venv/.installed-run $(if $(findstring dev,$(EXTRAS)),.venv/.installed-dev) $@
 
 # Absent, or a link to a Python that is gone: the stamps above are stale.
 $(BIN)/python: ;

@@ -1,13 +1,15 @@
+import dataclasses
 import itertools
 import json
 import re
 import time
+from typing import get_args
 
 import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, figures, peers, processes, races, results, run, timing, works
+from isopos.lab.bench import accuracy, figures, peers, processes, races, racing, results, timing, works
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
 from isopos.lab.commands import bench
@@ -91,7 +93,7 @@ def test_a_figure_has_a_verdict_only_with_a_goal():
 
 
 def test_only_the_steepest_step_of_growth_may_be_steeper():
-    rows = run.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
+    rows = racing.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
     assert [row.verdict for row in rows] == ["met", "met", "not met"]
 
 
@@ -152,7 +154,7 @@ def test_both_states_of_the_allocator_are_below_each_other(here):
 
 def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
     monkeypatch.setattr(peers.FastTransformers, "module", "no_such_module")
-    (row, *_) = run.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
+    (row, *_) = racing.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
     absence = "pytorch-fast-transformers is not installed: pip install pytorch-fast-transformers, needs a compiler"
     assert absence in row.cells()
     assert not row.raced
@@ -179,6 +181,11 @@ def test_the_page_of_a_run(here, tmp_path):
     assert "## Memory" not in text
     assert "| rotation, forward, B=2 H=8 L=32 d=64 | two clones | as-is |" in text
     assert set(page.SECTIONS) == set(processes.SECTIONS)
+
+
+def test_the_command_line_knows_the_sections():
+    (section,) = (field.type.__origin__ for field in dataclasses.fields(bench.Bench) if field.name == "section")
+    assert get_args(section) == ("all", *processes.SECTIONS, "accuracy", "exactness")
 
 
 def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):

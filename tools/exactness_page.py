@@ -16,8 +16,8 @@ INTRODUCTION = """\
 
 A scheme gives one answer over a whole sequence, in chunks, token by token, packed, padded, at any position and in any
 precision. This page says how far from it each setting was in one run.
-`{command}` writes it (with `isopos[peers]`), `isopos bench exactness` measures your
-machine; the digits of rounding errors differ between machines.
+`{command}` writes it (with `isopos[lab,peers]`),
+`isopos bench exactness` measures your machine; the digits of rounding errors differ between machines.
 
 **What is measured.** Largest |output - reference| over max(1, largest |reference|), of {batch} samples of {length} tokens,
 with {heads} heads of {head_dim} features, normal random inputs and default options; learned tables that start at zero are

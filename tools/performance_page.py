@@ -24,7 +24,7 @@ INTRODUCTION = """# Performance
 
 One run on one machine; `{command}` prints and writes it for yours, and
 `python -m tools.performance_page FOLDER/bench.json > docs/performance.md` wrote this page. Peers are measured where they are
-installed: `pip install isopos[peers]`, and fast-transformers' kernel where a compiler builds it.
+installed: `pip install isopos[lab,peers]`, and fast-transformers' kernel where a compiler builds it.
 
 **Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}.
 

@@ -128,7 +128,7 @@ def _behind(group: Group, x: Tensor, rows: int) -> Tensor:
 
 
 def _lengths() -> list[int]:
-    """Random ones, of all tokens."""
+    """Random lengths that add up to all tokens."""
     cuts = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(1))[:9].add(1).sort().values.tolist()
     return [b - a for a, b in itertools.pairwise([0, *cuts, LENGTH])]
 
@@ -265,7 +265,7 @@ class Table(NamedTuple):
     rows: list[tuple[str, ...]]
 
     def rich(self) -> rich.table.Table:
-        """For a console."""
+        """The table for a console."""
         table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
         for n, title in enumerate(self.head):
             table.add_column(title.replace(" ", "\n"), justify="right" if n else "left", no_wrap=True)

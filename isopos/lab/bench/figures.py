@@ -114,7 +114,7 @@ def tree(nodes: int) -> dict[str, float]:
 
 
 def _high_water() -> int:
-    """The most bytes of memory that this process has held."""
+    """The largest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would count what the parent held when it started this process
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]

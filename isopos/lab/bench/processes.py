@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from isopos.lab.bench import figures, run
+from isopos.lab.bench import figures, racing
 from isopos.lab.bench.races import RACES
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.works import Shape
@@ -47,14 +47,14 @@ def section(name: str, rounds: int, longest: int | None = None) -> list[Row]:
 
 def _rows(name: str, rounds: int, most: int) -> Iterator[Row]:
     if name == "growth":
-        yield from run.growth(rounds, [length for length in run.LENGTHS if length <= most] or [most // 2, most])
+        yield from racing.growth(rounds, [length for length in racing.LENGTHS if length <= most] or [most // 2, most])
     if name == "memory":
         lengths = dict.fromkeys(min(length, most) for length in figures.LENGTHS)
         yield from figures.memory(call, tuple(lengths), min(figures.LONG, most))
     if name == "construction":
         yield from figures.construction(call, rounds, min(figures.NODES, NODES * most))
     for contest in RACES.get(name, ()):
-        yield from run.race(name, contest.limited(most), rounds)
+        yield from racing.race(name, contest.limited(most), rounds)
     if name == "rotary":
         yield figures.rotation_error(Shape().limited(most))
 

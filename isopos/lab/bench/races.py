@@ -22,7 +22,7 @@ class Race:
     pairs: Mapping[tuple[str, str], Goal | None]
 
     def limited(self, most: int) -> "Race":
-        """The same, of at most so many tokens."""
+        """The race with at most so many tokens."""
         return replace(self, shape=self.shape.limited(most))
 
 

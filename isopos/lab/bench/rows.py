@@ -36,7 +36,7 @@ class Row:
 
     @property
     def spread(self) -> Spread:
-        """Of the ratio, or of the figure."""
+        """The spread of the ratio, or of the figure."""
         if self.raced:
             return ratios(self.ours_seconds, self.other_seconds, self.goal)
         assert self.figure is not None
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """On the goal, or on the difference."""
+        """What the figures say of the goal or, without one, of the difference."""
         if self.raced:
             return verdict(self.spread, self.goal)
         if self.figure is None or self.goal is None:
@@ -56,7 +56,7 @@ class Row:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the ratio and the verdict."""
+        """Plain values of all fields, with the ratio and the verdict."""
         measured = self.raced or self.figure is not None
         more = {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict if measured else ""}
         return dataclasses.asdict(self) | more
@@ -82,7 +82,7 @@ class Row:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """All rows, below each other what belongs together."""
+    """Rows for a console."""
     shown = Table(*TITLES, header_style="bold")
     for row in rows:
         shown.add_row(*row.cells())

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,12 +55,12 @@ class Goal:
 
 
 def at_least(value: float) -> Goal:
-    """A goal to reach."""
+    """A goal for a speed."""
     return Goal("at least", value)
 
 
 def at_most(value: float) -> Goal:
-    """A goal to keep below."""
+    """A goal for a cost."""
     return Goal("at most", value)
 
 
@@ -122,7 +123,7 @@ def _repeats(work: Callable[[], object], device: str) -> int:
 
 def _seconds(work: Callable[[], object], repeats: int, device: str) -> float:
     """Seconds of one call, without collections of garbage."""
-    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    synchronize = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
     synchronize()
     gc.disable()
     try:

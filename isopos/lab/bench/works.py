@@ -43,7 +43,7 @@ class Shape(NamedTuple):
         return f"B={self.batch} H={self.heads} {length}d={self.head_dim}{cache}"
 
     def limited(self, most: int) -> "Shape":
-        """The same, of at most so many tokens."""
+        """The shape with at most so many tokens."""
         return self._replace(length=min(self.length, most), cache=min(self.cache, most))
 
 

@@ -43,7 +43,7 @@ class Bench:
     overwrite: bool = False
     """Replace them if they exist."""
     compiled: bool = False
-    """Of exactness: compiled, too, which takes minutes."""
+    """With exactness: compiled into one graph, too, which takes minutes."""
 
 
 def run(options: Bench, console: Console) -> int:

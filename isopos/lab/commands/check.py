@@ -29,7 +29,7 @@ class Check:
     heads: int = 4
     """Heads of a scheme."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Of the queries and keys whose precision is measured."""
+    """dtype of the queries and keys whose precision is measured."""
 
 
 def run(options: Check, console: Console) -> int:

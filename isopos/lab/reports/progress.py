@@ -87,5 +87,7 @@ class Bars:
 
 def _left(start: tuple[int, float], step: int, steps: int) -> str:
     """The time that is left at the mean speed since a step and its time."""
-    seconds = (steps - step) * (time.monotonic() - start[1]) / max(step - start[0], 1)
-    return f"{datetime.timedelta(seconds=round(seconds))} left" if seconds else ""
+    if step in (start[0], steps):
+        return ""
+    seconds = (steps - step) * (time.monotonic() - start[1]) / (step - start[0])
+    return f"{datetime.timedelta(seconds=round(seconds))} left"
