@@ -276,8 +276,7 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
     longest, branches = max(len(one.tokens) for one in rows), max(one.branches for one in rows)
     assert (recipe.task.longest, recipe.task.branches) == (longest, branches)
     assert recipe.task.model(recipe).scheme.group == Tree(branches)
-    assert recipe.task.options("learned", recipe) == {"length": str(longest)}
-    assert recipe.task.options("rope", recipe) == {}
+    assert recipe.edit(scheme="learned").task.model(recipe.edit(scheme="learned")).scheme.max_length == longest
     for scheme in ("ape-grid", "ape-ring", "permuteformer-2d"):
         with pytest.raises(ValueError, match=f"expected positions on a line or in a tree, .* {scheme} takes those of"):
             recipe.edit(scheme=scheme).task.check(recipe.edit(scheme=scheme))

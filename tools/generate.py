@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 import isopos
-from isopos.lab.reports.plots import places
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
 from tools import schemes_page
@@ -66,7 +65,7 @@ def _families() -> str:
     for home, names in groupby(REGISTRY, lambda name: REGISTRY[name].__module__):
         names = list(names)
         what = (importlib.import_module(home).__doc__ or "").strip().removesuffix(".")
-        groups = dict.fromkeys(places(REGISTRY[name](16, 2).group) for name in names)
+        groups = dict.fromkeys(REGISTRY[name](16, 2).group.noun for name in names)
         rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {', '.join(groups)} |")
     return "\n".join(("", "| family | schemes | positions |", "|---|---|---|", *rows, ""))
 

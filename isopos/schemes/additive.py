@@ -78,6 +78,7 @@ def learned(
     cost="t d once",
     extends="trees",
     learns="p, several",
+    fits={"branches": "branches"},
 )
 def shiv_quirk(
     head_dim: int,

@@ -151,6 +151,7 @@ def ape_ring(
     cost="t d^3 once, t d^2",
     extends="any product, by direct sum",
     learns="W of each branch: planes and angles",
+    fits={"branches": "branches"},
 )
 def ape_tree(
     head_dim: int,

@@ -91,7 +91,8 @@ def build(
         heads: h.
         options: Text by option.
         model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
-            will be evaluated; "scale", the standard deviation of token embeddings; "seed". Where no option says otherwise,
+            will be evaluated; "branches", children of a node at most; "scale", the standard deviation of token embeddings;
+            "seed". Where no option says otherwise,
             options that the scheme's `Entry.fits` names, and any seed, follow them.
 
     Raises:

@@ -25,6 +25,7 @@ RECIPES = {
     "quickstart": "language:quickstart",
     "lrpe-alm": "language:lrpe_alm",
     "permuteformer-lm": "language:permuteformer_lm",
+    "listops": "listops:listops",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

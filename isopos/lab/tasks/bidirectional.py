@@ -37,8 +37,9 @@ class Bidirectional(Task):
     def size(self, recipe: "Recipe") -> int:
         return recipe.training.batch * self.length
 
-    def options(self, scheme: str, recipe: "Recipe") -> dict[str, str]:
-        return {"length": str(self.length)} if scheme in ("learned", "cosformer") else {}
+    @property
+    def fits(self) -> dict[str, object]:
+        return {"length": self.length, "reach": self.length}
 
     def check(self, recipe: "Recipe") -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
@@ -46,9 +47,6 @@ class Bidirectional(Task):
 
         for name in ("vocabulary", "length"):
             expect(name, getattr(self, name), "a positive number", getattr(self, name) >= 1)
-        expect(
-            "recompute", recipe.model.recompute, "no recomputed blocks, which this model lacks", not recipe.model.recompute
-        )
         check_group(recipe, (Line,), "on a line, which text has")
         return ()
 
@@ -58,7 +56,7 @@ class Bidirectional(Task):
 
         m, scheme = recipe.model, build_scheme(recipe)
         with seeded(recipe):
-            options = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout}
+            options = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
             return Encoder(self.vocabulary, m.model_dim, m.layers, scheme, **options)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "RandomTokens":

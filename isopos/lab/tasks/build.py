@@ -6,11 +6,10 @@ from collections.abc import Iterator
 import torch
 
 from isopos.lab.recipes import Recipe, split_spec
-from isopos.lab.reports.plots import places
 from isopos.lab.tasks.task import expect
 from isopos.models import TOKEN_STD
 from isopos.positions import Group
-from isopos.schemes import REGISTRY, Scheme, build, options_of
+from isopos.schemes import Scheme, build
 
 __all__ = ["build_scheme", "check_group", "seeded"]
 
@@ -20,10 +19,8 @@ def build_scheme(recipe: Recipe) -> Scheme:
     m = recipe.model
     expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
     name, options = split_spec(recipe.scheme)
-    fitting = {"scale": str(TOKEN_STD)} if name == "sinusoidal" else {}
-    if name in REGISTRY and "seed" in options_of(name):
-        fitting["seed"] = str(recipe.seed)
-    return build(name, m.model_dim // m.heads, m.heads, fitting | dict(recipe.task.options(name, recipe)) | options)
+    known = {"scale": TOKEN_STD, "seed": recipe.seed, **recipe.task.fits}
+    return build(name, m.model_dim // m.heads, m.heads, options, model=known)
 
 
 def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme:
@@ -41,7 +38,7 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
     if not isinstance(scheme.group, kinds):
         name = split_spec(recipe.scheme)[0]
         raise ValueError(
-            f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {places(scheme.group)}; "
+            f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}; "
             f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
         )
     return scheme

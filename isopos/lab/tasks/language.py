@@ -66,9 +66,14 @@ class Language(Task):
         tokens = "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
         return f"A decoder of {tokens}, in windows of {self.length}."
 
-    def options(self, scheme: str, recipe: "Recipe") -> dict[str, str]:
-        longest = max(metric.view.multiple for metric in self.metrics) * self.length
-        return {"learned": {"length": str(self.length)}, "cosformer": {"length": str(longest)}}.get(scheme, {})
+    @property
+    def fits(self) -> dict[str, object]:
+        return {"length": self.length, "reach": self.reach}
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest window that is evaluated."""
+        return max(metric.view.multiple for metric in self.metrics) * self.length
 
     def check(self, recipe: "Recipe") -> list[str]:
         import torch
@@ -84,12 +89,11 @@ class Language(Task):
         with torch.no_grad():
             small = recipe.edit(vocabulary=0, cutoffs=())  # of no consequence for the scheme
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
-        longest = max(metric.view.multiple for metric in self.metrics) * self.length
         orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
         return [
-            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {longest} evaluated"
+            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {self.reach} evaluated"
             for order in orders
-            if order < longest
+            if order < self.reach
         ]
 
     def model(self, recipe: "Recipe") -> "Decoder":

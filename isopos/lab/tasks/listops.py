@@ -67,11 +67,10 @@ class ListOps(Task):
     def setting(self, recipe: "Recipe") -> str:
         return f"A classifier of expressions of at most {self.longest} tokens, whose trees have {self.branches} branches."
 
-    def options(self, scheme: str, recipe: "Recipe") -> dict[str, str]:
-        from isopos.schemes import options_of
-
-        fitting = {"length": self.longest, "branches": self.branches}
-        return {name: str(value) for name, value in fitting.items() if value and name in options_of(scheme)}
+    @property
+    def fits(self) -> dict[str, object]:
+        known = {"length": self.longest, "reach": self.longest, "branches": self.branches}
+        return {name: value for name, value in known.items() if value}
 
     def check(self, recipe: "Recipe") -> list[str]:
         from isopos.lab.tasks.build import check_group

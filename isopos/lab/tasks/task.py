@@ -137,8 +137,9 @@ class Task(ABC):
         self.model(recipe)
         return ()
 
-    def options(self, scheme: str, recipe: "Recipe") -> Mapping[str, str]:
-        """Options of a scheme that fit the samples (a learned table's length), unless a user gives others."""
+    @property
+    def fits(self) -> Mapping[str, object]:
+        """What options of schemes follow where a user gives none, as in `isopos.schemes.build`: "length", "branches", ..."""
         return {}
 
     @property
