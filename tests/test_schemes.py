@@ -1,9 +1,9 @@
 """Every scheme of the table: attention is its definition, relative and learnable, whatever is cast or copied."""
 
 import copy
-import dataclasses
 import inspect
 import math
+import operator
 
 import pytest
 import torch
@@ -813,12 +813,15 @@ def test_at_names_keys_apart():
 
 def test_what_at_returns_is_a_frozen_value():
     at = schemes.t5(8, 2, decay="alibi").at(sequence(3))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        at.scale = 2.0  # pyright: ignore
+    changes = (lambda: at.update(scale=2.0), lambda: at.pop("scale"), lambda: operator.setitem(at, "scale", 2.0), at.clear)
+    for change in (*changes, lambda: operator.ior(at, {"scale": 2.0})):
+        with pytest.raises(TypeError, match="expected no change of what a scheme gave"):
+            change()
     with pytest.raises(KeyError):
         at["state"]
-    changed = at.replace(scale=2.0)
-    assert (changed.scale, changed.isometry, at.scale) == (2.0, at.isometry, 8**-0.5)
+    changed = at | {"scale": 2.0}
+    assert (changed["scale"], changed["isometry"], at["scale"]) == (2.0, at["isometry"], 8**-0.5)
+    assert isinstance(copy.deepcopy(at), type(at))
     assert {"scale": 1.0, "causal": True} | at == dict(at) | {"causal": True} == {"causal": True} | dict(at)
     assert set(at) == {"isometry", "decay", "terms", "scale"}
     assert "decay=float64 [2, 3]" in repr(at)

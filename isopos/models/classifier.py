@@ -1,15 +1,17 @@
 """One answer for a whole sample."""
 
+from typing import Unpack
+
 from torch import Tensor, nn
 
-from isopos.models.blocks import enter, through, trunk
+from isopos.models.blocks import Options, Trunk
 from isopos.models.heads import mean
 from isopos.scheme import Scheme
 
 __all__ = ["Classifier"]
 
 
-class Classifier(nn.Module):
+class Classifier(Trunk):
     """A bidirectional model whose tokens, averaged, choose a class.
 
     Args:
@@ -18,9 +20,7 @@ class Classifier(nn.Module):
         model_dim: Width, heads * head_dim of the scheme.
         layers: Number of blocks.
         scheme: What sees positions.
-        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
-        dropout: Probability.
-        recompute: Compute each block again in the backward pass instead of keeping what is inside.
+        options: As of `Trunk`.
 
     Example:
         >>> import torch
@@ -32,24 +32,11 @@ class Classifier(nn.Module):
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        classes: int,
-        model_dim: int,
-        layers: int,
-        scheme: Scheme,
-        *,
-        hidden_dim: int | None = None,
-        dropout: float = 0.0,
-        recompute: bool = False,
+        self, vocabulary: int, classes: int, model_dim: int, layers: int, scheme: Scheme, **options: Unpack[Options]
     ):
-        super().__init__()
-        self.tokens, self.blocks, self.norm = trunk(vocabulary, model_dim, layers, scheme, hidden_dim, dropout)
+        super().__init__(vocabulary, model_dim, layers, scheme, **options)
         self.head = nn.Linear(model_dim, classes)
-        self.scheme, self.recompute = scheme, recompute
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
-        x, at = enter(self.tokens(tokens), self.scheme, positions)
-        x = through(self.blocks, x, at, causal=False, mask=mask, recompute=self.recompute)
-        return self.head(mean(self.norm(x), mask))
+        return self.head(mean(self.features(tokens, positions, mask=mask), mask))

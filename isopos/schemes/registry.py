@@ -1,8 +1,10 @@
 """What makes a function a named scheme, and what finds one by its name and options as text."""
 
 import functools
+import importlib
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -11,7 +13,7 @@ from isopos.catalog import CATALOG, Entry, closest, expect
 from isopos.encodings import Coupling
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "positive", "register", "split"]
+__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "positive", "register", "resolve", "split"]
 
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {"head_dim": "d.", "heads": "h.", "choices": "See `isopos.scheme.Choices`."}  # those that every scheme has
@@ -86,7 +88,7 @@ def build(
     """A scheme from its name and options as text, as the command line has them.
 
     Args:
-        name: In `REGISTRY`.
+        name: As `resolve` takes it.
         head_dim: d.
         heads: h.
         options: Text by option.
@@ -104,8 +106,7 @@ def build(
         >>> build("learned", 64, 8, model={"length": 100}).max_length
         100
     """
-    if name not in REGISTRY:
-        raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
+    name = resolve(name)
     parameters, model = options_of(name), model or {}
     follows = {"seed": "seed"} | dict(CATALOG[name].fits)
     fitting = {option: str(model[what]) for option, what in follows.items() if option in parameters and what in model}
@@ -115,6 +116,32 @@ def build(
             raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
         values[option] = _parse(f"{name}: {option}", text, parameters[option])
     return REGISTRY[name](head_dim, heads, **values)
+
+
+def resolve(name: str) -> str:
+    """The name in `REGISTRY` of a scheme: that name itself, or ``module.name`` of one that a module of yours registers.
+
+    The module is imported, from the working folder or as it is installed.
+
+    Raises:
+        ValueError: For an unknown name, a module that cannot be imported, or one that registers no such scheme.
+    """
+    module, dot, own = name.rpartition(".")
+    if dot:
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever the user's module does
+            raise ValueError(f"scheme {name}: cannot import {module}: {type(error).__name__}: {error}") from None
+        if own not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
+            found = ", ".join(known) or "none"
+            raise ValueError(
+                f"scheme {name}: expected a scheme that {module} registers by @register, got {own!r} of {found}"
+            )
+    elif name not in REGISTRY:
+        raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
+    return own
 
 
 def options_of(name: str) -> dict[str, Any]:
