@@ -17,16 +17,22 @@ __all__ = ["T5", "ClippedKeys", "DeBERTa", "RelativeBias", "Shaw"]
 
 
 class RelativeBias(ExactModule, ABC):
-    """Terms of pairs of positions of `group`. Subclasses are final: they set group and heads and define `forward`."""
+    """Terms of pairs of positions of `group`. Subclasses are final: they set group and heads and define `terms`."""
 
     group: Group
     heads: int = 1  # that have tables of their own; 1: all share one
     outside: int = 0  # number of first tokens that are outside the positions: class tokens
     is_linear: bool = False  # whether linear attention sums its terms in linear time
 
-    @abstractmethod
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
         """Terms of queries at x ``[*b t c]`` and keys at y ``[*b s c]``, with tables in `dtype`."""
+        self.group.check(x)
+        self.group.check(y)
+        return self.terms(x, y, dtype)
+
+    @abstractmethod
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        """Those terms, at positions of the group."""
 
 
 class T5(RelativeBias):
@@ -68,8 +74,8 @@ class T5(RelativeBias):
         after = (offset > 0) * self.one_way if self.bidirectional else 0
         return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        return (Indexed(self.parameter.to(dtype), "none", self.bucket(_offsets(self.group, x, y))),)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        return (Indexed(self.parameter.to(dtype), "none", self.bucket(_offsets(x, y))),)
 
 
 class Shaw(RelativeBias):
@@ -93,9 +99,7 @@ class Shaw(RelativeBias):
         start = normal(seed, 2, 1, 2 * reach + 1, features) / features**0.5
         self.keys, self.values = Weight(start[0]), Weight(start[1])
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        self.group.check(x)
-        self.group.check(y)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         tables = (self.keys.parameter.to(dtype), "query"), (self.values.parameter.to(dtype), "value")
         return tuple(Clipped(table, side, x, y, self.reach) for table, side in tables)
 
@@ -139,8 +143,8 @@ class DeBERTa(RelativeBias):
         steps = torch.bucketize(offset.abs(), self.starts.to(offset.device), right=True)
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        offset = _offsets(self.group, x, y)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        offset = _offsets(x, y)
         return (
             Indexed(self.keys.parameter.to(dtype), "query", self.bucket(offset)),
             Indexed(self.queries.parameter.to(dtype), "key", self.bucket(-offset)),
@@ -178,16 +182,12 @@ class ClippedKeys(RelativeBias):
         count = (2 * reach + 1) ** axes + (2 if outside else 0)
         self.parametrise("weight", normal(seed, heads, count, features), learned=True)
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        self.group.check(x)
-        self.group.check(y)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)
 
 
-def _offsets(group: Group, x: Tensor, y: Tensor) -> Tensor:
+def _offsets(x: Tensor, y: Tensor) -> Tensor:
     """Key minus query, ``[*b t s]``, on a line."""
-    group.check(x)
-    group.check(y)
     return (y[..., None, :, 0] - x[..., :, None, 0]).long()
 
 

@@ -1,7 +1,7 @@
 """Log decays: g(x) = -rate * x, so that a weight shrinks by exp(-rate) a step (RetNet; PermuteFormer's r = exp(-rate))."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isopos.exact import ExactModule, constant
 from isopos.positions import Line
@@ -26,21 +26,18 @@ class Decay(ExactModule):
         least = "positive" if learned else "not negative"
         if rate.ndim != 1 or not (rate > 0 if learned else rate >= 0).all():
             raise ValueError(f"rate: expected [h], {least}, got {rate.tolist()}")
-        self.initial = constant(rate)
-        self.log_rate = nn.Parameter(torch.empty(rate.shape, dtype=torch.float32)) if learned else None
-        self.reset_parameters()
+        self.initial_rate = constant(rate)
+        self.parametrise("log_rate", self.initial_rate.log(), learned=learned)
 
-    def reset_parameters(self) -> None:
-        """Back to the initial rates."""
-        if self.log_rate is not None:
-            with torch.no_grad():
-                self.log_rate.copy_(self.initial.log())
+    @property
+    def rate(self) -> Tensor:
+        """Nats a step ``[h]``: float64."""
+        return self.initial_rate if self.log_rate is None else self.log_rate.double().exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """g at positions x ``[*b t 1]``: float64 ``[*b h t]``."""
         Line(real=True).check(x)
-        rate = self.initial.to(x.device) if self.log_rate is None else self.log_rate.double().exp()
-        return -rate[:, None] * x[..., None, :, 0].double()
+        return -self.rate.to(x.device)[:, None] * x[..., None, :, 0].double()
 
 
 def retnet_rates(heads: int) -> Tensor:

@@ -74,6 +74,9 @@ class Encoding(Coupling, ABC):
     Subclasses are final: they set the three attributes and define `forward`.
     """
 
+    order: float = math.inf  # positions after which it repeats itself
+    is_lift: bool = False  # whether outputs are the real parts, then the imaginary parts, of as many complex features
+
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         return self(x, dtype)
 
@@ -162,7 +165,8 @@ class Rotary(Encoding):
             whole = frequency.detach().double() * self.group.period / (2 * math.pi)
             if learned or not torch.allclose(whole, whole.round(), rtol=0, atol=1e-6):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
-        self.lift, self.is_complex, self.max_length = lift, not lift, max_length
+            self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
+        self.is_lift, self.is_complex, self.max_length = lift, not lift, max_length
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
         self.parametrise("frequency", frequency, learned=learned)
@@ -170,7 +174,7 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
-        return Rotation(rotations(x, self.parameter, dtype), self.lift)
+        return Rotation(rotations(x, self.parameter, dtype), self.is_lift)
 
 
 class Permutation(Encoding):
@@ -213,7 +217,7 @@ class Permutation(Encoding):
         self.features = self.out_features = features
         cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
         self.orders = tuple(math.lcm(*(len(cycle) for axis in head for cycle in axis)) for head in cycles)
-        self.common_order = math.lcm(*self.orders)
+        self.order = self.common_order = math.lcm(*self.orders)
         if length is not None and self.common_order < length:
             warnings.warn(
                 f"permutation: {self.common_order} positions are told apart, of {length} of the longest sequence; "
@@ -435,6 +439,7 @@ class InBasis(Encoding):
             raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {basis.features}")
         self.encoding, self.basis = encoding, basis
         self.is_complex = encoding.is_complex and basis.is_complex
+        self.order, self.is_lift = encoding.order, encoding.is_lift
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
@@ -463,6 +468,8 @@ class DirectSum(Encoding):
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared
         self.widths = tuple(part.features for part in parts)
+        orders = [part.order for part in parts]
+        self.order = math.inf if math.inf in orders else math.lcm(*map(int, orders))
         self.group = parts[0].group if shared else Product(tuple(part.group for part in parts))
         self.features, self.out_features = sum(self.widths), sum(part.out_features for part in parts)
 
@@ -485,7 +492,7 @@ class Partial(Encoding):
         self.rest = features - encoding.features
         if self.rest < 0:
             raise ValueError(f"features: expected at least {encoding.features} as the encoding, got {features}")
-        self.encoding, self.group = encoding, encoding.group
+        self.encoding, self.group, self.order = encoding, encoding.group, encoding.order
         self.features, self.out_features = features, encoding.out_features + self.rest
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:

@@ -153,8 +153,8 @@ class Scheme(nn.Module):
         group = self.group
         if self.decay is not None and not isinstance(group, Line):
             raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
-        if self.decay is not None and len(self.decay.initial) not in (1, self.heads):
-            raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial)}")
+        if self.decay is not None and len(self.decay.initial_rate) not in (1, self.heads):
+            raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
         if self.locality is not None and not 0 < self.locality <= 1:
             raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
         if self.scale is not None and not 0 < self.scale < math.inf:

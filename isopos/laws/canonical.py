@@ -152,7 +152,7 @@ def _for_heads(primitive: Primitive, heads: int) -> Primitive:
 
 def _rate(decay: Decay) -> Tensor:
     """Nats a step, ``[h 1 1]``."""
-    rate = decay.initial if decay.log_rate is None else constant(decay.log_rate).exp()
+    rate = decay.initial_rate if decay.log_rate is None else constant(decay.log_rate).exp()
     return rate[:, None, None]
 
 
@@ -262,7 +262,7 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             return lambda t: _eye(d)
         case encodings.Rotary():
             frequency = constant(encoding.parameter)  # [h c f]
-            if encoding.lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
+            if encoding.is_lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
                 return lambda t: torch.diag_embed(_angles(t, frequency).cos())
             return lambda t: _exp(_skew(_angles(t, frequency)))
         case encodings.Permutation():
