@@ -4,7 +4,9 @@ They are relative, and no representations: a term depends on both positions at o
 terms whose buckets are clipped offsets have a sum in linear time. An offset is the key's position minus the query's.
 """
 
+import bisect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -197,13 +199,6 @@ def _reach(reach: int) -> int:
     return reach
 
 
-def _least(holds) -> int:
-    """The least positive integer from which a condition holds, by bisection; integers, so that no power is rounded."""
-    high = 1
-    while not holds(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+def _least(holds: Callable[[int], bool]) -> int:
+    """The least positive integer from which a condition holds; of integers, so that no power is rounded."""
+    return 1 + bisect.bisect_left(range(1, 2**62), True, key=holds)

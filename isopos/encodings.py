@@ -4,6 +4,7 @@ An encoding rho satisfies <rho(x) q, rho(y) k> = <q, rho(x^-1 y) k>: a score dep
 evaluates it at a tensor of positions once; the isometry it returns is shared by queries, keys and layers.
 """
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -22,22 +23,8 @@ from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
 
-__all__ = [
-    "Coupling",
-    "DirectSum",
-    "Encoding",
-    "Exponential",
-    "Identity",
-    "InBasis",
-    "Partial",
-    "Permutation",
-    "Rotary",
-    "TreePath",
-    "long_orders",
-    "random_permutations",
-    "rope_frequencies",
-]
-
+__all__ = ["Coupling", "DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary"]
+__all__ += ["TreePath", "long_orders", "random_permutations", "rope_frequencies"]
 
 LONG = 1 << 15  # tokens whose permutations are an index, eight bytes a feature
 
@@ -209,10 +196,9 @@ class Permutation(Encoding):
                 f"permutation: expected [h d] or [h c d] of 0 to d - 1, got {permutation.dtype} {list(maps.shape)}"
             )
         _, columns, features = maps.shape
-        for a in range(columns):
-            for b in range(a):
-                if not maps[:, a].gather(-1, maps[:, b]).equal(maps[:, b].gather(-1, maps[:, a])):
-                    raise ValueError(f"permutation: expected axes that commute, got {b} and {a} that do not")
+        for a, b in itertools.combinations(range(columns), 2):
+            if not maps[:, a].gather(-1, maps[:, b]).equal(maps[:, b].gather(-1, maps[:, a])):
+                raise ValueError(f"permutation: expected axes that commute, got {a} and {b} that do not")
         self.group = Line() if columns == 1 else Product((Line(),) * columns)
         self.features = self.out_features = features
         cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
@@ -236,15 +222,12 @@ class Permutation(Encoding):
 
 
 def _cycles(permutation: list[int]) -> list[list[int]]:
-    left, cycles = set(range(len(permutation))), []
+    left, cycles = set(permutation), []
     while left:
-        start = feature = min(left)
-        cycle = []
-        while feature in left:
-            left.remove(feature)
+        cycle = [min(left)]
+        while (feature := permutation[cycle[-1]]) != cycle[0]:
             cycle.append(feature)
-            feature = permutation[feature]
-        assert feature == start
+        left -= set(cycle)
         cycles.append(cycle)
     return cycles
 

@@ -19,12 +19,8 @@ class Decoder(Trunk):
     """A causal language model; its layers share one scheme, evaluated once a forward.
 
     Args:
-        vocabulary: Number of tokens.
-        model_dim: Width, heads * head_dim of the scheme.
-        layers: Number of blocks.
-        scheme: What sees positions.
+        vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
-        options: As of `Trunk`.
 
     Example:
         >>> import torch

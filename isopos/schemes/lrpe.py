@@ -53,10 +53,6 @@ def lrpe_unitary(
             "c" pi / (2 (t+1) length), as in the paper's listing, whose length is that of each input; here it is fixed, so
             that a prefix keeps its outputs.
         length: Reference length of theta "b" and "c".
-        learned: Learn the angles, each head its own.
-        learned_basis: Learn the normal of the Householder basis.
-        base: Of theta "a".
-        seed: Of the Householder normal.
     """
     count = even(head_dim) // 2 if complex else head_dim
     angle = rope_frequencies(count, base) if complex else rope_frequencies(count, base).square()
@@ -96,10 +92,6 @@ def lrpe_orthogonal(
         theta: Angles of t = 0, 1, ...: "a" base^(-2t/d), "b" pi (t+1) / (d length), "c" pi / (2 (t+1) length), as in the
             paper's listing, whose length is that of each input; here it is fixed, so that a prefix keeps its outputs.
         length: Reference length of theta "b" and "c".
-        learned: Learn the angles, each head its own.
-        learned_basis: Learn the normal of the Householder basis.
-        base: Of theta "a".
-        seed: Of the Householder normal.
     """
     if not 0 <= identity < head_dim:
         raise ValueError(f"identity: expected 0 to {head_dim - 1} features that do not rotate, got {identity}")
@@ -130,8 +122,6 @@ def lrpe_permutation(
 
     Args:
         basis: P. With "identity" or "odd-even" scores of positive features stay positive, and so may "encoded" denominators.
-        learned_basis: Learn the normal of the Householder basis.
-        seed: Of permutations and the Householder normal.
     """
     encoding = encodings.Permutation(random_permutations(head_dim, heads, seed))
     return compose(_in_basis(encoding, basis, heads, learned_basis, seed), heads, choices)

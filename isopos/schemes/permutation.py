@@ -41,7 +41,6 @@ def permuteformer(
             whose "encoded" denominators may be negative.
         orders: Random permutations as in the paper, or ones of large orders, up to 2,042,040 for 64 features.
         length: Longest sequence; a common order below it is warned of.
-        seed: Of the permutations.
     """
     expect("matrix", matrix, ("permutation", "identity", "orthogonal"))
     if matrix != "permutation" and (orders, length) != ("random", None):
@@ -80,7 +79,6 @@ def permuteformer_2d(
         head_dim: d, at least 2 for each axis.
         axes: Of the grid.
         orders: Random permutations as in the paper, or ones of large orders.
-        seed: Of the permutations.
     """
     widths = split(head_dim, axes, 1)
     own = [random_permutations(width, heads, seed + n, orders) for n, width in enumerate(widths)]

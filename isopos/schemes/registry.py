@@ -16,7 +16,19 @@ from isopos.scheme import Choices, Scheme, choices_of
 __all__ = ["REGISTRY", "build", "compose", "even", "options_of", "positive", "register", "resolve", "split"]
 
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
-ARGUMENTS = {"head_dim": "d.", "heads": "h.", "choices": "See `isopos.scheme.Choices`."}  # those that every scheme has
+ARGUMENTS = {
+    "head_dim": "d; even where pairs of features rotate.",
+    "heads": "h.",
+    "base": "Of geometric frequencies or angles.",
+    "initial": 'Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
+    "learned": "Learn the frequencies or angles, each head its own.",
+    "learned_basis": "Learn the normal of the Householder basis.",
+    "locality": "Factor of softmax logits for each step of distance; 0.98 in the paper.",
+    "model_dim": "Width of the token embeddings; head_dim * heads by default.",
+    "realizations": "Features of queries and keys; d by default.",
+    "seed": "Of what is drawn at random.",
+    "choices": "See `isopos.scheme.Choices`.",
+}  # what several schemes have, where they say nothing else
 
 Function = TypeVar("Function", bound=Callable[..., Scheme])
 
@@ -69,12 +81,13 @@ def register(**said: Any) -> Callable[[Function], Function]:
 
 
 def _described(function: Callable[..., Scheme]) -> str:
-    """The docstring, with the arguments that every scheme has where it does not describe them itself."""
+    """The docstring, with those of `ARGUMENTS` that it does not describe itself."""
     text, _, own = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     own, *rest = own.split("\n\n", 1)
-    lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items() if not re.search(rf"^    {name}:", own, re.M)}
-    last = lines.pop("choices", "")
-    return "\n\n".join([text, "\n".join(filter(None, ["Args:", *lines.values(), own, last])), *rest])
+    lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items()}
+    lines |= {part.split(":")[0].strip(): part.rstrip() for part in re.split(r"^(?=    \w+:)", own, flags=re.M) if part}
+    arguments = [lines[name] for name in inspect.signature(function).parameters if name in lines]
+    return "\n\n".join([text, "\n".join(["Args:", *arguments]), *rest])
 
 
 def build(
