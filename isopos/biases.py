@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from isopos.catalog import at_least
 from isopos.exact import ExactModule, Weight, normal
 from isopos.positions import Group, Line, Product
 from isopos.terms import Clipped, Indexed, Term
@@ -97,7 +98,7 @@ class Shaw(RelativeBias):
 
     def __init__(self, features: int, *, reach: int = 16, seed: int = 0):
         super().__init__()
-        self.group, self.reach = Line(), _reach(reach)
+        self.group, self.reach = Line(), at_least("reach", reach)
         start = normal(seed, 2, 1, 2 * reach + 1, features) / features**0.5
         self.keys, self.values = Weight(start[0]), Weight(start[1])
 
@@ -180,9 +181,9 @@ class ClippedKeys(RelativeBias):
         if axes < 1 or outside < 0:
             raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
         self.group: Group = Line(real=True) if axes == 1 else Product((Line(real=True),) * axes)
-        self.heads, self.reach, self.outside = heads, _reach(reach), outside
-        count = (2 * reach + 1) ** axes + (2 if outside else 0)
-        self.parametrise("weight", normal(seed, heads, count, features), learned=True)
+        self.heads, self.reach, self.outside = heads, at_least("reach", reach), outside
+        buckets = (2 * reach + 1) ** axes + (2 if outside else 0)
+        self.parametrise("weight", normal(seed, heads, buckets, features), learned=True)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)
@@ -191,12 +192,6 @@ class ClippedKeys(RelativeBias):
 def _offsets(x: Tensor, y: Tensor) -> Tensor:
     """Key minus query, ``[*b t s]``, on a line."""
     return (y[..., None, :, 0] - x[..., :, None, 0]).long()
-
-
-def _reach(reach: int) -> int:
-    if not isinstance(reach, int) or reach < 1:
-        raise ValueError(f"reach: expected at least 1 step, got {reach!r}")
-    return reach
 
 
 def _least(holds: Callable[[int], bool]) -> int:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Weight, constant, full_precision, normal
 from isopos.maps import Affine, Append, Composed, Matrices, Rotation, Scaling, TokenMap
@@ -87,12 +88,12 @@ class Constrained(Coupling):
             raise ValueError(f"frequency: expected finite floats [c m], got {list(frequency.shape)}")
         if outside < 0:
             raise ValueError(f"outside: expected a number of tokens, got {outside}")
-        axes, count = frequency.shape
+        axes, waves = frequency.shape
         line = Line(real=True)
         self.group: Group = line if axes == 1 else Product((line,) * axes)
-        self.features, self.out_features, self.outside = features, features + 2 * axes * count, outside
+        self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside
         self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
-        start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * count, 2) / count
+        start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * waves, 2) / waves
         self.parametrise("projection", start, learned=True)  # [h c*m 2]: a and b
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -220,10 +221,9 @@ class SineSPE(_Sided):
 
     def __init__(self, features: int, heads: int, *, sines: int = 5, realizations: int | None = None, seed: int = 0):
         super().__init__()
-        if sines < 1:
-            raise ValueError(f"sines: expected at least 1, got {sines}")
+        at_least("sines", sines)
         self.group, self.features = Line(real=True), features
-        self.out_features = _count(features if realizations is None else realizations)
+        self.out_features = at_least("realizations", features if realizations is None else realizations)
         generator = torch.Generator().manual_seed(seed)
         shape = (heads, features, sines)
         frequency = rope_frequencies(features * sines).view(sines, features).T.expand(heads, -1, -1)
@@ -263,10 +263,8 @@ class ConvSPE(_Sided):
 
     def __init__(self, features: int, heads: int, *, reach: int = 8, realizations: int | None = None, seed: int = 0):
         super().__init__()
-        if reach < 1:
-            raise ValueError(f"reach: expected at least 1 step, got {reach}")
-        self.group, self.features, self.reach, self.seed = Line(), features, reach, seed
-        self.out_features = _count(features if realizations is None else realizations)
+        self.group, self.features, self.reach, self.seed = Line(), features, at_least("reach", reach), seed
+        self.out_features = at_least("realizations", features if realizations is None else realizations)
         self.parametrise("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
@@ -277,9 +275,3 @@ class ConvSPE(_Sided):
             return Matrices(
                 torch.einsum("...tprd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype))
             )
-
-
-def _count(realizations: int) -> int:
-    if realizations < 1:
-        raise ValueError(f"realizations: expected at least 1, got {realizations}")
-    return realizations

@@ -1,7 +1,7 @@
 """Log decays: g(x) = -rate * x, so that a weight shrinks by exp(-rate) a step (RetNet; PermuteFormer's r = exp(-rate))."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isopos.exact import ExactModule, constant
 from isopos.positions import Line
@@ -20,6 +20,8 @@ class Decay(ExactModule):
         >>> Decay(torch.tensor([0.5]))(torch.arange(3)[:, None]).tolist()
         [[-0.0, -0.5, -1.0]]
     """
+
+    log_rate: nn.Parameter | None
 
     def __init__(self, rate: Tensor, *, learned: bool = False):
         super().__init__()

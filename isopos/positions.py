@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isopos.catalog import at_least
 from isopos.trees import INTEGER_DTYPES, depths, forest, name_row, parents_of, renumber, tree, tree_distance, tree_labels
 
 __all__ = ["Group", "Line", "Product", "Ring", "Tree"]
@@ -104,10 +105,6 @@ class Group(ABC):
         """The products of one element, the last row of x, with every row of y ``[*b t c]``; they are the last t rows."""
         return self.compose(x[..., -1:, :], y)
 
-    def relative(self, x: Tensor, y: Tensor) -> Tensor:
-        """The relative position x^-1 y."""
-        return self.compose(self.inverse(x), y)
-
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
         """The identity element, ``[*shape c]``."""
         return torch.zeros(*shape, self.columns, dtype=torch.int64, device=device)
@@ -166,8 +163,7 @@ class Ring(Group):
     period: int
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ValueError(f"period: expected at least 1, got {self.period}")
+        at_least("period", self.period)
 
     @property
     def noun(self) -> str:
@@ -221,8 +217,7 @@ class Tree(Group):
     branches: int
 
     def __post_init__(self) -> None:
-        if self.branches < 1:
-            raise ValueError(f"branches: expected at least 1, got {self.branches}")
+        at_least("branches", self.branches)
 
     @property
     def columns(self) -> int:
@@ -337,7 +332,7 @@ class Product(Group):
         if self.is_grid:
             return f"grid of {len(self.leaves)} axes"
         runs = [(noun, len(list(run))) for noun, run in itertools.groupby(part.noun for part in self.parts)]
-        return " by ".join(noun if count == 1 else f"{count} {noun}s" for noun, count in runs)
+        return " by ".join(noun if n == 1 else f"{n} {noun}s" for noun, n in runs)
 
     def arrange(self, t: int) -> Tensor:
         """Row by row over as many steps of each part; beside a tree, part by part."""
@@ -398,7 +393,7 @@ def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> sequence(3).tolist()
         [[0], [1], [2]]
     """
-    return torch.arange(_count("t", t), device=device)[:, None]
+    return torch.arange(at_least("t", t, 0), device=device)[:, None]
 
 
 def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
@@ -423,7 +418,7 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
 
 def ring(period: int, *, device: torch.device | str | None = None) -> Tensor:
     """Every element of ``Ring(period)``, once: int64 ``[period 1]``."""
-    return sequence(_count("period", period, least=1), device=device)
+    return sequence(at_least("period", period), device=device)
 
 
 def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
@@ -435,7 +430,7 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """
     if not sizes:
         raise ValueError("sizes: expected at least one axis, got none")
-    return product(*(sequence(_count("size", n), device=device) for n in sizes))
+    return product(*(sequence(at_least("size", n, 0), device=device) for n in sizes))
 
 
 def product(*parts: Tensor, group: Product | None = None) -> Tensor:
@@ -501,9 +496,3 @@ def _refuse_roots(parts: Sequence[Tensor]) -> None:
                 f"product: expected parts without trees, got (-1, -1), a tree's root, in part {i}; pass "
                 "group=Product((...)), whose parts say which columns are trees"
             )
-
-
-def _count(name: str, value: int, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return value

@@ -55,7 +55,8 @@ class Arguments(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Arguments, (dict(self),)
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
+    __ior__ = dict.__or__  # a name that had the value has a dict then
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:
         rows = (f"    {name}={_shown(value)},\n" for name, value in self.items())
@@ -261,11 +262,11 @@ class Scheme(nn.Module):
             if self.locality is not None:
                 found["locality"] = self.locality ** self.group.distance(x, y).to(dtype)
             return Arguments(found)
-        denominator, phi = self.choices["denominator"], self.feature_map
-        found["denominator"] = None if denominator == "none" else denominator
+        phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside:
             found["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, sides(phi), strict=True))
-        return Arguments(found, feature_map=None if self.inside else phi)
+        found["feature_map"] = None if self.inside else phi
+        return Arguments(found, denominator=None if denominator == "none" else denominator)
 
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""

@@ -85,7 +85,7 @@ def test_relative_law(case):
     close(here.mT @ product, origin.mT @ there)
     assert case.id == "none" or not torch.allclose(here.mT @ product, origin.mT @ origin)
     if group.is_grid or isinstance(group, Ring):
-        close(here.mT @ there, origin.mT @ operators(encoding, group.relative(x, y)))
+        close(here.mT @ there, origin.mT @ operators(encoding, group.compose(group.inverse(x), y)))
 
 
 @every

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from isopos import bases, couplings, encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.exact import normal
 from isopos.positions import Ring
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, positive, register, split
+from isopos.schemes.registry import compose, even, register, split
 
 Initial = Literal["rope", "identity"]
 
@@ -210,15 +210,13 @@ def _line(width: int, heads: int, initial: str, base: float) -> Encoding:
 
 def _tree(width: int, heads: int, branches: int, initial: str, base: float, seed: int) -> Encoding:
     start = _generator(width, initial, base)
-    random = normal(seed, heads, positive("branches", branches), width, width).double()
+    random = normal(seed, heads, at_least("branches", branches), width, width).double()
     planes = torch.linalg.qr(random).Q
     return encodings.TreePath(planes.mT @ start @ planes)
 
 
 def _ring(width: int, heads: int, period: int, seed: int) -> Encoding:
-    if not isinstance(period, int) or period < 2:
-        raise ValueError(f"period: expected at least 2, got {period!r}")
-    turns = (period / 2) ** torch.linspace(0, 1, width // 2, device="cpu", dtype=torch.float64)
+    turns = (at_least("period", period, 2) / 2) ** torch.linspace(0, 1, width // 2, device="cpu", dtype=torch.float64)
     ring = encodings.Rotary((2 * math.pi / period * turns.floor().flip(0))[None, None], group=Ring(period))
     near = 0.1 * normal(seed, heads, width, width) / width**0.5
     return encodings.InBasis(ring, bases.Orthogonal(near, learned=True))
@@ -239,5 +237,5 @@ def _makers(parts: str, heads: int, initial: str, base: float, seed: int) -> lis
         elif name == "tree":
             makers.append(lambda width, n=int(number): _tree(width, heads, n, initial, base, seed))
         else:
-            makers += [lambda width: _line(width, heads, initial, base)] * positive("axes", int(number or 1))
+            makers += [lambda width: _line(width, heads, initial, base)] * at_least("axes", int(number or 1))
     return makers

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from isopos import bases, encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, random_permutations, rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, positive, register
+from isopos.schemes.registry import compose, even, register
 
 Basis = Literal["identity", "householder", "odd-even", "fourier"]
 Theta = Literal["a", "b", "c"]
@@ -121,7 +121,7 @@ def lrpe_permutation(
     """LRPE's permutation type: powers of a random permutation a head, in the basis P (LRPE, Eq. 24).
 
     Args:
-        basis: P. With "identity" or "odd-even" scores of positive features stay positive, and so may "encoded" denominators.
+        basis: P. With "identity" or "odd-even" scores of positive features stay and so may "encoded" denominators.
     """
     encoding = encodings.Permutation(random_permutations(head_dim, heads, seed))
     return compose(_in_basis(encoding, basis, heads, learned_basis, seed), heads, choices)
@@ -130,7 +130,7 @@ def lrpe_permutation(
 def _thetas(theta: str, count: int, length: int, first: Tensor) -> Tensor:
     """LRPE's angles of a type, float64 ``[count]``; `first` are those of type a."""
     expect("theta", theta, typing.get_args(Theta))
-    positive("length", length)
+    at_least("length", length)
     order = torch.arange(1, count + 1, device="cpu", dtype=torch.float64)
     return {"a": first, "b": math.pi / 2 / length / count * order, "c": math.pi / 2 / length / order}[theta]
 

@@ -5,11 +5,11 @@ from typing import Literal, Unpack
 import torch
 
 from isopos import encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, random_permutations
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, positive, register, split
+from isopos.schemes.registry import compose, even, register, split
 
 
 @register(
@@ -46,7 +46,7 @@ def permuteformer(
     if matrix != "permutation" and (orders, length) != ("random", None):
         name = "orders" if length is None else "length"
         raise ValueError(f"{name}: expected none beside matrix={matrix!r}, which has no orders")
-    features = head_dim * positive("width", width)
+    features = head_dim * at_least("width", width)
     defaults = {"feature_map": "relu", "denominator": "encoded", "decay": "permuteformer"}
     encoding: Encoding = encodings.Identity(features)
     if matrix == "permutation":

@@ -9,11 +9,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from isopos.catalog import CATALOG, Entry, closest, expect
+from isopos.catalog import CATALOG, Entry, at_least, closest, expect
 from isopos.encodings import Coupling
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "positive", "register", "resolve", "split"]
+__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "register", "resolve", "split"]
 
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {
@@ -69,8 +69,8 @@ def register(**said: Any) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Scheme:
             given = signature.bind(*arguments, **options).arguments
-            positive("head_dim", given["head_dim"])
-            positive("heads", 1 if given.get("heads") is None else given["heads"])
+            at_least("head_dim", given["head_dim"])
+            at_least("heads", 1 if given.get("heads") is None else given["heads"])
             return function(*arguments, **options)
 
         checked.__doc__ = _described(function)
@@ -199,13 +199,6 @@ def compose(
     return Scheme(encoding, heads, **parts, **{**defaults, **choices})
 
 
-def positive(name: str, value: int) -> int:
-    """The value; ValueError where it is no positive integer."""
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-    return value
-
-
 def even(width: int) -> int:
     """The width; ValueError where it has no pairs of features."""
     if width % 2 or width < 2:
@@ -215,7 +208,7 @@ def even(width: int) -> int:
 
 def split(width: int, parts: int, step: int) -> list[int]:
     """Widths of parts, as equal as multiples of `step` allow, larger ones first."""
-    if width < step * positive("axes", parts):
+    if width < step * at_least("axes", parts):
         raise ValueError(f"head size: expected at least {step * parts} features for {parts} parts, got {width}")
     share, rest = divmod(width // step, parts)
     return [step * (share + (n < rest)) for n in range(parts)]

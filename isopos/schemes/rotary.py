@@ -6,7 +6,7 @@ from typing import Literal, Unpack
 import torch
 
 from isopos import bases, couplings, encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import compose, even, register
@@ -111,9 +111,7 @@ def cosformer(head_dim: int, heads: int | None = None, *, length: int = 2048, **
     Args:
         length: M, the offset whose weight is zero: at least the longest sequence.
     """
-    if length < 1:
-        raise ValueError(f"length: expected at least 1, got {length}")
-    angle = torch.full((1, 1, head_dim), math.pi / 2 / length, device="cpu", dtype=torch.float64)
+    angle = torch.full((1, 1, head_dim), math.pi / 2 / at_least("length", length), device="cpu", dtype=torch.float64)
     encoding = encodings.Rotary(angle, lift=True, max_length=length)
     return compose(encoding, heads, choices, {"feature_map": "relu", "denominator": "encoded"})
 
