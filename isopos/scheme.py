@@ -55,7 +55,7 @@ class Arguments(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Arguments, (dict(self),)
 
-    __ior__ = dict.__or__  # a name that had the value has a dict then
+    __ior__ = dict.__or__  # pyright: ignore[reportAssignmentType]  # a name that had the value has a dict then
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:

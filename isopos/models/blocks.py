@@ -88,6 +88,7 @@ class Trunk(nn.Module, ABC):
         nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
         blocks = (Block(model_dim, scheme, hidden_dim=hidden_dim, dropout=dropout) for _ in range(layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(model_dim)
+        self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute
 
     @abstractmethod

@@ -49,9 +49,6 @@ def lrpe_unitary(
         head_dim: d; even if complex.
         basis: P; "fourier" is the real transform on real vectors and the complex one on complex ones.
         complex: Whether queries and keys are complex.
-        theta: Angles of t = 0, 1, ...: "a" base^(-2t/d) (base^(-t/n) for n complex features), "b" pi (t+1) / (2 n length),
-            "c" pi / (2 (t+1) length), as in the paper's listing, whose length is that of each input; here it is fixed, so
-            that a prefix keeps its outputs.
         length: Reference length of theta "b" and "c".
     """
     count = even(head_dim) // 2 if complex else head_dim
@@ -89,8 +86,6 @@ def lrpe_orthogonal(
         head_dim: d; d - identity is even.
         basis: P.
         identity: q, features of P's image that do not rotate: the paper's identity block, "mixed" in its listing.
-        theta: Angles of t = 0, 1, ...: "a" base^(-2t/d), "b" pi (t+1) / (d length), "c" pi / (2 (t+1) length), as in the
-            paper's listing, whose length is that of each input; here it is fixed, so that a prefix keeps its outputs.
         length: Reference length of theta "b" and "c".
     """
     if not 0 <= identity < head_dim:

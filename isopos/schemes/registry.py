@@ -27,6 +27,8 @@ ARGUMENTS = {
     "model_dim": "Width of the token embeddings; head_dim * heads by default.",
     "realizations": "Features of queries and keys; d by default.",
     "seed": "Of what is drawn at random.",
+    "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'
+    "\n        in the paper's listing, whose length is that of each input; here it is fixed: a prefix keeps its outputs.",
     "choices": "See `isopos.scheme.Choices`.",
 }  # what several schemes have, where they say nothing else
 
@@ -107,8 +109,7 @@ def build(
         options: Text by option.
         model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
             will be evaluated; "branches", children of a node at most; "scale", the standard deviation of token embeddings;
-            "seed". Where no option says otherwise,
-            options that the scheme's `Entry.fits` names, and any seed, follow them.
+            "seed". Options that `Entry.fits` names, and any seed, follow them where `options` says nothing.
 
     Raises:
         ValueError: For an unknown scheme, option or value, naming those that exist.
