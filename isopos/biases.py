@@ -4,11 +4,14 @@ They are relative, and no representations: a term depends on both positions at o
 terms whose buckets are clipped offsets have a sum in linear time. An offset is the key's position minus the query's.
 """
 
+import bisect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from isopos.catalog import at_least
 from isopos.exact import ExactModule, Weight, normal
 from isopos.positions import Group, Line, Product
 from isopos.terms import Clipped, Indexed, Term
@@ -17,16 +20,22 @@ __all__ = ["T5", "ClippedKeys", "DeBERTa", "RelativeBias", "Shaw"]
 
 
 class RelativeBias(ExactModule, ABC):
-    """Terms of pairs of positions of `group`. Subclasses are final: they set group and heads and define `forward`."""
+    """Terms of pairs of positions of `group`. Subclasses are final: they set group and heads and define `terms`."""
 
     group: Group
     heads: int = 1  # that have tables of their own; 1: all share one
     outside: int = 0  # number of first tokens that are outside the positions: class tokens
     is_linear: bool = False  # whether linear attention sums its terms in linear time
 
-    @abstractmethod
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
         """Terms of queries at x ``[*b t c]`` and keys at y ``[*b s c]``, with tables in `dtype`."""
+        self.group.check(x)
+        self.group.check(y)
+        return self.terms(x, y, dtype)
+
+    @abstractmethod
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        """Those terms, at positions of the group."""
 
 
 class T5(RelativeBias):
@@ -68,8 +77,8 @@ class T5(RelativeBias):
         after = (offset > 0) * self.one_way if self.bidirectional else 0
         return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        return (Indexed(self.parameter.to(dtype), "none", self.bucket(_offsets(self.group, x, y))),)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        return (Indexed(self.parameter.to(dtype), "none", self.bucket(_offsets(x, y))),)
 
 
 class Shaw(RelativeBias):
@@ -89,13 +98,11 @@ class Shaw(RelativeBias):
 
     def __init__(self, features: int, *, reach: int = 16, seed: int = 0):
         super().__init__()
-        self.group, self.reach = Line(), _reach(reach)
+        self.group, self.reach = Line(), at_least("reach", reach)
         start = normal(seed, 2, 1, 2 * reach + 1, features) / features**0.5
         self.keys, self.values = Weight(start[0]), Weight(start[1])
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        self.group.check(x)
-        self.group.check(y)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         tables = (self.keys.parameter.to(dtype), "query"), (self.values.parameter.to(dtype), "value")
         return tuple(Clipped(table, side, x, y, self.reach) for table, side in tables)
 
@@ -139,8 +146,8 @@ class DeBERTa(RelativeBias):
         steps = torch.bucketize(offset.abs(), self.starts.to(offset.device), right=True)
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        offset = _offsets(self.group, x, y)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        offset = _offsets(x, y)
         return (
             Indexed(self.keys.parameter.to(dtype), "query", self.bucket(offset)),
             Indexed(self.queries.parameter.to(dtype), "key", self.bucket(-offset)),
@@ -174,36 +181,19 @@ class ClippedKeys(RelativeBias):
         if axes < 1 or outside < 0:
             raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
         self.group: Group = Line(real=True) if axes == 1 else Product((Line(real=True),) * axes)
-        self.heads, self.reach, self.outside = heads, _reach(reach), outside
-        count = (2 * reach + 1) ** axes + (2 if outside else 0)
-        self.parametrise("weight", normal(seed, heads, count, features), learned=True)
+        self.heads, self.reach, self.outside = heads, at_least("reach", reach), outside
+        buckets = (2 * reach + 1) ** axes + (2 if outside else 0)
+        self.parametrise("weight", normal(seed, heads, buckets, features), learned=True)
 
-    def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
-        self.group.check(x)
-        self.group.check(y)
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)
 
 
-def _offsets(group: Group, x: Tensor, y: Tensor) -> Tensor:
+def _offsets(x: Tensor, y: Tensor) -> Tensor:
     """Key minus query, ``[*b t s]``, on a line."""
-    group.check(x)
-    group.check(y)
     return (y[..., None, :, 0] - x[..., :, None, 0]).long()
 
 
-def _reach(reach: int) -> int:
-    if not isinstance(reach, int) or reach < 1:
-        raise ValueError(f"reach: expected at least 1 step, got {reach!r}")
-    return reach
-
-
-def _least(holds) -> int:
-    """The least positive integer from which a condition holds, by bisection; integers, so that no power is rounded."""
-    high = 1
-    while not holds(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+def _least(holds: Callable[[int], bool]) -> int:
+    """The least positive integer from which a condition holds; of integers, so that no power is rounded."""
+    return 1 + bisect.bisect_left(range(1, 2**62), True, key=holds)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["CATALOG", "Entry", "closest", "expect"]
+__all__ = ["CATALOG", "Entry", "at_least", "closest", "expect"]
 
 
 class Entry(NamedTuple):
@@ -53,3 +53,10 @@ def expect(what: str, value: Any, names: Iterable[str]) -> None:
         near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
         remedy = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{what}: expected one of {', '.join(names)}, got {value!r}{remedy}")
+
+
+def at_least(name: str, value: int, least: int = 1) -> int:
+    """The value; ValueError where it is no integer, or less."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+    return value

@@ -4,11 +4,13 @@ A coupling maps queries and keys apart. Constant channels beside the features ad
 on one side only; stochastic encodings are relative in expectation.
 """
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Weight, constant, full_precision, normal
 from isopos.maps import Affine, Append, Composed, Matrices, Rotation, Scaling, TokenMap
@@ -16,10 +18,27 @@ from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotations
 from isopos.positions import Group, Line, Product
 
+Side = Literal["query", "key"]
+
 __all__ = ["Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"]
 
 
-class Absolute(Coupling):
+class _Sided(Coupling, ABC):
+    """One rule for both sides."""
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        self.group.check(x)
+        return self._at(x, dtype, "query")
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        self.group.check(x)
+        return self._at(x, dtype, "key")
+
+    @abstractmethod
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap: ...
+
+
+class Absolute(_Sided):
     """An encoding on one side only: scores see the position of the query, or of the key, relative to the origin.
 
     The other side's isometry is evaluated at the identity. Only the monoid laws are left: a shift changes scores.
@@ -32,22 +51,15 @@ class Absolute(Coupling):
         Algebraic Positional Encodings (Kogkalidis et al. 2024), section 3.4.1. https://arxiv.org/abs/2312.16045
     """
 
-    def __init__(self, encoding: Encoding, side: Literal["query", "key"] = "key"):
+    def __init__(self, encoding: Encoding, side: Side = "key"):
         super().__init__()
         if side not in ("query", "key"):
             raise ValueError(f"side: expected query or key, got {side!r}")
         self.encoding, self.side = encoding, side
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        return self._at(x, dtype, self.side == "query")
-
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        return self._at(x, dtype, self.side == "key")
-
-    def _at(self, x: Tensor, dtype: torch.dtype, placed: bool) -> TokenMap:
-        self.group.check(x)
-        return self.encoding(x if placed else self.group.origin(*x.shape[:-1], device=x.device), dtype)
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
+        return self.encoding(x if side == self.side else self.group.origin(*x.shape[:-1], device=x.device), dtype)
 
 
 class Constrained(Coupling):
@@ -76,12 +88,12 @@ class Constrained(Coupling):
             raise ValueError(f"frequency: expected finite floats [c m], got {list(frequency.shape)}")
         if outside < 0:
             raise ValueError(f"outside: expected a number of tokens, got {outside}")
-        axes, count = frequency.shape
+        axes, waves = frequency.shape
         line = Line(real=True)
         self.group: Group = line if axes == 1 else Product((line,) * axes)
-        self.features, self.out_features, self.outside = features, features + 2 * axes * count, outside
+        self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside
         self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
-        start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * count, 2) / count
+        start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * waves, 2) / waves
         self.parametrise("projection", start, learned=True)  # [h c*m 2]: a and b
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -145,7 +157,7 @@ class TransformerXL(Coupling):
         return Append(rotations(x, self.frequency, dtype).flatten(-2))
 
 
-class XPos(Coupling):
+class XPos(_Sided):
     """Rotations with a decay of each frequency: pairs of features shrink by zeta_i^((x - y) / length).
 
     zeta_i = (2 i / d + gamma) / (1 + gamma) with gamma = 0.4. Relative, no isometry, for causal attention: weights of later
@@ -174,27 +186,19 @@ class XPos(Coupling):
         self.log_scale = ((share + 0.4) / 1.4).log().repeat_interleave(2) / length
         self.max_length = 1 + int(40 / self.log_scale.abs().max())  # exp(+-40): long sums of two stay inside float32
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """Rotated, then shrunk with x."""
-        return self._at(x, dtype, 1)
-
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """Rotated, then grown with x."""
-        return self._at(x, dtype, -1)
-
-    def _at(self, x: Tensor, dtype: torch.dtype, sign: int) -> TokenMap:
-        self.group.check(x)
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         limit = self.max_length or 0
         if not torch.compiler.is_compiling() and x.device.type == "cpu" and (x.abs() >= limit).any():
             raise ValueError(
                 f"positions: expected magnitudes below {limit}, beyond which scales leave float32, "
                 f"got {x.abs().max().item()}; use rope with decay='retnet' for longer sequences"
             )
+        sign = 1 if side == "query" else -1  # queries shrink with x, keys grow
         factor = torch.exp(sign * self.log_scale.to(x.device) * x.double())[..., None, :, :]
         return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(factor.to(dtype)))
 
 
-class SineSPE(Coupling):
+class SineSPE(_Sided):
     """Stochastic encoding by sines: products estimate sum_d q_d k_d P_d(x - y), relative in expectation over the draw.
 
     P_d(t) = sum_k gain_dk^2 cos(w_dk t + phase_dk)
@@ -217,10 +221,9 @@ class SineSPE(Coupling):
 
     def __init__(self, features: int, heads: int, *, sines: int = 5, realizations: int | None = None, seed: int = 0):
         super().__init__()
-        if sines < 1:
-            raise ValueError(f"sines: expected at least 1, got {sines}")
+        at_least("sines", sines)
         self.group, self.features = Line(real=True), features
-        self.out_features = _count(features if realizations is None else realizations)
+        self.out_features = at_least("realizations", features if realizations is None else realizations)
         generator = torch.Generator().manual_seed(seed)
         shape = (heads, features, sines)
         frequency = rope_frequencies(features * sines).view(sines, features).T.expand(heads, -1, -1)
@@ -229,23 +232,16 @@ class SineSPE(Coupling):
         self.phase = Weight(0.5 * normal(generator, *shape))
         self.noise = constant(normal(generator, *shape[1:], 2, self.out_features))
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        return self._at(x, dtype, self.phase.parameter)
-
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        return self._at(x, dtype, None)
-
-    def _at(self, x: Tensor, dtype: torch.dtype, phase: Tensor | None) -> TokenMap:
-        self.group.check(x)
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
-        angle = angle if phase is None else angle + phase[:, None].double()
+        angle = angle + self.phase.parameter[:, None].double() if side == "query" else angle
         waves = torch.stack((angle.cos(), angle.sin()), -1) * self.gain.parameter[:, None, ..., None]
         noise = self.noise.to(x.device) / self.out_features**0.5
         with full_precision(x.device):
             return Matrices(torch.einsum("...dkc,dkcr->...rd", waves.to(dtype), noise.to(dtype)))
 
 
-class ConvSPE(Coupling):
+class ConvSPE(_Sided):
     """Stochastic encoding by filtered noise: products estimate sum_d q_d k_d P_d(x - y), relative in expectation.
 
     P_d is the correlation of a query and a key filter of `reach` steps, and zero beyond. The noise of a position is a
@@ -267,28 +263,15 @@ class ConvSPE(Coupling):
 
     def __init__(self, features: int, heads: int, *, reach: int = 8, realizations: int | None = None, seed: int = 0):
         super().__init__()
-        if reach < 1:
-            raise ValueError(f"reach: expected at least 1 step, got {reach}")
-        self.group, self.features, self.reach, self.seed = Line(), features, reach, seed
-        self.out_features = _count(features if realizations is None else realizations)
+        self.group, self.features, self.reach, self.seed = Line(), features, at_least("reach", reach), seed
+        self.out_features = at_least("realizations", features if realizations is None else realizations)
         self.parametrise("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
 
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        return self._at(x, dtype, 0)
-
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        return self._at(x, dtype, 1)
-
-    def _at(self, x: Tensor, dtype: torch.dtype, side: int) -> TokenMap:
-        self.group.check(x)
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         lags = x.long() - torch.arange(self.reach, device=x.device)  # [*b t p]
         noise = gaussian(lags, self.features * self.out_features, self.seed).to(dtype) / self.out_features**0.5
         noise = noise.unflatten(-1, (self.out_features, self.features))
         with full_precision(x.device):
-            return Matrices(torch.einsum("...tprd,hdp->...htrd", noise, self.parameter[:, :, side].to(dtype)))
-
-
-def _count(realizations: int) -> int:
-    if realizations < 1:
-        raise ValueError(f"realizations: expected at least 1, got {realizations}")
-    return realizations
+            return Matrices(
+                torch.einsum("...tprd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype))
+            )

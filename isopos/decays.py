@@ -21,26 +21,25 @@ class Decay(ExactModule):
         [[-0.0, -0.5, -1.0]]
     """
 
+    log_rate: nn.Parameter | None
+
     def __init__(self, rate: Tensor, *, learned: bool = False):
         super().__init__()
         least = "positive" if learned else "not negative"
         if rate.ndim != 1 or not (rate > 0 if learned else rate >= 0).all():
             raise ValueError(f"rate: expected [h], {least}, got {rate.tolist()}")
-        self.initial = constant(rate)
-        self.log_rate = nn.Parameter(torch.empty(rate.shape, dtype=torch.float32)) if learned else None
-        self.reset_parameters()
+        self.initial_rate = constant(rate)
+        self.parametrise("log_rate", self.initial_rate.log(), learned=learned)
 
-    def reset_parameters(self) -> None:
-        """Back to the initial rates."""
-        if self.log_rate is not None:
-            with torch.no_grad():
-                self.log_rate.copy_(self.initial.log())
+    @property
+    def rate(self) -> Tensor:
+        """Nats a step ``[h]``: float64."""
+        return self.initial_rate if self.log_rate is None else self.log_rate.double().exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """g at positions x ``[*b t 1]``: float64 ``[*b h t]``."""
         Line(real=True).check(x)
-        rate = self.initial.to(x.device) if self.log_rate is None else self.log_rate.double().exp()
-        return -rate[:, None] * x[..., None, :, 0].double()
+        return -self.rate.to(x.device)[:, None] * x[..., None, :, 0].double()
 
 
 def retnet_rates(heads: int) -> Tensor:

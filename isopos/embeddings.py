@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from isopos.catalog import at_least
 from isopos.exact import ExactModule, normal
 from isopos.ops.rotate import angles
 from isopos.positions import Group, Line, Tree
@@ -64,9 +65,7 @@ class Learned(Embedding):
 
     def __init__(self, length: int, model_dim: int, *, seed: int = 0):
         super().__init__()
-        if length < 1:
-            raise ValueError(f"length: expected at least 1, got {length}")
-        self.model_dim, self.max_length, self.seed = model_dim, length, seed
+        self.model_dim, self.max_length, self.seed = model_dim, at_least("length", length), seed
         self.weight = nn.Parameter(torch.empty(length, model_dim))
         self.reset_parameters()
 

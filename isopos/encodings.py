@@ -4,6 +4,7 @@ An encoding rho satisfies <rho(x) q, rho(y) k> = <q, rho(x^-1 y) k>: a score dep
 evaluates it at a tensor of positions once; the isometry it returns is shared by queries, keys and layers.
 """
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -22,22 +23,8 @@ from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
 
-__all__ = [
-    "Coupling",
-    "DirectSum",
-    "Encoding",
-    "Exponential",
-    "Identity",
-    "InBasis",
-    "Partial",
-    "Permutation",
-    "Rotary",
-    "TreePath",
-    "long_orders",
-    "random_permutations",
-    "rope_frequencies",
-]
-
+__all__ = ["Coupling", "DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary"]
+__all__ += ["TreePath", "long_orders", "random_permutations", "rope_frequencies"]
 
 LONG = 1 << 15  # tokens whose permutations are an index, eight bytes a feature
 
@@ -73,6 +60,9 @@ class Encoding(Coupling, ABC):
 
     Subclasses are final: they set the three attributes and define `forward`.
     """
+
+    order: float = math.inf  # positions after which it repeats itself
+    is_lift: bool = False  # whether outputs are the real parts, then the imaginary parts, of as many complex features
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         return self(x, dtype)
@@ -162,7 +152,8 @@ class Rotary(Encoding):
             whole = frequency.detach().double() * self.group.period / (2 * math.pi)
             if learned or not torch.allclose(whole, whole.round(), rtol=0, atol=1e-6):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
-        self.lift, self.is_complex, self.max_length = lift, not lift, max_length
+            self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
+        self.is_lift, self.is_complex, self.max_length = lift, not lift, max_length
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
         self.parametrise("frequency", frequency, learned=learned)
@@ -170,7 +161,7 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
-        return Rotation(rotations(x, self.parameter, dtype), self.lift)
+        return Rotation(rotations(x, self.parameter, dtype), self.is_lift)
 
 
 class Permutation(Encoding):
@@ -205,15 +196,14 @@ class Permutation(Encoding):
                 f"permutation: expected [h d] or [h c d] of 0 to d - 1, got {permutation.dtype} {list(maps.shape)}"
             )
         _, columns, features = maps.shape
-        for a in range(columns):
-            for b in range(a):
-                if not maps[:, a].gather(-1, maps[:, b]).equal(maps[:, b].gather(-1, maps[:, a])):
-                    raise ValueError(f"permutation: expected axes that commute, got {b} and {a} that do not")
+        for a, b in itertools.combinations(range(columns), 2):
+            if not maps[:, a].gather(-1, maps[:, b]).equal(maps[:, b].gather(-1, maps[:, a])):
+                raise ValueError(f"permutation: expected axes that commute, got {a} and {b} that do not")
         self.group = Line() if columns == 1 else Product((Line(),) * columns)
         self.features = self.out_features = features
         cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
         self.orders = tuple(math.lcm(*(len(cycle) for axis in head for cycle in axis)) for head in cycles)
-        self.common_order = math.lcm(*self.orders)
+        self.order = self.common_order = math.lcm(*self.orders)
         if length is not None and self.common_order < length:
             warnings.warn(
                 f"permutation: {self.common_order} positions are told apart, of {length} of the longest sequence; "
@@ -232,15 +222,12 @@ class Permutation(Encoding):
 
 
 def _cycles(permutation: list[int]) -> list[list[int]]:
-    left, cycles = set(range(len(permutation))), []
+    left, cycles = set(permutation), []
     while left:
-        start = feature = min(left)
-        cycle = []
-        while feature in left:
-            left.remove(feature)
+        cycle = [min(left)]
+        while (feature := permutation[cycle[-1]]) != cycle[0]:
             cycle.append(feature)
-            feature = permutation[feature]
-        assert feature == start
+        left -= set(cycle)
         cycles.append(cycle)
     return cycles
 
@@ -435,6 +422,7 @@ class InBasis(Encoding):
             raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {basis.features}")
         self.encoding, self.basis = encoding, basis
         self.is_complex = encoding.is_complex and basis.is_complex
+        self.order, self.is_lift = encoding.order, encoding.is_lift
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
@@ -463,6 +451,8 @@ class DirectSum(Encoding):
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared
         self.widths = tuple(part.features for part in parts)
+        orders = [part.order for part in parts]
+        self.order = math.inf if math.inf in orders else math.lcm(*map(int, orders))
         self.group = parts[0].group if shared else Product(tuple(part.group for part in parts))
         self.features, self.out_features = sum(self.widths), sum(part.out_features for part in parts)
 
@@ -485,7 +475,7 @@ class Partial(Encoding):
         self.rest = features - encoding.features
         if self.rest < 0:
             raise ValueError(f"features: expected at least {encoding.features} as the encoding, got {features}")
-        self.encoding, self.group = encoding, encoding.group
+        self.encoding, self.group, self.order = encoding, encoding.group, encoding.order
         self.features, self.out_features = features, encoding.out_features + self.rest
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:

@@ -121,24 +121,19 @@ class TokenMap(ABC):
     @property
     def length(self) -> int | None:
         """Tokens it was evaluated for; None where it is the same for every token."""
-        for name, own in self._tensors:
-            if own.tokens is not None and isinstance(value := getattr(self, name), Tensor):
-                return value.shape[own.tokens]
-        for part in self._parts():
-            if (length := part.length) is not None:
-                return length
-        return None
+        return self._size("tokens", "length")
 
     @property
     def features(self) -> int | None:
         """The width d it maps; None where any will do."""
+        return self._size("features", "features")
+
+    def _size(self, axis: str, of_part: str) -> int | None:
+        """The size of an axis of the first tensor that has it, or what the maps it is made of say."""
         for name, own in self._tensors:
-            if own.features is not None and isinstance(value := getattr(self, name), Tensor):
-                return value.shape[own.features]
-        for part in self._parts():
-            if (features := part.features) is not None:
-                return features
-        return None
+            if (place := getattr(own, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
+                return value.shape[place]
+        return next((size for part in self._parts() if (size := getattr(part, of_part)) is not None), None)
 
     @property
     def leading(self) -> torch.Size:

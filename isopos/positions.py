@@ -14,33 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isopos.trees import (
-    INTEGER_DTYPES,
-    depths,
-    forest,
-    name_row,
-    parents_of,
-    renumber,
-    tree,
-    tree_distance,
-    tree_labels,
-)
+from isopos.catalog import at_least
+from isopos.trees import INTEGER_DTYPES, depths, forest, name_row, parents_of, renumber, tree, tree_distance, tree_labels
 
-__all__ = [
-    "Group",
-    "Line",
-    "Product",
-    "Ring",
-    "Tree",
-    "forest",
-    "grid",
-    "packed",
-    "product",
-    "ring",
-    "sequence",
-    "tree",
-    "tree_labels",
-]
+__all__ = ["Group", "Line", "Product", "Ring", "Tree"]
+__all__ += ["forest", "grid", "packed", "product", "ring", "sequence", "tree", "tree_labels"]
 
 REAL_DTYPES = (torch.float32, torch.float64)
 
@@ -49,9 +27,14 @@ class Group(ABC):
     """A group whose elements are rows of ``columns`` coordinates. Encodings name theirs; nothing guesses geometry."""
 
     @property
-    @abstractmethod
     def columns(self) -> int:
         """Coordinates of one element."""
+        return 1
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of coordinates."""
+        return INTEGER_DTYPES
 
     @property
     def _parents(self) -> tuple[int, ...]:
@@ -102,31 +85,29 @@ class Group(ABC):
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Random elements ``[*shape c]``."""
 
-    @abstractmethod
     def check(self, x: Tensor) -> None:
-        """Raise ValueError where x does not hold elements of this group."""
+        """Raise ValueError where x does not hold elements of this group: rows of its columns and dtypes, at least."""
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if self.columns == 1 and isinstance(x, Tensor) and x.ndim == 1:
+            raise ValueError(f"positions: expected [*b t 1] for {self}, got {got}; x[:, None] makes a column of them")
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
+            raise ValueError(
+                f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
+                "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
+            )
+        if x.dtype not in self._dtypes:
+            kind = "integers (int64, int32)" + ", float32 or float64" * (self._dtypes != INTEGER_DTYPES)
+            raise ValueError(
+                f"positions: expected {kind}, got {x.dtype}; isopos.sequence(t) and isopos.tree(...) build them"
+            )
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
         """The products of one element, the last row of x, with every row of y ``[*b t c]``; they are the last t rows."""
         return self.compose(x[..., -1:, :], y)
 
-    def relative(self, x: Tensor, y: Tensor) -> Tensor:
-        """The relative position x^-1 y."""
-        return self.compose(self.inverse(x), y)
-
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
         """The identity element, ``[*shape c]``."""
         return torch.zeros(*shape, self.columns, dtype=torch.int64, device=device)
-
-    def _check_columns(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            if self.columns == 1 and isinstance(x, Tensor) and x.ndim == 1:
-                raise ValueError(f"positions: expected [*b t 1] for {self}, got {got}; x[:, None] makes a column of them")
-            raise ValueError(
-                f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
-                "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
-            )
 
     def _fill(self, x: Tensor, rows: int) -> Tensor:
         """The elements x with so many rows of the identity before them."""
@@ -146,8 +127,8 @@ class Line(Group):
     real: bool = False
 
     @property
-    def columns(self) -> int:
-        return 1
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return INTEGER_DTYPES + REAL_DTYPES * self.real
 
     @property
     def noun(self) -> str:
@@ -169,13 +150,6 @@ class Line(Group):
         """Integers from -500 to 500."""
         return torch.randint(-500, 501, (*shape, 1), generator=generator)
 
-    def check(self, x: Tensor) -> None:
-        """One column of integers (or, with ``real``, of float32 or float64)."""
-        self._check_columns(x)
-        if x.dtype not in INTEGER_DTYPES and not (self.real and x.dtype in REAL_DTYPES):
-            kind = "integers (int64, int32), float32 or float64" if self.real else "integers (int64, int32)"
-            raise ValueError(f"positions: expected {kind}, got {x.dtype}; isopos.sequence(t) builds integer positions")
-
 
 @dataclass(frozen=True)
 class Ring(Group):
@@ -189,12 +163,7 @@ class Ring(Group):
     period: int
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ValueError(f"period: expected at least 1, got {self.period}")
-
-    @property
-    def columns(self) -> int:
-        return 1
+        at_least("period", self.period)
 
     @property
     def noun(self) -> str:
@@ -217,12 +186,6 @@ class Ring(Group):
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Elements 0 to period - 1."""
         return torch.randint(self.period, (*shape, 1), generator=generator)
-
-    def check(self, x: Tensor) -> None:
-        """One column of integers; any integer names the element it is congruent to."""
-        self._check_columns(x)
-        if x.dtype not in INTEGER_DTYPES:
-            raise ValueError(f"positions: expected integers (int64, int32) for {self}, got {x.dtype}")
 
 
 @dataclass(frozen=True)
@@ -254,8 +217,7 @@ class Tree(Group):
     branches: int
 
     def __post_init__(self) -> None:
-        if self.branches < 1:
-            raise ValueError(f"branches: expected at least 1, got {self.branches}")
+        at_least("branches", self.branches)
 
     @property
     def columns(self) -> int:
@@ -322,12 +284,8 @@ class Tree(Group):
         return torch.full((*shape, 2), -1, dtype=torch.int64, device=device)
 
     def check(self, x: Tensor) -> None:
-        """Two columns of integers; rows and branches that exist; every node leads to a root. A compiler skips the values."""
-        self._check_columns(x)
-        if x.dtype not in INTEGER_DTYPES:
-            raise ValueError(
-                f"positions: expected int64 or int32 for {self}, got {x.dtype}; isopos.positions.tree builds them"
-            )
+        """Rows and branches must exist, and every node lead to a root. A compiler skips this."""
+        super().check(x)
         if torch.compiler.is_compiling():
             return
         n, (parent, branch) = x.shape[-2], x.unbind(-1)
@@ -358,6 +316,10 @@ class Product(Group):
     parts: tuple[Group, ...]
 
     @property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return INTEGER_DTYPES + REAL_DTYPES  # each part has its own
+
+    @property
     def columns(self) -> int:
         return sum(part.columns for part in self.parts)
 
@@ -370,7 +332,7 @@ class Product(Group):
         if self.is_grid:
             return f"grid of {len(self.leaves)} axes"
         runs = [(noun, len(list(run))) for noun, run in itertools.groupby(part.noun for part in self.parts)]
-        return " by ".join(noun if count == 1 else f"{count} {noun}s" for noun, count in runs)
+        return " by ".join(noun if n == 1 else f"{n} {noun}s" for noun, n in runs)
 
     def arrange(self, t: int) -> Tensor:
         """Row by row over as many steps of each part; beside a tree, part by part."""
@@ -419,7 +381,7 @@ class Product(Group):
         return torch.cat([part.origin(*shape, device=device) for part in self.parts], -1)
 
     def check(self, x: Tensor) -> None:
-        self._check_columns(x)
+        super().check(x)
         for part, a in zip(self.parts, self.split(x), strict=True):
             part.check(a)
 
@@ -431,7 +393,7 @@ def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> sequence(3).tolist()
         [[0], [1], [2]]
     """
-    return torch.arange(_count("t", t), device=device)[:, None]
+    return torch.arange(at_least("t", t, 0), device=device)[:, None]
 
 
 def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
@@ -456,7 +418,7 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
 
 def ring(period: int, *, device: torch.device | str | None = None) -> Tensor:
     """Every element of ``Ring(period)``, once: int64 ``[period 1]``."""
-    return sequence(_count("period", period, least=1), device=device)
+    return sequence(at_least("period", period), device=device)
 
 
 def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
@@ -468,7 +430,7 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """
     if not sizes:
         raise ValueError("sizes: expected at least one axis, got none")
-    return product(*(sequence(_count("size", n), device=device) for n in sizes))
+    return product(*(sequence(at_least("size", n, 0), device=device) for n in sizes))
 
 
 def product(*parts: Tensor, group: Product | None = None) -> Tensor:
@@ -534,9 +496,3 @@ def _refuse_roots(parts: Sequence[Tensor]) -> None:
                 f"product: expected parts without trees, got (-1, -1), a tree's root, in part {i}; pass "
                 "group=Product((...)), whose parts say which columns are trees"
             )
-
-
-def _count(name: str, value: int, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return value

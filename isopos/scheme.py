@@ -3,10 +3,10 @@
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from functools import cached_property
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, Never, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,11 @@ from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Encoding
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides
-from isopos.maps import Mapped, TokenMap
+from isopos.maps import Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
-from isopos.terms import Term
 
-__all__ = ["Arguments", "Choices", "LinearArguments", "Scheme", "SoftmaxArguments", "choices_of"]
+__all__ = ["Arguments", "Choices", "Scheme", "choices_of"]
 
 AttentionName = Literal["linear", "softmax"]
 DenominatorName = Literal["plain", "encoded", "complex", "none"]
@@ -44,60 +43,24 @@ def choices_of() -> dict[str, tuple[str, ...]]:
     return {"attention": attention, "feature_map": features, "decay": decays, "denominator": denominators}
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Arguments(Mapping[str, Any]):
-    """A scheme at positions: a frozen value that ``**`` unpacks into the keyword arguments of its attention function.
+class Arguments(dict[str, Any]):
+    """A scheme at positions: the keyword arguments of its attention function, frozen; printed, a line an argument.
 
-    As a mapping it has those that apply; ``|`` makes a dict of it and another, and `replace` makes another value.
+    ``|`` makes a dict of it and another.
     """
 
-    isometry: TokenMap | tuple[TokenMap, TokenMap]
-    decay: Tensor | tuple[Tensor, Tensor] | None
-    terms: tuple[Term, ...] = ()
-    state: State | None = None
+    def _refuse(self, *arguments: Any, **named: Any) -> Never:
+        raise TypeError("arguments: expected no change of what a scheme gave; arguments | {...} is a dict with others")
 
-    def __getitem__(self, name: str) -> Any:
-        value = vars(self)[name]
-        if value is type(self).__dataclass_fields__[name].default:
-            raise KeyError(name)
-        return value
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arguments, (dict(self),)
 
-    def __iter__(self) -> Iterator[str]:
-        own = type(self).__dataclass_fields__
-        return (name for name, value in vars(self).items() if value is not own[name].default)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self, **other}
-
-    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        return {**other, **self}
+    __ior__ = dict.__or__  # pyright: ignore[reportAssignmentType]  # a name that had the value has a dict then
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:
         rows = (f"    {name}={_shown(value)},\n" for name, value in self.items())
         return f"{type(self).__name__}(\n{''.join(rows)})"
-
-    def replace(self, **changes: Any) -> Self:
-        """The same but for some arguments."""
-        return type(self)(**{**self, **changes})
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class LinearArguments(Arguments):
-    """Of `linear_attention`."""
-
-    feature_map: Phi | None
-    denominator: str | None
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class SoftmaxArguments(Arguments):
-    """Of `softmax_attention`."""
-
-    scale: float
-    locality: Tensor | None = None
 
 
 def _shown(value: Any) -> str:
@@ -191,8 +154,8 @@ class Scheme(nn.Module):
         group = self.group
         if self.decay is not None and not isinstance(group, Line):
             raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
-        if self.decay is not None and len(self.decay.initial) not in (1, self.heads):
-            raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial)}")
+        if self.decay is not None and len(self.decay.initial_rate) not in (1, self.heads):
+            raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
         if self.locality is not None and not 0 < self.locality <= 1:
             raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
         if self.scale is not None and not 0 < self.scale < math.inf:
@@ -228,7 +191,6 @@ class Scheme(nn.Module):
             raise ValueError("decay: expected 'none' beside clipped keys, whose far offsets share one sum")
 
     def extra_repr(self) -> str:
-        """Heads, features, group and choices."""
         choices = ", ".join(f"{name}={choice}" for name, choice in self.choices.items())
         return f"{self.heads} heads of {self.encoding.features} features, {self.group}, {choices}"
 
@@ -273,7 +235,7 @@ class Scheme(nn.Module):
 
     def at(
         self, x: Tensor, x_key: Tensor | None = None, *, state: State | None = None, dtype: torch.dtype = torch.float32
-    ) -> LinearArguments | SoftmaxArguments:
+    ) -> Arguments:
         """Keyword arguments of the attention function: ``linear_attention(q, k, v, **scheme.at(x))``.
 
         Args:
@@ -290,48 +252,41 @@ class Scheme(nn.Module):
             rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
         else:
             rho = (self.encoding.query(x, dtype), self.encoding.key(y, dtype))
-        decay = None
+        found: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.decay is not None:
-            decay = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
-        terms = () if self.bias is None else self.bias(x, y, dtype)
+            found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
+        if self.bias is not None:
+            found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
-            scale = self.encoding.features**-0.5 if self.scale is None else self.scale
-            locality = None if self.locality is None else self.locality ** self.group.distance(x, y).to(dtype)
-            return SoftmaxArguments(isometry=rho, decay=decay, terms=terms, scale=scale, locality=locality)
+            found["scale"] = self.encoding.features**-0.5 if self.scale is None else self.scale
+            if self.locality is not None:
+                found["locality"] = self.locality ** self.group.distance(x, y).to(dtype)
+            return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside:
-            query, key = (Mapped(side, phi) for side, phi in zip(rho, sides(phi), strict=True))
-            rho, phi = (query, key), None
-        denominator = None if denominator == "none" else denominator
-        return LinearArguments(isometry=rho, decay=decay, terms=terms, feature_map=phi, denominator=denominator)
+            found["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, sides(phi), strict=True))
+        found["feature_map"] = None if self.inside else phi
+        return Arguments(found, denominator=None if denominator == "none" else denominator)
 
-    def _continued(
-        self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype
-    ) -> LinearArguments | SoftmaxArguments:
+    def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
         if x_key is not None:
             raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
         expect_state(state)
         if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
-        state.stamped(self.fingerprint, None)
+        own = state.stamped(self.fingerprint, None)
         old = state["positions"]
         places = x if old is None else torch.cat((old.expand(*x.shape[:-2], *old.shape[-2:]), x), -2)
-        rows = self.group.refers_to_rows
+        rows, new = self.group.refers_to_rows, x.shape[-2]
         quadratic = self.attention == "softmax" and (self.bias is not None or self.locality is not None)
         if not rows and not quadratic:
-            return self.at(x, dtype=dtype).replace(state=state.stamped(self.fingerprint, None))
-        arguments = self.at(places, dtype=dtype) if rows else self.at(x, places, dtype=dtype)
-        count, new = places.shape[-2], x.shape[-2]
-        rho, decay = arguments.isometry, arguments.decay
+            return Arguments(self.at(x, dtype=dtype), state=own)
+        found = self.at(places, dtype=dtype) if rows else self.at(x, places, dtype=dtype)
+        rho, decay = found["isometry"], found["decay"]
         query, key = rho if isinstance(rho, tuple) else (rho, rho)
-        changes: dict[str, Any] = {"isometry": (_last(query, count, new), _last(key, count, new))}
+        changes: dict[str, Any] = {"isometry": (query.last(new), key.last(new))}
         if rows and self.locality is not None:
-            changes["locality"] = arguments["locality"][..., count - new :, :]
+            changes["locality"] = found["locality"][..., places.shape[-2] - new :, :]
         changes["decay"] = decay[0] if isinstance(decay, tuple) else decay
-        return arguments.replace(**changes, state=state.stamped(self.fingerprint, places))
-
-
-def _last(rho: TokenMap, count: int, new: int) -> TokenMap:
-    """The part of an isometry for the last tokens, where it has one for each."""
-    return rho if rho.length is None else rho.tokens(rho.length - new, rho.length)
+        return Arguments(found | changes, state=own.stamped(self.fingerprint, places))

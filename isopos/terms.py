@@ -81,8 +81,6 @@ class Clipped(Term):
     """A term whose offsets are clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
 
     Args:
-        table: As in `Term`.
-        side: As in `Term`.
         x: Positions of queries ``[*b t c]``.
         y: Positions of keys ``[*b s c]``.
         reach: R.

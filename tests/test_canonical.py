@@ -46,7 +46,7 @@ def weights(scheme, q, k, x, y=None):
     at = scheme.at(x, y, dtype=torch.float64)
     if scheme.attention == "linear":
         return linear_attention(q, k, v, **at | {"denominator": None})
-    terms = tuple(term for term in at.terms if term.side != "value")  # rows of values are no part of scores
+    terms = tuple(term for term in at.get("terms", ()) if term.side != "value")  # rows of values are no part of scores
     return softmax_attention(q, k, v, **at | {"terms": terms})
 
 
@@ -358,7 +358,7 @@ class OwnBasis(bases.Basis):
 class OwnBias(biases.RelativeBias):
     group = Line()
 
-    def forward(self, x, y, dtype=torch.float32):
+    def terms(self, x, y, dtype):
         return ()
 
 

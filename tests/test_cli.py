@@ -149,7 +149,7 @@ def test_show_prints_the_path_and_keeps_what_is_there(isopos, tmp_path):
         ("rope:decay=fast", "retnet"),
         ("rope:decay", "option=value"),
         ("rope --head-dim 7", "even"),
-        ("rope --heads 0", "positive"),
+        ("rope --heads 0", "heads: expected an integer of at least 1, got 0"),
         ("rope --out .", "is a folder"),
         ("rope --out x.jpg", "ends with"),
         ("rope --out nowhere/x.png", "written into"),

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,16 +62,40 @@ def test_a_feature_map(own):
 
 
 def test_an_encoding(own, isopos, tmp_path):
-    mirror = own("toy_encoding")
-    assert laws.check(mirror.Mirror(torch.randn(2, 8))).holds
-    scheme = schemes.build("mirror", 8, 2)
+    scheme = schemes.build("toy_encoding.mirror", 8, 2)
+    assert laws.check(own("toy_encoding").Mirror(torch.randn(2, 8))).holds
     assert laws.check(scheme).holds
+    assert schemes.build("mirror", 8, 2).fingerprint == scheme.fingerprint
     agrees_with_its_definition(scheme, 2048)
     assert "a toy" in isopos("list")[1]
-    code, out, err = isopos("compare", "--schemes=none,mirror:seed=1", "--steps=2", "--length=16", "--name=a", *TINY)
+
+
+def test_an_encoding_on_the_command_line(own, isopos, tmp_path):
+    spec, run = "toy_encoding.mirror:seed=1", "runs/a/toy_encoding.mirror+seed=1-seed0"
+    code, out, err = isopos("compare", f"--schemes=none,{spec}", "--steps=2", "--length=16", "--name=a", *TINY)
     assert code == 0, err
-    assert "mirror:seed=1" in out
-    assert isopos("eval", "runs/a/mirror+seed=1-seed0")[0] == 0
+    assert spec in out
+    fresh = [sys.executable, "-P", "-m", "isopos"]  # -P: without the working folder, as the installed command is
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    for command in ([*fresh, "eval", run], [*fresh, "check", spec], [*fresh, "show", "--out=mirror.png", spec]):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mirror.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing.mirror", "scheme nothing.mirror: cannot import nothing: ModuleNotFoundError"),
+        ("toy_encoding.miror", "expected a scheme that toy_encoding registers by @register, got 'miror' of mirror"),
+        ("toy_encoding.rope", "expected a scheme that toy_encoding registers by @register, got 'rope' of mirror"),
+        ("toy_feature_map.rope", "expected a scheme that toy_feature_map registers by @register, got 'rope' of none"),
+        ("mirror", "unknown scheme 'mirror'"),
+    ],
+)
+def test_a_scheme_that_no_module_registers(own, name, message):
+    with pytest.raises(ValueError, match=message):
+        schemes.build(name, 8, 2)
 
 
 def test_a_task(own, isopos, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The models: decoder, encoder, classifier."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -261,3 +262,10 @@ def test_what_is_computed_again_is_the_same(model):
         own(x, at, mask).square().sum().backward()
         gradients.append([p.grad for p in own.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("make", [Decoder, Encoder, partial(Classifier, classes=3)])
+def test_parameters_of_heads_come_before_those_of_schemes(make):
+    """An optimiser's saved state names parameters by their places."""
+    model = make(vocabulary=20, model_dim=16, layers=1, scheme=schemes.rope(8, 2, learned=True))
+    assert [name for name, _ in model.named_parameters()][-3:] == ["head.weight", "head.bias", "scheme.encoding.frequency"]

@@ -1,9 +1,9 @@
 """Every scheme of the table: attention is its definition, relative and learnable, whatever is cast or copied."""
 
 import copy
-import dataclasses
 import inspect
 import math
+import operator
 
 import pytest
 import torch
@@ -682,9 +682,9 @@ def test_bad_text(arguments, message):
 
 
 BAD_VALUES = [
-    (lambda f: f(0, 2), r"head_dim: expected a positive integer, got 0"),
-    (lambda f: f(8.0, 2), r"head_dim: expected a positive integer"),
-    (lambda f: f(8, 0), r"heads: expected a positive integer, got 0"),
+    (lambda f: f(0, 2), r"head_dim: expected an integer of at least 1, got 0"),
+    (lambda f: f(8.0, 2), r"head_dim: expected an integer of at least 1"),
+    (lambda f: f(8, 0), r"heads: expected an integer of at least 1, got 0"),
     (lambda f: f(8, 2, attention="sofmax"), r"attention: expected .*softmax.* got 'sofmax'"),
     (lambda f: f(8, 2, feature_map="elu"), r"feature_map: expected .*elu\+1.* got 'elu'"),
     (lambda f: f(8, 2, denominator=None), r"denominator: expected .* got None"),
@@ -722,9 +722,9 @@ def test_bad_values_of_every_scheme(case):
             r"learned_basis: expected basis='householder'",
         ),
         (lambda: schemes.sinusoidal(5, 1), r"model_dim: expected an even width"),
-        (lambda: schemes.learned(8, 1, length=0), r"length: expected at least 1"),
-        (lambda: schemes.cosformer(8, 1, length=0), r"length: expected at least 1"),
-        (lambda: schemes.ape_ring(8, 1, period=1), r"period: expected at least 2"),
+        (lambda: schemes.learned(8, 1, length=0), r"length: expected an integer of at least 1"),
+        (lambda: schemes.cosformer(8, 1, length=0), r"length: expected an integer of at least 1"),
+        (lambda: schemes.ape_ring(8, 1, period=1), r"period: expected an integer of at least 2"),
         (lambda: schemes.ape_ring(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, 2, decay=Decay(torch.ones(3))), r"decay: expected rates of 2 heads, got 3"),
         (lambda: schemes.rope(8, layout="llama"), r"layout: expected one of interleaved, half, got 'llama'"),
@@ -735,9 +735,12 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.xpos(8, base=0.0), r"base: expected a positive number"),
         (lambda: schemes.lrpe_unitary(7, 1, complex=True), r"head size: expected an even number"),
         (lambda: schemes.lrpe_unitary(8, 1, theta="d"), r"theta: expected one of a, b, c, got 'd'"),
-        (lambda: schemes.lrpe_unitary(8, 1, theta="b", length=0), r"length: expected a positive integer, got 0"),
-        (lambda: schemes.lrpe_unitary(8, 1, theta="a", length=0), r"length: expected a positive integer, got 0"),
-        (lambda: schemes.lrpe_orthogonal(8, 1, theta="c", length=2.5), r"length: expected a positive integer, got 2.5"),
+        (lambda: schemes.lrpe_unitary(8, 1, theta="b", length=0), r"length: expected an integer of at least 1, got 0"),
+        (lambda: schemes.lrpe_unitary(8, 1, theta="a", length=0), r"length: expected an integer of at least 1, got 0"),
+        (
+            lambda: schemes.lrpe_orthogonal(8, 1, theta="c", length=2.5),
+            r"length: expected an integer of at least 1, got 2.5",
+        ),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=3), r"head size: expected an even number .* got 5"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=8), r"identity: expected 0 to 7 features that do not rotate, got 8"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=-2), r"identity: expected 0 to 7"),
@@ -745,15 +748,15 @@ def test_bad_values_of_every_scheme(case):
             lambda: schemes.lrpe_permutation(8, 1, basis="fourier", learned_basis=True),
             r"learned_basis: expected basis='householder'",
         ),
-        (lambda: schemes.permuteformer(8, 1, width=0), r"width: expected a positive integer, got 0"),
-        (lambda: schemes.permuteformer(8, 1, width=1.5), r"width: expected a positive integer, got 1.5"),
+        (lambda: schemes.permuteformer(8, 1, width=0), r"width: expected an integer of at least 1, got 0"),
+        (lambda: schemes.permuteformer(8, 1, width=1.5), r"width: expected an integer of at least 1, got 1.5"),
         (lambda: schemes.permuteformer(8, 1, matrix="skew"), r"matrix: expected one of permutation, identity, orthogonal"),
         (lambda: schemes.permuteformer(7, 1, matrix="orthogonal"), r"head size: expected an even number"),
         (lambda: schemes.permuteformer(8, 1, orders="short"), r"orders: expected one of random, long, got 'short'"),
         (lambda: schemes.permuteformer_2d(8, 1, orders="short"), r"orders: expected one of random, long"),
-        (lambda: schemes.permuteformer_2d(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.permuteformer_2d(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.permuteformer_2d(2, 1, axes=3), r"head size: expected at least 3 features for 3 parts, got 2"),
-        (lambda: schemes.shaw(8, 1, reach=0), r"reach: expected at least 1 step, got 0"),
+        (lambda: schemes.shaw(8, 1, reach=0), r"reach: expected an integer of at least 1, got 0"),
         (lambda: schemes.t5(8, 1, buckets=3), r"buckets: expected an even number"),
         (lambda: schemes.t5(8, 1, buckets=32, max_distance=4), r"max_distance beyond the near ones"),
         (lambda: schemes.deberta(8, 1, buckets=2), r"buckets: expected at least 4"),
@@ -763,35 +766,35 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.ape_absolute(8, 1, side="both"), r"side: expected query or key, got 'both'"),
         (lambda: schemes.ape_absolute(7, 1), r"head size: expected an even number"),
         (lambda: schemes.ape_absolute(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
-        (lambda: schemes.ape_grid(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.ape_grid(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_grid(8, 1, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),
         (lambda: schemes.ape_grid(7, 1), r"head size: expected an even number"),
         (lambda: schemes.ape_grid(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
-        (lambda: schemes.ape_ring(8, 1, period=0), r"period: expected at least 2, got 0"),
-        (lambda: schemes.ape_ring(8, 1, period=2.5), r"period: expected at least 2, got 2.5"),
+        (lambda: schemes.ape_ring(8, 1, period=0), r"period: expected an integer of at least 2, got 0"),
+        (lambda: schemes.ape_ring(8, 1, period=2.5), r"period: expected an integer of at least 2, got 2.5"),
         (lambda: schemes.ape_tree(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.ape_tree(8, 1, branches=0), r"branches: expected a positive integer, got 0"),
+        (lambda: schemes.ape_tree(8, 1, branches=0), r"branches: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_tree(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
         (lambda: schemes.ape_product(8, 1, parts="sequence3"), r"parts: expected .* joined by \+, got 'sequence3'"),
         (lambda: schemes.ape_product(8, 1, parts="ring"), r"parts: expected .* joined by \+, got 'ring' in 'ring'"),
         (lambda: schemes.ape_product(8, 1, parts="tree2+bush"), r"parts: expected .*got 'bush' in 'tree2\+bush'"),
         (lambda: schemes.ape_product(8, 1, parts=""), r"parts: expected"),
-        (lambda: schemes.ape_product(8, 1, parts="ring1"), r"period: expected at least 2, got 1"),
-        (lambda: schemes.ape_product(8, 1, parts="tree0"), r"branches: expected a positive integer, got 0"),
-        (lambda: schemes.ape_product(8, 1, parts="grid0"), r"axes: expected a positive integer, got 0"),
+        (lambda: schemes.ape_product(8, 1, parts="ring1"), r"period: expected an integer of at least 2, got 1"),
+        (lambda: schemes.ape_product(8, 1, parts="tree0"), r"branches: expected an integer of at least 1, got 0"),
+        (lambda: schemes.ape_product(8, 1, parts="grid0"), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_product(8, 1, parts="grid5"), r"head size: expected at least 10 features for 5 parts"),
         (lambda: schemes.ape_product(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.horn_constrained(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
-        (lambda: schemes.horn_constrained(8, 1, sinusoids=0), r"sinusoids: expected a positive integer, got 0"),
+        (lambda: schemes.horn_constrained(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
+        (lambda: schemes.horn_constrained(8, 1, sinusoids=0), r"sinusoids: expected an integer of at least 1, got 0"),
         (lambda: schemes.horn_constrained(8, 1, outside=-1), r"outside: expected a number of tokens, got -1"),
-        (lambda: schemes.horn_clipped(8, 1, axes=0), r"axes: expected a positive integer, got 0"),
-        (lambda: schemes.horn_clipped(8, 1, reach=0), r"reach: expected at least 1 step, got 0"),
+        (lambda: schemes.horn_clipped(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
+        (lambda: schemes.horn_clipped(8, 1, reach=0), r"reach: expected an integer of at least 1, got 0"),
         (lambda: schemes.horn_clipped(8, 1, outside=-1), r"outside"),
-        (lambda: schemes.spe_sine(8, 1, sines=0), r"sines: expected at least 1, got 0"),
-        (lambda: schemes.spe_sine(8, 1, realizations=0), r"realizations: expected at least 1, got 0"),
-        (lambda: schemes.spe_conv(8, 1, reach=0), r"reach: expected at least 1 step, got 0"),
-        (lambda: schemes.spe_conv(8, 1, realizations=0), r"realizations: expected at least 1, got 0"),
-        (lambda: schemes.shiv_quirk(8, 1, branches=0), r"branches: expected at least 1, got 0"),
+        (lambda: schemes.spe_sine(8, 1, sines=0), r"sines: expected an integer of at least 1, got 0"),
+        (lambda: schemes.spe_sine(8, 1, realizations=0), r"realizations: expected an integer of at least 1, got 0"),
+        (lambda: schemes.spe_conv(8, 1, reach=0), r"reach: expected an integer of at least 1, got 0"),
+        (lambda: schemes.spe_conv(8, 1, realizations=0), r"realizations: expected an integer of at least 1, got 0"),
+        (lambda: schemes.shiv_quirk(8, 1, branches=0), r"branches: expected an integer of at least 1, got 0"),
         (lambda: schemes.shiv_quirk(8, 1, branches=9), r"depth: expected .* of 9 branches in width 8"),
         (lambda: schemes.shiv_quirk(8, 1, depth=5), r"depth: expected 1 to 4 of 2 branches in width 8, got 5"),
     ],
@@ -813,12 +816,18 @@ def test_at_names_keys_apart():
 
 def test_what_at_returns_is_a_frozen_value():
     at = schemes.t5(8, 2, decay="alibi").at(sequence(3))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        at.scale = 2.0  # pyright: ignore
+    changes = (lambda: at.update(scale=2.0), lambda: at.pop("scale"), lambda: operator.setitem(at, "scale", 2.0), at.clear)
+    for change in changes:
+        with pytest.raises(TypeError, match="expected no change of what a scheme gave"):
+            change()
     with pytest.raises(KeyError):
         at["state"]
-    changed = at.replace(scale=2.0)
-    assert (changed.scale, changed.isometry, at.scale) == (2.0, at.isometry, 8**-0.5)
+    changed = at | {"scale": 2.0}
+    assert (changed["scale"], changed["isometry"], at["scale"]) == (2.0, at["isometry"], 8**-0.5)
+    before = same = at
+    same |= {"scale": 2.0}
+    assert (same["scale"], before["scale"]) == (2.0, 8**-0.5)
+    assert isinstance(copy.deepcopy(at), type(at))
     assert {"scale": 1.0, "causal": True} | at == dict(at) | {"causal": True} == {"causal": True} | dict(at)
     assert set(at) == {"isometry", "decay", "terms", "scale"}
     assert "decay=float64 [2, 3]" in repr(at)
@@ -856,7 +865,8 @@ def test_a_scheme_and_a_decay_from_outside(registries):
     assert isopos.laws.check(scheme).holds
     assert isopos.toy is schemes.toy is toy is schemes.REGISTRY["toy"]
     assert "toy" in dir(isopos)
-    assert [line.strip().split(":")[0] for line in toy.__doc__.splitlines()[3:]] == ["head_dim", "heads", "base", "choices"]
+    described = [line.strip().split(":")[0] for line in toy.__doc__.splitlines()[3:]]
+    assert described == ["head_dim", "heads", "base", "seed", "choices"]
     first = [
         schemes.build("toy", 8, 2, more, model={"length": 7}).encoding.initial[0, 0, 1] for more in ({}, {"base": "20"})
     ]

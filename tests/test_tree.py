@@ -242,7 +242,7 @@ def test_products_form_a_monoid(group, batch):
     with pytest.raises(ValueError, match="downward paths"):
         group.inverse(x)
     with pytest.raises(ValueError, match="downward paths"):
-        group.relative(x, y)
+        group.compose(group.inverse(x), y)
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
@@ -348,7 +348,7 @@ def test_groups_are_values():
         ([[[-1, -1], [0, 0]], [[-1, -1], [0, 7]]], "in row 1 of sample 1"),
         ([[[-1, -1], [0, 0]], [[-1, -1], [1, 1]]], "got row 1 of sample 1, its own ancestor"),
         ([[-1, -1, -1]], r"expected \[\*b t 2\]"),
-        ([[-1.0, -1.0]], "expected int64 or int32"),
+        ([[-1.0, -1.0]], "expected integers"),
     ],
 )
 def test_what_is_no_tree(rows, message):
@@ -375,7 +375,7 @@ def test_any_cycle_is_found_and_named(x, data):
 def test_a_valid_tree_passes():
     Tree(2).check(torch.tensor([[1, 0], [-1, -1], [0, 1]]))
     Tree(2).check(pad_sequence([tree([[], [[]]]), tree([])], batch_first=True, padding_value=-1).int())
-    with pytest.raises(ValueError, match="branches: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="branches: expected an integer of at least 1, got 0"):
         Tree(0)
 
 

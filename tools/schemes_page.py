@@ -280,7 +280,7 @@ def _injection(measured: _Measured) -> str:
         "embeddings": scheme.embedding is not None,
         "queries and keys": not scheme.encoding.is_trivial,
         "scores": scheme.bias is not None,
-        "values": any(term.side == "value" for term in scheme.at(scheme.group.arrange(8)).terms),
+        "values": any(term.side == "value" for term in scheme.at(scheme.group.arrange(8)).get("terms", ())),
         "weights": scheme.decay is not None,
     }
     return ", ".join(itertools.compress(slots, slots.values())) or "-"

@@ -8,7 +8,7 @@ tested against it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -34,27 +34,17 @@ Side = tuple[Tensor, Tensor]  # A [h d1 d] and a [h d1], or B and b
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """One term q̂^H W(x^-1 y) k̂ with q̂ = A q + a and k̂ = B k + b, for h heads; what is constant has A = 0 or B = 0.
+    """One term q̂^H W(x^-1 y) k̂ with q̂ = A q + a and k̂ = B k + b, for h heads; what is constant has A = 0 or B = 0."""
 
-    Args:
-        group: Of positions.
-        A, a: ``[h d1 d]`` and ``[h d1]``, float64.
-        B, b: ``[h d2 d]`` and ``[h d2]``, float64.
-        kernel: W ``[h d1 d2]`` of one relative position, as `relative` gives it.
-        factor: Of W, ``[h 1 1]``: scale, locality and decay of that relative position.
-        outside: Number of first rows of positions that are class tokens, which have no relative position for W.
-        classes: W of pairs whose key, and of those whose query alone, is a class token.
-    """
-
-    group: Group
-    A: Tensor
-    a: Tensor
-    B: Tensor
-    b: Tensor
-    kernel: Kernel
-    factor: Kernel = lambda t: torch.ones(1, 1, 1, dtype=torch.float64)
-    outside: int = 0
-    classes: tuple[Tensor, ...] = ()
+    group: Group  # of positions
+    A: Tensor  # [h d1 d], float64
+    a: Tensor  # [h d1]
+    B: Tensor  # [h d2 d]
+    b: Tensor  # [h d2]
+    kernel: Kernel  # W [h d1 d2] of one relative position, as `relative` gives it
+    factor: Kernel = lambda t: torch.ones(1, 1, 1, dtype=torch.float64)  # of W, [h 1 1]: scale, locality and decay
+    outside: int = 0  # first rows of positions that are class tokens, which have no relative position for W
+    classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
 
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
@@ -71,13 +61,11 @@ class Primitive:
     def matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """W for each query position of x ``[t c]`` and key position of y ``[s c]``: ``[h t s d1 d2]``, float64."""
         made: dict[Any, Tensor] = {}
-        pairs = [[(t, self._class(i, j)) for j, t in enumerate(row)] for i, row in enumerate(self.relative(x, y))]
+        rows, n = self.relative(x, y), self.outside
+        pairs = [[(t, 0 if j < n else 1 if i < n else None) for j, t in enumerate(row)] for i, row in enumerate(rows)]
         for t, which in {pair for row in pairs for pair in row}:
             made[t, which] = (self.kernel(t) if which is None else self.classes[which]) * self.factor(t)
         return torch.stack([torch.stack([made[pair].expand(len(self.A), -1, -1) for pair in row], 1) for row in pairs], 1)
-
-    def _class(self, i: int, j: int) -> int | None:
-        return 0 if j < self.outside else 1 if i < self.outside else None
 
     def score(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Of queries ``[*b h t d]`` at x ``[t c]`` and keys ``[*b h s d]`` at y ``[s c]``: ``[*b h t s]``, float64."""
@@ -142,17 +130,15 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     if softmax and scheme.decay is not None:
         one = _one(coupling.features)
         primitives.append(Primitive(group, *one, *one, lambda t: -rate * _length(group, t)))
-    return tuple(_for_heads(primitive, scheme.heads) for primitive in primitives)
-
-
-def _for_heads(primitive: Primitive, heads: int) -> Primitive:
-    sides = {name: getattr(primitive, name) for name in "AaBb"}
-    return replace(primitive, **{name: side.expand(heads, *side.shape[1:]) for name, side in sides.items()})
+    return tuple(
+        replace(p, **{name: getattr(p, name).expand(scheme.heads, *getattr(p, name).shape[1:]) for name in "AaBb"})
+        for p in primitives
+    )
 
 
 def _rate(decay: Decay) -> Tensor:
     """Nats a step, ``[h 1 1]``."""
-    rate = decay.initial if decay.log_rate is None else constant(decay.log_rate).exp()
+    rate = decay.initial_rate if decay.log_rate is None else constant(decay.log_rate).exp()
     return rate[:, None, None]
 
 
@@ -262,19 +248,19 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             return lambda t: _eye(d)
         case encodings.Rotary():
             frequency = constant(encoding.parameter)  # [h c f]
-            if encoding.lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
+            if encoding.is_lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
                 return lambda t: torch.diag_embed(_angles(t, frequency).cos())
             return lambda t: _exp(_skew(_angles(t, frequency)))
         case encodings.Permutation():
             maps = _permutation_matrices(encoding)
-            return lambda t: _product(_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t)))
+            return lambda t: reduce(torch.matmul, (_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t))))
         case encodings.Exponential():
             generator = constant(encoding.parameter)
             return lambda t: _exp(t * (generator - generator.mT))
         case encodings.TreePath():
             generator = constant(encoding.parameter)  # [h b d d]
             step = _exp(generator - generator.mT)
-            return lambda t: _product((_eye(d), *(_power(step[:, branch], sign) for branch, sign in t)))
+            return lambda t: reduce(torch.matmul, (_power(step[:, branch], sign) for branch, sign in t), _eye(d))
         case encodings.InBasis():  # (LRPE, Eq. 22-24)
             inner, P = _of_encoding(encoding.encoding), _of_basis(encoding.basis)
             return lambda t: P.mT @ inner(t) @ P
@@ -313,22 +299,13 @@ def _exp(generator: Tensor) -> Tensor:
 
 def _permutation_matrices(encoding: encodings.Permutation) -> Tensor:
     """Of (M v)_i = v_{pi(i)} for each head and axis, ``[h c d d]``: pi(i) comes after i in its cycle."""
-    _, axes, heads, d = encoding.table.shape
-    matrices = torch.zeros(heads, axes, d, d, dtype=torch.float64)
-    for c in range(axes):
-        for h in range(heads):
-            row, first, rank, length = encoding.table[:, c, h].tolist()
-            for i in range(d):
-                matrices[h, c, i, row[first[i] + (rank[i] + 1) % length[i]]] = 1
-    return matrices
+    row, first, rank, length = encoding.table  # [c h d]
+    after = row.gather(-1, first + (rank + 1) % length)
+    return _eye(after.shape[-1])[0, after].transpose(0, 1)
 
 
 def _power(orthogonal: Tensor, n: float) -> Tensor:
     return torch.linalg.matrix_power(orthogonal if n >= 0 else orthogonal.mT, abs(int(n)))
-
-
-def _product(matrices: Iterable[Tensor]) -> Tensor:
-    return reduce(torch.matmul, matrices)
 
 
 def _blocks(parts: Sequence[Tensor]) -> Tensor:
@@ -408,13 +385,9 @@ def _waves(coupling: couplings.SineSPE) -> Kernel:
 def _filters(coupling: couplings.ConvSPE) -> Kernel:
     """sum_p f_d(p) g_d(p + t) of the filters f of queries and g of keys, which meet in the noise at x - p = y - (p + t)."""
     query, key = constant(coupling.parameter).unbind(2)  # [h d p]
-    reach = coupling.reach
-
-    def correlation(t: Relative) -> Tensor:
-        meeting = [query[..., p] * key[..., p + t] for p in range(reach) if 0 <= p + t < reach]
-        return sum(meeting, torch.zeros_like(query[..., 0]))
-
-    return correlation
+    meeting = [[query[..., p] * key[..., s] for s in range(coupling.reach)] for p in range(coupling.reach)]
+    nothing = torch.zeros_like(query[..., 0])
+    return lambda t: sum((row[p + t] for p, row in enumerate(meeting) if 0 <= p + t < len(row)), nothing)
 
 
 def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[Primitive]:
@@ -442,9 +415,8 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
 
 def _t5_bucket(bias: biases.T5, t: int) -> int:
     """Raffel et al.: the number of buckets that begin at or below the distance, after those of the other direction."""
-    if bias.bidirectional:
-        return _begun(bias.starts, abs(t)) + (bias.parameter.shape[-1] // 2 if t > 0 else 0)
-    return _begun(bias.starts, max(-t, 0))
+    after = bias.parameter.shape[-1] // 2 if bias.bidirectional and t > 0 else 0
+    return after + _begun(bias.starts, abs(t) if bias.bidirectional else max(-t, 0))
 
 
 def _deberta_row(bias: biases.DeBERTa, t: int) -> int:

@@ -18,15 +18,15 @@ Property 3), and after how many positions an encoding repeats itself.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
-from isopos.encodings import Coupling, DirectSum, Encoding, InBasis, Partial, Permutation, Rotary
-from isopos.positions import Group, Ring
+from isopos.encodings import Coupling, Encoding
+from isopos.positions import Group
 from isopos.scheme import Scheme
 
 __all__ = ["Finding", "Report", "check"]
@@ -110,7 +110,11 @@ def check(
         raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
     coupling = subject.encoding if isinstance(subject, Scheme) else subject
     probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
-    findings = _encoding_findings(coupling, probe) if isinstance(coupling, Encoding) else [_relative_scores(probe)]
+    findings = (
+        _encoding_findings(coupling, probe)
+        if isinstance(coupling, Encoding)
+        else [_relative(probe, lambda x, y: probe.scores(x, y)[0])]
+    )
     findings += [_precision(probe, dtype), _batch(probe)]
     if not isinstance(subject, Scheme) or subject.bias is subject.embedding is None:
         findings.append(_direction(probe))
@@ -177,51 +181,62 @@ def _shift(group: Group, generator: torch.Generator) -> Tensor:
     return x
 
 
-def _relative_scores(probe: _Probe) -> Finding:
-    with torch.no_grad():
-        here, there = (
-            probe.scores(probe.group.shift(s, probe.x), probe.group.shift(s, probe.y))
-            for s in (probe.group.origin(1), probe.shift)
-        )
-    error = _most(here - there) / max(1.0, _most(here))
-    finding = _law("relative", error, "largest change of a score when both positions are shifted")
-    head, token = divmod(int((here - there).abs().argmax()), TOKENS)
-    at = (
-        f"head {head}, x = {probe.x[token].tolist()}, y = {probe.y[token].tolist()}: score {here[0, head, token].item():.6g}"
-    )
-    shifted = f"shifted by {probe.shift[-1].tolist()} {there[0, head, token].item():.6g}"
-    return finding if finding.holds else replace(finding, counterexample=f"{at}, {shifted}")
+def _unmoved(
+    name: str, what: str, pairs: Sequence[tuple[Tensor, Tensor]], axes: Sequence[str], shift: Tensor, **positions: Tensor
+) -> Finding:
+    """A law that numbers, before and after a shift, are equal; where they are not, with the place of the largest change."""
+    error, here, there = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
+    finding = _law(name, error, f"largest change of {what}")
+    if finding.holds:
+        return finding
+    at = torch.unravel_index((here - there).abs().argmax(), here.shape)
+    places = dict(zip(axes, map(int, at), strict=True))
+    token = places.pop("token")
+    where = [
+        *(f"{axis} {i}" for axis, i in places.items()),
+        *(f"{x} = {row[token].tolist()}" for x, row in positions.items()),
+    ]
+    numbers = f"{here[at].item():.6g}, shifted by {shift[-1].tolist()} {there[at].item():.6g}"
+    return replace(finding, counterexample=f"{', '.join(where)}: {numbers}")
+
+
+@torch.no_grad()
+def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *features: str) -> Finding:
+    """Of scores ``[h t ...]`` of the probe's positions."""
+    pair = [
+        scores(probe.group.shift(s, probe.x), probe.group.shift(s, probe.y)) for s in (probe.group.origin(1), probe.shift)
+    ]
+    what, axes = "a score when both positions are shifted", ("head", "token", *features)
+    return _unmoved("relative", what, [(pair[0], pair[1])], axes, probe.shift, x=probe.x, y=probe.y)
 
 
 @torch.no_grad()
 def _encoding_findings(encoding: Encoding, probe: _Probe) -> list[Finding]:
-    group, x, y, shift = probe.group, probe.x, probe.y, probe.shift
+    group, x, y = probe.group, probe.x, probe.y
     origin = group.origin(1)
-    here, there = (_score(encoding, group.shift(s, x), group.shift(s, y)) for s in (origin, shift))
     w_x, w_y, w_xy, w_1, w_pair = (
         _score(encoding, a, b, True)
         for a, b in ((origin, x), (origin, y), (origin, group.compose(x, y)), (origin, origin), (x, y))
     )
-    norm = torch.linalg.matrix_norm(here, 2).max().item()
+    norm = torch.linalg.matrix_norm(_score(encoding, group.shift(origin, x), group.shift(origin, y)), 2).max().item()
     unit = torch.eye(encoding.features, dtype=torch.float64)
     errors = {
-        "relative": (_most(here - there), "largest change of a score when both positions are shifted"),
         "bounded": (max(norm - 1, 0.0), "largest |score| / (|q| |k|) - 1"),
         "unitary": (_most(_score(encoding, x, x) - unit), "largest change of a norm"),
     }
-    if encoding.out_features == encoding.features or _is_lift(encoding):
+    if encoding.out_features == encoding.features or encoding.is_lift:
         errors["homomorphism"] = (_most(w_x @ w_y - w_xy), "largest |W(x) W(y) - W(xy)|")
         errors["identity"] = (_most(w_1 - unit), "largest |W(1) - I|")
         errors["decomposable"] = (_most(w_x.mH @ w_y - w_pair), "largest |W(x)^H W(y) - rho(x)^H rho(y)|")
-    findings = [_law(name, error, note) for name, (error, note) in errors.items()]
-    if not findings[0].holds:
-        findings[0] = replace(findings[0], counterexample=_counterexample(here, there, x, y, shift))
+    findings = [
+        _relative(probe, lambda a, b: _score(encoding, a, b), "query feature", "key feature"),
+        *(_law(name, error, note) for name, (error, note) in errors.items()),
+    ]
     if group.is_grid:
         error = _inexactness(encoding, probe)
         findings.append(_law("exact", error, "largest error of a float32 score up to position 2^31", EXACT))
-    order = _order(encoding)
     note = "positions after which it repeats itself"
-    return [*findings, Finding("periodic", order < math.inf, order, note, is_law=False)]
+    return [*findings, Finding("periodic", encoding.order < math.inf, encoding.order, note, is_law=False)]
 
 
 def _direction(probe: _Probe) -> Finding:
@@ -229,29 +244,6 @@ def _direction(probe: _Probe) -> Finding:
         error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
     note = "score(x, y) differs from score(y, x)" if error > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
     return Finding("directional", error > TOLERANCE, error, note, is_law=False)
-
-
-def _order(encoding: Encoding) -> float:
-    """Positions after which an encoding is what it was; infinite where nothing says so."""
-    if isinstance(encoding, Permutation):
-        return encoding.common_order
-    if isinstance(encoding, InBasis | Partial):
-        return _order(encoding.encoding)
-    if isinstance(encoding, DirectSum):
-        orders = [_order(part) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
-        return math.inf if math.inf in orders else math.lcm(*map(int, orders))
-    if isinstance(encoding.group, Ring) and isinstance(encoding, Rotary):
-        whole = encoding.parameter * encoding.group.period / (2 * math.pi)
-        return encoding.group.period // math.gcd(encoding.group.period, *map(int, whole.round().flatten().tolist()))
-    return math.inf
-
-
-def _counterexample(here: Tensor, there: Tensor, x: Tensor, y: Tensor, shift: Tensor) -> str:
-    """Where two score matrices ``[h t d d]`` differ most: positions and numbers."""
-    head, token, i, j = torch.unravel_index((here - there).abs().argmax(), here.shape)
-    at = f"head {int(head)}, query feature {int(i)}, key feature {int(j)}, x = {x[token].tolist()}, y = {y[token].tolist()}"
-    scores = f"{here[head, token, i, j].item():.6g}, shifted by {shift[-1].tolist()} {there[head, token, i, j].item():.6g}"
-    return f"{at}: score {scores}"
 
 
 def _operator(encoding: Encoding, x: Tensor) -> Tensor:
@@ -264,14 +256,9 @@ def _operator(encoding: Encoding, x: Tensor) -> Tensor:
 def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
     """rho(x)^H rho(y), dense ``[h t d d]``; a lift's features are its real and imaginary parts."""
     m_x, m_y = (_operator(encoding, z) for z in (x, y))
-    if complex_form and _is_lift(encoding):
+    if complex_form and encoding.is_lift:
         m_x, m_y = (torch.complex(*m.chunk(2, -2)) for m in (m_x, m_y))
     return m_x.mH @ m_y
-
-
-def _is_lift(encoding: Encoding) -> bool:
-    """Whether the output is the real parts, then the imaginary parts, of as many complex features."""
-    return _is_lift(encoding.encoding) if isinstance(encoding, InBasis) else isinstance(encoding, Rotary) and encoding.lift
 
 
 def _inexactness(encoding: Encoding, probe: _Probe) -> float:
@@ -337,16 +324,10 @@ def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding
         pairs = []
         for causal in (True, False):
             before, after = layer(x, causal), layer(scheme.group.shift(shift, x), causal)
-            pairs += zip(before, after, strict=True)
-    error, before, after = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
-    attention = _law("attention", error, "largest change of a layer's sums at shifted positions")
-    if not attention.holds:
-        at = tuple(map(int, torch.unravel_index((before - after).abs().argmax(), before.shape)))
-        sums = f"sum {before[at].item():.6g}, shifted by {shift[-1].tolist()} {after[at].item():.6g}"
-        attention = replace(attention, counterexample=f"head {at[1]}, feature {at[3]}, x = {x[at[2]].tolist()}: {sums}")
+            pairs += [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
     learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
     findings = [
-        attention,
+        _unmoved("attention", "a layer's sums at shifted positions", pairs, ("head", "token", "feature"), shift, x=x),
         _gradient(learned, lambda: sum((out.square().sum() for out in layer(x, False)), torch.zeros(()))),
     ]
     if scheme.choices["denominator"] in ("plain", "encoded"):

@@ -1,7 +1,8 @@
 """What every model here is made of: embedded tokens, blocks of attention and feed-forward, one scheme for all of them."""
 
-from collections.abc import Iterable
-from typing import Any
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from isopos.attention import Attention
 from isopos.positions import sequence
-from isopos.scheme import Scheme
+from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "enter", "through", "trunk"]
+__all__ = ["TOKEN_STD", "Block", "Options", "Trunk"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -44,49 +45,74 @@ class Block(nn.Module):
         return (x, *state) if return_state else x
 
 
-def trunk(
-    vocabulary: int, model_dim: int, layers: int, scheme: Scheme, hidden_dim: int | None, dropout: float
-) -> tuple[nn.Embedding, nn.ModuleList, nn.LayerNorm]:
-    """Vectors of tokens, blocks, and the norm after them; see `Block`.
+class Options(TypedDict, total=False):
+    """Of every model: see `Trunk`."""
+
+    hidden_dim: int | None
+    dropout: float
+    recompute: bool
+
+
+class Trunk(nn.Module, ABC):
+    """Vectors of tokens, blocks, and the norm after them. Subclasses add a head.
+
+    Args:
+        vocabulary: Number of tokens.
+        model_dim: Width, heads * head_dim of the scheme.
+        layers: Number of blocks.
+        scheme: What sees positions.
+        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
+        dropout: Probability.
+        recompute: Compute each block again in the backward pass instead of keeping what is inside.
 
     Raises:
         ValueError: Where the scheme adds an embedding of another width.
     """
-    if scheme.embedding is not None and scheme.embedding.model_dim != model_dim:
-        raise ValueError(f"model_dim: expected the {scheme.embedding.model_dim} of the scheme's embedding, got {model_dim}")
-    tokens = nn.Embedding(vocabulary, model_dim)
-    nn.init.normal_(tokens.weight, std=TOKEN_STD)
-    blocks = nn.ModuleList(Block(model_dim, scheme, hidden_dim=hidden_dim, dropout=dropout) for _ in range(layers))
-    return tokens, blocks, nn.LayerNorm(model_dim)
 
+    def __init__(
+        self,
+        vocabulary: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+        recompute: bool = False,
+    ):
+        super().__init__()
+        added = scheme.embedding
+        if added is not None and added.model_dim != model_dim:
+            raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")
+        self.tokens = nn.Embedding(vocabulary, model_dim)
+        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
+        blocks = (Block(model_dim, scheme, hidden_dim=hidden_dim, dropout=dropout) for _ in range(layers))
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(model_dim)
+        self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
+        self.scheme, self.recompute = scheme, recompute
 
-def enter(x: Tensor, scheme: Scheme, positions: Tensor | None = None, state: State | None = None) -> tuple[Tensor, Any]:
-    """Embedded tokens ``[b t m]`` with what a scheme adds to them, and what it gives attention, at positions 0 to t - 1.
+    @abstractmethod
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What the head makes of tokens ``[b t]`` at positions ``[t c]`` or ``[b t c]``, by default 0 to t - 1."""
 
-    Or at those given, ``[t c]`` or ``[b t c]``. Padding has positions, too: on a line the next ones, in a tree roots.
-    """
-    positions = sequence(x.shape[1], device=x.device) if positions is None else positions
-    if scheme.embedding is not None:
-        x = x + scheme.embedding(positions, x.dtype)
-    return x, scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+    def enter(self, tokens: Tensor, positions: Tensor | None, state: State | None = None) -> tuple[Tensor, Arguments]:
+        """Vectors ``[b t m]`` of tokens with what the scheme adds to them, and what it gives attention."""
+        positions = sequence(tokens.shape[1], device=tokens.device) if positions is None else positions
+        x = self.tokens(tokens)
+        if self.scheme.embedding is not None:
+            x = x + self.scheme.embedding(positions, x.dtype)
+        return x, self.scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
 
+    def features(
+        self, tokens: Tensor, positions: Tensor | None, *, causal: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
+        """What the head is given, ``[b t m]``; with a mask ``[b t]``, True for a sample's own tokens, none sees its padding.
 
-def through(
-    blocks: Iterable[nn.Module],
-    x: Tensor,
-    at: Any,
-    *,
-    causal: bool,
-    mask: Tensor | None = None,
-    recompute: bool = False,
-) -> Tensor:
-    """x ``[b t m]`` after all blocks.
-
-    With a mask ``[b t]`` no sample sees its padding. With `recompute` the backward pass computes each block again instead
-    of keeping what is inside.
-    """
-    options: dict[str, Any] = {"causal": causal, "mask": mask}
-    for block in blocks:
-        again = recompute and torch.is_grad_enabled()
-        x = checkpoint(block, x, at, use_reentrant=False, **options) if again else block(x, at, **options)
-    return x
+        Padding has positions, too: on a line the next ones, in a tree roots.
+        """
+        x, at = self.enter(tokens, positions)
+        again = self.recompute and torch.is_grad_enabled()
+        for block in self.blocks:
+            call = partial(checkpoint, block, use_reentrant=False) if again else block
+            x = call(x, at, causal=causal, mask=mask)
+        return self.norm(x)

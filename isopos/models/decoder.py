@@ -1,12 +1,12 @@
 """A causal language model, and the streams that it reads and writes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isopos.models.blocks import enter, through, trunk
+from isopos.models.blocks import Options, Trunk
 from isopos.models.heads import AdaptiveHead
 from isopos.positions import sequence
 from isopos.scheme import Scheme
@@ -15,18 +15,12 @@ from isopos.state import State
 __all__ = ["Decoder", "Stream"]
 
 
-class Decoder(nn.Module):
+class Decoder(Trunk):
     """A causal language model; its layers share one scheme, evaluated once a forward.
 
     Args:
-        vocabulary: Number of tokens.
-        model_dim: Width, heads * head_dim of the scheme.
-        layers: Number of blocks.
-        scheme: What sees positions.
-        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
-        dropout: Probability.
+        vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
-        recompute: Compute each block again in the backward pass instead of keeping what is inside.
 
     Example:
         >>> import torch
@@ -48,15 +42,11 @@ class Decoder(nn.Module):
         layers: int,
         scheme: Scheme,
         *,
-        hidden_dim: int | None = None,
-        dropout: float = 0.0,
         cutoffs: Sequence[int] = (),
-        recompute: bool = False,
+        **options: Unpack[Options],
     ):
-        super().__init__()
-        self.tokens, self.blocks, self.norm = trunk(vocabulary, model_dim, layers, scheme, hidden_dim, dropout)
+        super().__init__(vocabulary, model_dim, layers, scheme, **options)
         self.head = AdaptiveHead(model_dim, vocabulary, cutoffs) if cutoffs else nn.Linear(model_dim, vocabulary)
-        self.scheme, self.recompute = scheme, recompute
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
@@ -64,8 +54,7 @@ class Decoder(nn.Module):
         With targets ``[b s]``, which come after the last s tokens, it is their mean cross-entropy in nats instead. The
         logits of an adaptive softmax are logarithms of probabilities.
         """
-        x, at = enter(self.tokens(tokens), self.scheme, positions)
-        x = self.norm(through(self.blocks, x, at, causal=True, recompute=self.recompute))
+        x = self.features(tokens, positions, causal=True)
         return self.head(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -84,7 +73,7 @@ class Decoder(nn.Module):
         """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
         stream = stream or Stream(0, (State(),) * len(self.blocks))
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
-        x, at = enter(self.tokens(tokens), self.scheme, positions, stream.states[0])
+        x, at = self.enter(tokens, positions, stream.states[0])
         states = []
         for block, state in zip(self.blocks, stream.states, strict=True):
             own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])

@@ -1,24 +1,20 @@
-"""A bidirectional language model."""
+"""Bidirectional models: logits of every token, or one answer for a whole sample."""
+
+from typing import Unpack
 
 from torch import Tensor, nn
 
-from isopos.models.blocks import enter, through, trunk
+from isopos.models.blocks import Options, Trunk
+from isopos.models.heads import mean
 from isopos.scheme import Scheme
 
-__all__ = ["Encoder"]
+__all__ = ["Classifier", "Encoder"]
 
 
-class Encoder(nn.Module):
+class Encoder(Trunk):
     """A bidirectional language model, as RoBERTa's: every token sees all others, and each place has logits of its own token.
 
-    Args:
-        vocabulary: Number of tokens.
-        model_dim: Width, heads * head_dim of the scheme.
-        layers: Number of blocks.
-        scheme: What sees positions.
-        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
-        dropout: Probability.
-        recompute: Compute each block again in the backward pass instead of keeping what is inside.
+    Arguments are those of `Trunk`.
 
     Example:
         >>> import torch
@@ -28,21 +24,9 @@ class Encoder(nn.Module):
         torch.Size([1, 10, 256])
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        model_dim: int,
-        layers: int,
-        scheme: Scheme,
-        *,
-        hidden_dim: int | None = None,
-        dropout: float = 0.0,
-        recompute: bool = False,
-    ):
-        super().__init__()
-        self.tokens, self.blocks, self.norm = trunk(vocabulary, model_dim, layers, scheme, hidden_dim, dropout)
+    def __init__(self, vocabulary: int, model_dim: int, layers: int, scheme: Scheme, **options: Unpack[Options]):
+        super().__init__(vocabulary, model_dim, layers, scheme, **options)
         self.head = nn.Linear(model_dim, vocabulary)
-        self.scheme, self.recompute = scheme, recompute
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens ``[b t]``, at positions ``[t c]`` or ``[b t c]`` (0 to t - 1).
@@ -50,6 +34,31 @@ class Encoder(nn.Module):
         The mask ``[b t]`` is True for a sample's own tokens. Padding has positions, too: on a line the next ones, in a tree
         roots. It changes nothing.
         """
-        x, at = enter(self.tokens(tokens), self.scheme, positions)
-        x = through(self.blocks, x, at, causal=False, mask=mask, recompute=self.recompute)
-        return self.head(self.norm(x))
+        return self.head(self.features(tokens, positions, mask=mask))
+
+
+class Classifier(Trunk):
+    """A bidirectional model whose tokens, averaged, choose a class.
+
+    Args:
+        vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
+        classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> import isopos
+        >>> model = Classifier(20, 10, 32, 2, isopos.ape_tree(8, 4, branches=3))
+        >>> nodes = isopos.tree("(MAX 2 9 (MIN 4 7))")
+        >>> model(torch.arange(len(nodes))[None], nodes).shape
+        torch.Size([1, 10])
+    """
+
+    def __init__(
+        self, vocabulary: int, classes: int, model_dim: int, layers: int, scheme: Scheme, **options: Unpack[Options]
+    ):
+        super().__init__(vocabulary, model_dim, layers, scheme, **options)
+        self.head = nn.Linear(model_dim, classes)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
+        return self.head(mean(self.features(tokens, positions, mask=mask), mask))

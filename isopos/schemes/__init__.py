@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from isopos.catalog import closest
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import REGISTRY, build, compose, options_of, register
+from isopos.schemes.registry import REGISTRY, build, compose, options_of, register, resolve
 
-__all__ = ["REGISTRY", "Choices", "Scheme", "build", "closest", "compose", "options_of", "register"]
+__all__ = ["REGISTRY", "Choices", "Scheme", "build", "closest", "compose", "options_of", "register", "resolve"]
 
 for _family in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_family}")

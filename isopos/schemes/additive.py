@@ -35,7 +35,6 @@ def sinusoidal(
     """Sines and cosines added to the token embeddings (Vaswani et al. 2017, section 3.5).
 
     Args:
-        model_dim: Width of the token embeddings; head_dim * heads by default.
         scale: Amplitude; 1 beside token embeddings of unit variance, as in the paper, and less beside smaller ones.
     """
     embedding = Sinusoidal(head_dim * heads if model_dim is None else model_dim, scale=scale)
@@ -64,8 +63,6 @@ def learned(
 
     Args:
         length: Number of positions; others raise an error.
-        model_dim: Width of the token embeddings; head_dim * heads by default.
-        seed: Of the initial vectors.
     """
     embedding = Learned(length, head_dim * heads if model_dim is None else model_dim, seed=seed)
     return compose(encodings.Identity(head_dim), heads, choices, embedding=embedding)
@@ -94,7 +91,6 @@ def shiv_quirk(
     Args:
         branches: Children of a node, at most.
         depth: Steps up that are seen; as many as model_dim / branches, and at most 16, by default.
-        model_dim: Width of the token embeddings; head_dim * heads by default.
     """
     width = head_dim * heads if model_dim is None else model_dim
     depth = min(16, width // max(branches, 1)) if depth is None else depth

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from isopos import bases, couplings, encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.exact import normal
 from isopos.positions import Ring
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, positive, register, split
+from isopos.schemes.registry import compose, even, register, split
 
 Initial = Literal["rope", "identity"]
 
@@ -40,12 +40,6 @@ def ape_sequence(
 
     It starts in closed form and learns both angles and basis. With softmax attention it is rope with learned angles, for
     projections that absorb the basis (APE, Appendix A; `isopos.attention.absorb`).
-
-    Args:
-        head_dim: d, even.
-        initial: Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.
-        base: Of the initial angles.
-        locality: Factor of softmax logits for each step of distance; 0.98 in the paper.
     """
     encoding = _line(even(head_dim), heads, initial, base)
     return compose(encoding, heads, choices, locality=locality)
@@ -71,10 +65,7 @@ def ape_absolute(
     """Algebraic encoding of absolute positions: exp(x (A - A^T)) on queries or on keys only (APE, section 3.4.1).
 
     Args:
-        head_dim: d, even.
         side: What it acts on.
-        initial: As in `ape_sequence`.
-        base: Of the initial angles.
     """
     encoding = _line(even(head_dim), heads, initial, base)
     return compose(couplings.Absolute(encoding, side), heads, choices)
@@ -103,9 +94,6 @@ def ape_grid(
     Args:
         head_dim: d, even, at least 2 for each axis.
         axes: Of the grid, any number.
-        initial: As in `ape_sequence`.
-        base: Of the initial angles.
-        locality: Factor of softmax logits for each step of distance (the sum over axes).
     """
     widths = split(even(head_dim), axes, 2)
     encoding = encodings.DirectSum([_line(width, heads, initial, base) for width in widths])
@@ -135,10 +123,7 @@ def ape_ring(
     the ring, and fall geometrically from half a turn a step to one turn a period.
 
     Args:
-        head_dim: d, even.
         period: n, at least 2.
-        seed: Of the initial basis, near the identity.
-        locality: Factor of softmax logits for each step of distance, the shorter way round.
     """
     encoding = _ring(even(head_dim), heads, period, seed)
     return compose(encoding, heads, choices, locality=locality)
@@ -167,12 +152,8 @@ def ape_tree(
     """Algebraic encoding of trees: products of one learned orthogonal matrix a branch and head (APE, section 3.2).
 
     Args:
-        head_dim: d, even.
         branches: Children of a node, at most.
         initial: Angles of each branch at the start, as in `ape_sequence`, in planes of its own.
-        base: Of the initial angles.
-        seed: Of the initial planes.
-        locality: Factor of softmax logits for each step of distance in the tree.
     """
     encoding = _tree(even(head_dim), heads, branches, initial, base, seed)
     return compose(encoding, heads, choices, locality=locality)
@@ -203,10 +184,6 @@ def ape_product(
         head_dim: d, even, at least 2 for each part.
         parts: Joined by "+": "sequence", "ringN" of period N, "treeN" of N branches, "gridN" of N axes. A sequence of trees
             is "sequence+tree2", a tree of images "tree2+grid2".
-        initial: As in `ape_sequence`.
-        base: Of the initial angles.
-        seed: Of the initial planes of trees and bases of rings.
-        locality: Factor of softmax logits for each step of distance (the sum over parts).
     """
     makers = _makers(parts, heads, initial, base, seed)
     widths = split(even(head_dim), len(makers), 2)
@@ -233,15 +210,13 @@ def _line(width: int, heads: int, initial: str, base: float) -> Encoding:
 
 def _tree(width: int, heads: int, branches: int, initial: str, base: float, seed: int) -> Encoding:
     start = _generator(width, initial, base)
-    random = normal(seed, heads, positive("branches", branches), width, width).double()
+    random = normal(seed, heads, at_least("branches", branches), width, width).double()
     planes = torch.linalg.qr(random).Q
     return encodings.TreePath(planes.mT @ start @ planes)
 
 
 def _ring(width: int, heads: int, period: int, seed: int) -> Encoding:
-    if not isinstance(period, int) or period < 2:
-        raise ValueError(f"period: expected at least 2, got {period!r}")
-    turns = (period / 2) ** torch.linspace(0, 1, width // 2, device="cpu", dtype=torch.float64)
+    turns = (at_least("period", period, 2) / 2) ** torch.linspace(0, 1, width // 2, device="cpu", dtype=torch.float64)
     ring = encodings.Rotary((2 * math.pi / period * turns.floor().flip(0))[None, None], group=Ring(period))
     near = 0.1 * normal(seed, heads, width, width) / width**0.5
     return encodings.InBasis(ring, bases.Orthogonal(near, learned=True))
@@ -262,5 +237,5 @@ def _makers(parts: str, heads: int, initial: str, base: float, seed: int) -> lis
         elif name == "tree":
             makers.append(lambda width, n=int(number): _tree(width, heads, n, initial, base, seed))
         else:
-            makers += [lambda width: _line(width, heads, initial, base)] * positive("axes", int(number or 1))
+            makers += [lambda width: _line(width, heads, initial, base)] * at_least("axes", int(number or 1))
     return makers

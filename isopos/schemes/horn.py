@@ -3,9 +3,10 @@
 from typing import Unpack
 
 from isopos import biases, couplings, encodings
+from isopos.catalog import at_least
 from isopos.encodings import rope_frequencies
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, positive, register
+from isopos.schemes.registry import compose, register
 
 
 @register(
@@ -38,9 +39,8 @@ def horn_constrained(
         outside: Number of first tokens outside the grid, such as class tokens: the term does not see them.
         inside: Put the channels ahead of the feature map, as with the random features of the paper: with
             ``feature_map="favor"`` the result is relative in expectation only.
-        base: Of the frequencies.
     """
-    frequency = rope_frequencies(positive("sinusoids", sinusoids), base).expand(positive("axes", axes), -1)
+    frequency = rope_frequencies(at_least("sinusoids", sinusoids), base).expand(at_least("axes", axes), -1)
     coupling = couplings.Constrained(head_dim, heads, frequency, outside=outside)
     return compose(coupling, heads, choices, {"denominator": "encoded"}, inside=inside)
 
@@ -71,8 +71,7 @@ def horn_clipped(
         axes: Of the positions; offsets are clipped on each.
         reach: R: (2 R + 1)^axes vectors; 8 on a line and 2 on a grid by default.
         outside: Number of first tokens outside the grid, such as class tokens, which have vectors of their own.
-        seed: Of the initial vectors.
     """
-    reach = (8 if positive("axes", axes) == 1 else 2) if reach is None else reach
+    reach = (8 if at_least("axes", axes) == 1 else 2) if reach is None else reach
     bias = biases.ClippedKeys(heads, head_dim, reach=reach, axes=axes, outside=outside, seed=seed)
     return compose(encodings.Identity(head_dim, bias.group), heads, choices, bias=bias)

@@ -21,7 +21,6 @@ def shaw(head_dim: int, heads: int, *, reach: int = 16, seed: int = 0, **choices
     Args:
         heads: h, which share the vectors.
         reach: Offsets beyond it share the last vector.
-        seed: Of the initial vectors.
     """
     return _with_bias("shaw", biases.Shaw(head_dim, reach=reach, seed=seed), head_dim, heads, choices)
 
@@ -41,7 +40,6 @@ def transformer_xl(
 
     Args:
         model_dim: Width of the sinusoids, even; head_dim * heads (and one more if odd) by default.
-        seed: Of the initial projection of the sinusoids.
     """
     width = head_dim * heads if model_dim is None else model_dim
     width = width + width % 2 if model_dim is None else width
@@ -102,7 +100,6 @@ def deberta(
     Args:
         buckets: Rows of either direction.
         max_distance: Far offsets share rows by logarithm up to this one; none clips them, as in version 1.
-        seed: Of the initial vectors.
     """
     bias = biases.DeBERTa(heads, head_dim, buckets=buckets, max_distance=max_distance, seed=seed)
     return _with_bias("deberta", bias, head_dim, heads, choices, scale=(3 * head_dim) ** -0.5)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from isopos import bases, encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, random_permutations, rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, positive, register
+from isopos.schemes.registry import compose, even, register
 
 Basis = Literal["identity", "householder", "odd-even", "fourier"]
 Theta = Literal["a", "b", "c"]
@@ -49,14 +49,7 @@ def lrpe_unitary(
         head_dim: d; even if complex.
         basis: P; "fourier" is the real transform on real vectors and the complex one on complex ones.
         complex: Whether queries and keys are complex.
-        theta: Angles of t = 0, 1, ...: "a" base^(-2t/d) (base^(-t/n) for n complex features), "b" pi (t+1) / (2 n length),
-            "c" pi / (2 (t+1) length), as in the paper's listing, whose length is that of each input; here it is fixed, so
-            that a prefix keeps its outputs.
         length: Reference length of theta "b" and "c".
-        learned: Learn the angles, each head its own.
-        learned_basis: Learn the normal of the Householder basis.
-        base: Of theta "a".
-        seed: Of the Householder normal.
     """
     count = even(head_dim) // 2 if complex else head_dim
     angle = rope_frequencies(count, base) if complex else rope_frequencies(count, base).square()
@@ -93,13 +86,7 @@ def lrpe_orthogonal(
         head_dim: d; d - identity is even.
         basis: P.
         identity: q, features of P's image that do not rotate: the paper's identity block, "mixed" in its listing.
-        theta: Angles of t = 0, 1, ...: "a" base^(-2t/d), "b" pi (t+1) / (d length), "c" pi / (2 (t+1) length), as in the
-            paper's listing, whose length is that of each input; here it is fixed, so that a prefix keeps its outputs.
         length: Reference length of theta "b" and "c".
-        learned: Learn the angles, each head its own.
-        learned_basis: Learn the normal of the Householder basis.
-        base: Of theta "a".
-        seed: Of the Householder normal.
     """
     if not 0 <= identity < head_dim:
         raise ValueError(f"identity: expected 0 to {head_dim - 1} features that do not rotate, got {identity}")
@@ -129,9 +116,7 @@ def lrpe_permutation(
     """LRPE's permutation type: powers of a random permutation a head, in the basis P (LRPE, Eq. 24).
 
     Args:
-        basis: P. With "identity" or "odd-even" scores of positive features stay positive, and so may "encoded" denominators.
-        learned_basis: Learn the normal of the Householder basis.
-        seed: Of permutations and the Householder normal.
+        basis: P. With "identity" or "odd-even" scores of positive features stay and so may "encoded" denominators.
     """
     encoding = encodings.Permutation(random_permutations(head_dim, heads, seed))
     return compose(_in_basis(encoding, basis, heads, learned_basis, seed), heads, choices)
@@ -140,7 +125,7 @@ def lrpe_permutation(
 def _thetas(theta: str, count: int, length: int, first: Tensor) -> Tensor:
     """LRPE's angles of a type, float64 ``[count]``; `first` are those of type a."""
     expect("theta", theta, typing.get_args(Theta))
-    positive("length", length)
+    at_least("length", length)
     order = torch.arange(1, count + 1, device="cpu", dtype=torch.float64)
     return {"a": first, "b": math.pi / 2 / length / count * order, "c": math.pi / 2 / length / order}[theta]
 

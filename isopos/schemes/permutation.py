@@ -5,11 +5,11 @@ from typing import Literal, Unpack
 import torch
 
 from isopos import encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, random_permutations
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, positive, register, split
+from isopos.schemes.registry import compose, even, register, split
 
 
 @register(
@@ -41,13 +41,12 @@ def permuteformer(
             whose "encoded" denominators may be negative.
         orders: Random permutations as in the paper, or ones of large orders, up to 2,042,040 for 64 features.
         length: Longest sequence; a common order below it is warned of.
-        seed: Of the permutations.
     """
     expect("matrix", matrix, ("permutation", "identity", "orthogonal"))
     if matrix != "permutation" and (orders, length) != ("random", None):
         name = "orders" if length is None else "length"
         raise ValueError(f"{name}: expected none beside matrix={matrix!r}, which has no orders")
-    features = head_dim * positive("width", width)
+    features = head_dim * at_least("width", width)
     defaults = {"feature_map": "relu", "denominator": "encoded", "decay": "permuteformer"}
     encoding: Encoding = encodings.Identity(features)
     if matrix == "permutation":
@@ -80,7 +79,6 @@ def permuteformer_2d(
         head_dim: d, at least 2 for each axis.
         axes: Of the grid.
         orders: Random permutations as in the paper, or ones of large orders.
-        seed: Of the permutations.
     """
     widths = split(head_dim, axes, 1)
     own = [random_permutations(width, heads, seed + n, orders) for n, width in enumerate(widths)]

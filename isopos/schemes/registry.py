@@ -1,20 +1,36 @@
 """What makes a function a named scheme, and what finds one by its name and options as text."""
 
 import functools
+import importlib
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from isopos.catalog import CATALOG, Entry, closest, expect
+from isopos.catalog import CATALOG, Entry, at_least, closest, expect
 from isopos.encodings import Coupling
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "positive", "register", "split"]
+__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "register", "resolve", "split"]
 
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
-ARGUMENTS = {"head_dim": "d.", "heads": "h.", "choices": "See `isopos.scheme.Choices`."}  # those that every scheme has
+ARGUMENTS = {
+    "head_dim": "d; even where pairs of features rotate.",
+    "heads": "h.",
+    "base": "Of geometric frequencies or angles.",
+    "initial": 'Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
+    "learned": "Learn the frequencies or angles, each head its own.",
+    "learned_basis": "Learn the normal of the Householder basis.",
+    "locality": "Factor of softmax logits for each step of distance; 0.98 in the paper.",
+    "model_dim": "Width of the token embeddings; head_dim * heads by default.",
+    "realizations": "Features of queries and keys; d by default.",
+    "seed": "Of what is drawn at random.",
+    "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'
+    "\n        in the paper's listing, whose length is that of each input; here it is fixed: a prefix keeps its outputs.",
+    "choices": "See `isopos.scheme.Choices`.",
+}  # what several schemes have, where they say nothing else
 
 Function = TypeVar("Function", bound=Callable[..., Scheme])
 
@@ -55,8 +71,8 @@ def register(**said: Any) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Scheme:
             given = signature.bind(*arguments, **options).arguments
-            positive("head_dim", given["head_dim"])
-            positive("heads", 1 if given.get("heads") is None else given["heads"])
+            at_least("head_dim", given["head_dim"])
+            at_least("heads", 1 if given.get("heads") is None else given["heads"])
             return function(*arguments, **options)
 
         checked.__doc__ = _described(function)
@@ -67,12 +83,13 @@ def register(**said: Any) -> Callable[[Function], Function]:
 
 
 def _described(function: Callable[..., Scheme]) -> str:
-    """The docstring, with the arguments that every scheme has where it does not describe them itself."""
+    """The docstring, with those of `ARGUMENTS` that it does not describe itself."""
     text, _, own = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     own, *rest = own.split("\n\n", 1)
-    lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items() if not re.search(rf"^    {name}:", own, re.M)}
-    last = lines.pop("choices", "")
-    return "\n\n".join([text, "\n".join(filter(None, ["Args:", *lines.values(), own, last])), *rest])
+    lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items()}
+    lines |= {part.split(":")[0].strip(): part.rstrip() for part in re.split(r"^(?=    \w+:)", own, flags=re.M) if part}
+    arguments = [lines[name] for name in inspect.signature(function).parameters if name in lines]
+    return "\n\n".join([text, "\n".join(["Args:", *arguments]), *rest])
 
 
 def build(
@@ -86,14 +103,13 @@ def build(
     """A scheme from its name and options as text, as the command line has them.
 
     Args:
-        name: In `REGISTRY`.
+        name: As `resolve` takes it.
         head_dim: d.
         heads: h.
         options: Text by option.
         model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
             will be evaluated; "branches", children of a node at most; "scale", the standard deviation of token embeddings;
-            "seed". Where no option says otherwise,
-            options that the scheme's `Entry.fits` names, and any seed, follow them.
+            "seed". Options that `Entry.fits` names, and any seed, follow them where `options` says nothing.
 
     Raises:
         ValueError: For an unknown scheme, option or value, naming those that exist.
@@ -104,8 +120,7 @@ def build(
         >>> build("learned", 64, 8, model={"length": 100}).max_length
         100
     """
-    if name not in REGISTRY:
-        raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
+    name = resolve(name)
     parameters, model = options_of(name), model or {}
     follows = {"seed": "seed"} | dict(CATALOG[name].fits)
     fitting = {option: str(model[what]) for option, what in follows.items() if option in parameters and what in model}
@@ -115,6 +130,32 @@ def build(
             raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
         values[option] = _parse(f"{name}: {option}", text, parameters[option])
     return REGISTRY[name](head_dim, heads, **values)
+
+
+def resolve(name: str) -> str:
+    """The name in `REGISTRY` of a scheme: that name itself, or ``module.name`` of one that a module of yours registers.
+
+    The module is imported, from the working folder or as it is installed.
+
+    Raises:
+        ValueError: For an unknown name, a module that cannot be imported, or one that registers no such scheme.
+    """
+    module, dot, own = name.rpartition(".")
+    if dot:
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever the user's module does
+            raise ValueError(f"scheme {name}: cannot import {module}: {type(error).__name__}: {error}") from None
+        if own not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
+            found = ", ".join(known) or "none"
+            raise ValueError(
+                f"scheme {name}: expected a scheme that {module} registers by @register, got {own!r} of {found}"
+            )
+    elif name not in REGISTRY:
+        raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
+    return own
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -159,13 +200,6 @@ def compose(
     return Scheme(encoding, heads, **parts, **{**defaults, **choices})
 
 
-def positive(name: str, value: int) -> int:
-    """The value; ValueError where it is no positive integer."""
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-    return value
-
-
 def even(width: int) -> int:
     """The width; ValueError where it has no pairs of features."""
     if width % 2 or width < 2:
@@ -175,7 +209,7 @@ def even(width: int) -> int:
 
 def split(width: int, parts: int, step: int) -> list[int]:
     """Widths of parts, as equal as multiples of `step` allow, larger ones first."""
-    if width < step * positive("axes", parts):
+    if width < step * at_least("axes", parts):
         raise ValueError(f"head size: expected at least {step * parts} features for {parts} parts, got {width}")
     share, rest = divmod(width // step, parts)
     return [step * (share + (n < rest)) for n in range(parts)]

@@ -6,7 +6,7 @@ from typing import Literal, Unpack
 import torch
 
 from isopos import bases, couplings, encodings
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import compose, even, register
@@ -32,10 +32,7 @@ def rope(
     """Rotary position embedding: pairs of features rotate by base^(-2i/d) a step (RoFormer, Eq. 14-16; linear: Eq. 19).
 
     Args:
-        head_dim: d, even.
         heads: h; without it any number of heads is served alike, learned frequencies shared.
-        base: Of the geometric frequencies.
-        learned: Learn the frequencies, each head its own.
         rotary_dim: Features that rotate, even; the others pass unchanged (partial rotary). All by default.
         layout: Which features are a pair: "interleaved" (2i, 2i+1) as in the paper, or "half" (i, i + rotary_dim / 2) as in
             Llama's checkpoints: scores are Llama's, the rotated features come out interleaved.
@@ -66,9 +63,7 @@ def retnet(
     TransNormerLLM's LRPE-d is of this family.
 
     Args:
-        head_dim: d, even.
         original: RetNet itself: identity feature map, no denominator, a norm of each head's output.
-        base: Of the geometric frequencies.
     """
     defaults = {"feature_map": "identity", "denominator": "none"} if original else {}
     if original and choices.get("attention") == "softmax":
@@ -92,8 +87,6 @@ def xpos(
     at the default length. RetNet's decay a head, without a limit, is the scheme retnet.
 
     Args:
-        head_dim: d, even.
-        base: Of the geometric frequencies.
         length: Steps in which pair i shrinks by (2i/d + 0.4) / 1.4.
     """
     frequency = rope_frequencies(even(head_dim) // 2, base)
@@ -118,9 +111,7 @@ def cosformer(head_dim: int, heads: int | None = None, *, length: int = 2048, **
     Args:
         length: M, the offset whose weight is zero: at least the longest sequence.
     """
-    if length < 1:
-        raise ValueError(f"length: expected at least 1, got {length}")
-    angle = torch.full((1, 1, head_dim), math.pi / 2 / length, device="cpu", dtype=torch.float64)
+    angle = torch.full((1, 1, head_dim), math.pi / 2 / at_least("length", length), device="cpu", dtype=torch.float64)
     encoding = encodings.Rotary(angle, lift=True, max_length=length)
     return compose(encoding, heads, choices, {"feature_map": "relu", "denominator": "encoded"})
 

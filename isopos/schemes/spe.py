@@ -28,8 +28,6 @@ def spe_sine(
 
     Args:
         sines: Of each feature.
-        realizations: Features of queries and keys; d by default.
-        seed: Of the draw.
     """
     coupling = couplings.SineSPE(head_dim, heads, sines=sines, realizations=realizations, seed=seed)
     return compose(coupling, heads, choices, inside=choices.get("attention") != "softmax")
@@ -56,8 +54,6 @@ def spe_conv(
 
     Args:
         reach: Steps of the filters; offsets beyond it are not told apart.
-        realizations: Features of queries and keys; d by default.
-        seed: Of noise and filters.
     """
     coupling = couplings.ConvSPE(head_dim, heads, reach=reach, realizations=realizations, seed=seed)
     return compose(coupling, heads, choices, inside=choices.get("attention") != "softmax")

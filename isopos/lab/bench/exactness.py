@@ -144,7 +144,7 @@ def _cross(trial: Trial) -> tuple[Tensor, Tensor]:
     if scheme.group.refers_to_rows:  # the last rows are no trees of their own
         at = scheme.at(x, x, dtype=q.dtype)
         query, key = at["isometry"]
-        at = at.replace(isometry=(query.tokens(start, LENGTH) if query.length else query, key))
+        at = at | {"isometry": (query.last(LENGTH - start), key)}
     else:
         at = scheme.at(x[start:], x, dtype=q.dtype)
     return ATTENTIONS[scheme.attention](q[..., start:, :], k, v, **at, causal=True), trial.whole()[..., start:, :]

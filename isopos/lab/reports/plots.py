@@ -14,7 +14,7 @@ from isopos.lab.recipes import join_spec, split_spec
 from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
 from isopos.lab.runs.files import replacing
 from isopos.positions import Ring
-from isopos.schemes import Scheme, build
+from isopos.schemes import Scheme, build, resolve
 
 __all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "plain", "show"]
 
@@ -77,7 +77,7 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
         *(["no relative kernel: scores depend on the positions themselves"] if not _relative(shown) else []),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]
-    return [spec, ", ".join(words), CATALOG[spec.split(":")[0]].citation, *filter(None, ["; ".join(notes)])]
+    return [spec, ", ".join(words), CATALOG[resolve(spec.split(":")[0])].citation, *filter(None, ["; ".join(notes)])]
 
 
 def _relative(shown: list[Panel]) -> bool:
