@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, figures, peers, processes, races, racing, results, timing, works
+from isopos.lab.bench import accuracy, figures, peers, processes, races, results, timing, works
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
 from isopos.lab.commands import bench
@@ -34,7 +34,7 @@ def here(monkeypatch):
     def call(function, environment=None, **arguments):
         calls.append((function, environment))
         if function == "section":
-            arguments |= {"rounds": 2, "longest": SMALL}
+            arguments |= {"rounds": 2, "most": SMALL}
         return json.loads(json.dumps(processes.FUNCTIONS[function](**arguments)))
 
     monkeypatch.setattr(processes, "call", call)
@@ -93,7 +93,7 @@ def test_a_figure_has_a_verdict_only_with_a_goal():
 
 
 def test_only_the_steepest_step_of_growth_may_be_steeper():
-    rows = racing.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
+    rows = races.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
     assert [row.verdict for row in rows] == ["met", "met", "not met"]
 
 
@@ -154,7 +154,7 @@ def test_both_states_of_the_allocator_are_below_each_other(here):
 
 def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
     monkeypatch.setattr(peers.FastTransformers, "module", "no_such_module")
-    (row, *_) = racing.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
+    (row, *_) = races.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
     absence = "pytorch-fast-transformers is not installed: pip install pytorch-fast-transformers, needs a compiler"
     assert absence in row.cells()
     assert not row.raced
@@ -227,7 +227,7 @@ def test_accuracy_alone(here):
 
 @pytest.mark.slow
 def test_a_process_of_its_own():
-    rows = processes.call("section", name="growth", rounds=1, longest=128)
+    rows = processes.call("section", name="growth", rounds=1, most=128)
     assert Row.from_json(rows[0]).raced
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
         processes.call("peak", spec="nothing", shape=SHAPE)

@@ -46,8 +46,8 @@ def _ours(x: Tensor, start: int, cast: torch.dtype | None) -> Callable[..., tupl
 
 
 def absent() -> list[str]:
-    """Peers that are not installed."""
-    return [name for name, peer in ROTARY.items() if not peer.installed]
+    """Peers that cannot be imported."""
+    return [name for name, peer in ROTARY.items() if peer.absence()]
 
 
 def pairs(table: Tensor) -> Tensor:
@@ -72,23 +72,17 @@ def errors(
         of: A function of the cosines and sines ``[t f 2]``, whose error it is, such as `scores`.
     """
     found = {}
+    interleaved = peer is None or peer.layout == "interleaved"
+    unit = torch.tensor([1, 0]).expand(HEAD_DIM // 2, 2)  # rotation shows cosine and sine without another rounding
+    unit = (unit if interleaved else unit.mT).flatten().expand(1, 1, LENGTH, -1)
     for setting in settings:
         if peer is not None and setting.start + LENGTH > peer.longest:
             continue
-        x = _unit_features("interleaved" if peer is None else peer.layout, setting.dtype)
-        rotation = _ours if peer is None else peer.rotation
+        x, rotation = unit.to(setting.dtype), _ours if peer is None else peer.rotation
         rotated = rotation(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
-        interleaved = peer is None or peer.layout == "interleaved"
         table = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).mT
         found[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
     return found
-
-
-def _unit_features(layout: str, dtype: torch.dtype) -> Tensor:
-    """Features ``[1 1 t d]`` whose pairs are (1, 0), so that rotation shows cosine and sine without another rounding."""
-    pair = torch.tensor([1, 0], dtype=dtype)
-    x = pair.repeat(HEAD_DIM // 2) if layout == "interleaved" else pair.repeat_interleave(HEAD_DIM // 2)
-    return x.expand(1, 1, LENGTH, -1)
 
 
 def _reference(start: int) -> Tensor:

@@ -4,7 +4,6 @@ Nothing of theirs is imported before it is used: a whole model of theirs takes s
 """
 
 import importlib
-import importlib.util
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -33,11 +32,6 @@ class Peer(ABC):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(self.module)
-
-    @property
-    def installed(self) -> bool:
-        """Whether there is such a package, which may yet fail to import."""
-        return importlib.util.find_spec(self.module.partition(".")[0]) is not None
 
     def absence(self) -> str:
         """Why the peer is not measured, and what to do; empty where it can be imported."""

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from isopos.lab.bench import figures, racing
-from isopos.lab.bench.races import RACES
+from isopos.lab.bench import figures, races
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.works import Shape
 
 __all__ = ["ALLOCATORS", "FUNCTIONS", "SECTIONS", "allocators", "call", "in_states", "section"]
 
-SECTIONS = (*RACES, "growth", "memory", "construction")
+SECTIONS = (*races.RACES, "growth", "memory", "construction")
 ALLOCATORS: dict[str, Mapping[str, str]] = {
     "as-is": {},
     # Most of the time of a large tensor may go into pages fresh from the system: glibc is told to keep what it has.
@@ -39,22 +38,17 @@ def allocators(choice: str) -> list[str]:
     return ["as-is"]
 
 
-def section(name: str, rounds: int, longest: int | None = None) -> list[Row]:
-    """The rows of a section, in this process; `longest` cuts sequences, for a try."""
-    most = 1 << 62 if longest is None else longest
-    return list(_rows(name, rounds, most))
-
-
-def _rows(name: str, rounds: int, most: int) -> Iterator[Row]:
+def section(name: str, rounds: int, most: int = 1 << 62) -> Iterator[Row]:
+    """The rows of a section, in this process; `most` cuts sequences, for a try."""
     if name == "growth":
-        yield from racing.growth(rounds, [length for length in racing.LENGTHS if length <= most] or [most // 2, most])
+        yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
     if name == "memory":
         lengths = dict.fromkeys(min(length, most) for length in figures.LENGTHS)
         yield from figures.memory(call, tuple(lengths), min(figures.LONG, most))
     if name == "construction":
         yield from figures.construction(call, rounds, min(figures.NODES, NODES * most))
-    for contest in RACES.get(name, ()):
-        yield from racing.race(name, contest.limited(most), rounds)
+    for contest in races.RACES.get(name, ()):
+        yield from races.race(name, contest.limited(most), rounds)
     if name == "rotary":
         yield figures.rotation_error(Shape().limited(most))
 

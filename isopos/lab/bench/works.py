@@ -86,18 +86,13 @@ def _layer(spec: str) -> Callable[[Shape], Work]:
 
 
 def _masked(shape: Shape):
-    mask = torch.ones(shape.batch, shape.length, dtype=torch.bool)
-    mask[:, -(shape.length // 10) :] = False
+    mask = (torch.arange(shape.length) < shape.length - shape.length // 10).expand(shape.batch, -1)
     return partial(linear_attention, feature_map=elu1, causal=True, mask=mask)
 
 
 def _packed(shape: Shape):
     ids = (torch.arange(shape.length) * PACKED // shape.length).expand(shape.batch, -1)
     return partial(linear_attention, feature_map=elu1, causal=True, segment_ids=ids)
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q @ (k.mT @ v)
 
 
 def _divided_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,31 +132,16 @@ def _stacked(shape: Shape):
     return lambda q, k: (rotate(q), rotate(k))
 
 
-def _step(*, in_place: bool = False) -> Callable[[Shape], Any]:
-    """A stream without a scheme."""
+def _stream(spec: str = "", *, in_place: bool = False) -> Callable[[Shape], Any]:
+    """A stream, of a scheme whose positions advance, or of none."""
 
     def make(shape: Shape):
-        state = State(in_place=in_place)
-
-        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal state
-            out, state = linear_attention(q, k, v, feature_map=elu1, causal=True, state=state, return_state=True)
-            return out
-
-        return step
-
-    return make
-
-
-def _stream(spec: str, *, in_place: bool = False) -> Callable[[Shape], Any]:
-    """A stream of a scheme, whose positions advance."""
-
-    def make(shape: Shape):
-        scheme, state, place = scheme_of(spec, shape), State(in_place=in_place), 0
+        scheme, state, place = scheme_of(spec, shape) if spec else None, State(in_place=in_place), 0
 
         def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal state, place
-            at = scheme.at(torch.tensor([[place]]), state=state)
+            none = {"feature_map": elu1, "state": state}
+            at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
             out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
             place += 1
             return out
@@ -204,15 +184,15 @@ WORKS: dict[str, Callable[[Shape], Any]] = {
     "causal, packed": _packed,
     "both ways": _attention(causal=False),
     "both ways, no features": _attention("none:feature_map=identity,denominator=none", causal=False),
-    "two products": lambda shape: _products,
+    "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
     "two products, elu + 1, divided": lambda shape: _divided_products,
     "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
     "rotation": _rotation,
     "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
     "rotate-half": _half_split,
     "torchtune's formula": _stacked,
-    "decoding step": _step(),
-    "decoding step, in place": _step(in_place=True),
+    "decoding step": _stream(),
+    "decoding step, in place": _stream(in_place=True),
     "decoding step of a scheme, no positions": _stream("none"),
     "decoding step of a scheme, rotary": _stream("rope"),
     "decoding step of a scheme, no positions, in place": _stream("none", in_place=True),
