@@ -45,7 +45,7 @@ def here(monkeypatch):
 
 def _printed(section, **options):
     console = Console(record=True, width=250)
-    assert bench.run(bench.Bench(section, **options), console) == 0
+    assert bench.run(bench.Options(section, **options), console) == 0
     return console.export_text()
 
 
@@ -184,7 +184,7 @@ def test_the_page_of_a_run(here, tmp_path):
 
 
 def test_the_command_line_knows_the_sections():
-    (section,) = (field.type.__origin__ for field in dataclasses.fields(bench.Bench) if field.name == "section")
+    (section,) = (field.type.__origin__ for field in dataclasses.fields(bench.Options) if field.name == "section")
     assert get_args(section) == ("all", *processes.SECTIONS, "accuracy", "exactness")
 
 

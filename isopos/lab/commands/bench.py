@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-__all__ = ["Bench", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Bench:
+class Options:
     """Measure on this machine: ours beside others' in turns, as ratios with their spread; memory, construction, accuracy.
 
     Exactness is the error of every scheme in every setting and dtype, which takes a minute.
@@ -46,7 +46,7 @@ class Bench:
     """With exactness: compiled into one graph, too, which takes minutes."""
 
 
-def run(options: Bench, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
     from isopos.lab.bench import accuracy, exactness, processes, results
     from isopos.lab.bench.rows import table

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
 
-__all__ = ["Check", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Check:
+class Options:
     """Measure the laws of a scheme, or of your own encoding. Exits with 1 where one is broken, naming it with an example."""
 
     subject: Annotated[str, tyro.conf.Positional]
@@ -32,7 +32,7 @@ class Check:
     """dtype of the queries and keys whose precision is measured."""
 
 
-def run(options: Check, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Print what `isopos.laws` finds."""
     import torch
 
@@ -49,7 +49,7 @@ def run(options: Check, console: Console) -> int:
     return 0 if report.holds else 1
 
 
-def _subject(options: Check) -> "Encoding | Scheme":
+def _subject(options: Options) -> "Encoding | Scheme":
     """The scheme of that name, or what is called so in a module."""
     from isopos.encodings import Encoding
     from isopos.schemes import build, closest

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -22,21 +22,22 @@ from isopos.lab.runs.files import write_json
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
 
-__all__ = ["Comparison", "default", "run"]
+__all__ = ["Options", "default", "run"]
 
 ROUNDS = 9
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Options:
     """Train the same model with several positional encodings, side by side, and show which to use.
 
     Ends with a table, the best scheme on top, and writes runs/NAME/: a folder a run and report.html. What follows the first
     options are fields of all runs.
     """
 
-    task: str = "language"
-    """What the model learns: language, listops, or MODULE:NAME of a task of your own."""
+    task: Annotated[
+        str, tyro.conf.arg(help=f"What the model learns: {', '.join(tasks.TASKS)}, or MODULE:NAME of a task of your own.")
+    ] = "language"
     schemes: str = Language.schemes
     """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary."""
     attention: Literal["linear", "softmax"] = "linear"
@@ -67,16 +68,16 @@ class Comparison:
         return join_spec(name, options)
 
 
-def default(arguments: Sequence[str]) -> Comparison:
+def default(arguments: Sequence[str]) -> Options:
     """What the options are where no others are given: those of the task that the arguments name."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     name = next((after for word, after in itertools.pairwise(words) if word == "--task"), "language")
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
-    return Comparison(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
+    return Options(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
 
 
-def run(options: Comparison, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished.
 
     Raises:
@@ -128,7 +129,7 @@ def _about(task: Task, data: Data) -> dict[str, Any]:
     return about | {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-def _check(options: Comparison) -> tuple[list[Recipe], Path, list[str]]:
+def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
     from isopos.lab.training.checks import check_recipe, run_place, usable_device
 

@@ -13,11 +13,11 @@ from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.tasks.task import Task, View, expect
 
-__all__ = ["Evaluation", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Options:
     """Score the weights of a run, or the last checkpoint of one that has not ended; the figures go to its eval.json."""
 
     run: Annotated[str, tyro.conf.Positional]
@@ -33,7 +33,7 @@ class Evaluation:
     """At most so many tokens or samples; 0: all; -1: as in training."""
 
 
-def run(options: Evaluation, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Score on the CPU, print a table, and append the figures to eval.json.
 
     Raises:
@@ -75,7 +75,7 @@ def run(options: Evaluation, console: Console) -> int:
     return 0
 
 
-def _views(options: Evaluation, task: Task) -> list[View]:
+def _views(options: Options, task: Task) -> list[View]:
     """What is asked for, where the samples of the task have it."""
     expect("scored", options.scored, "a share of each sample, or a number of its tokens", 0 < options.scored < float("inf"))
     expect("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)

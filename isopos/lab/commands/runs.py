@@ -12,18 +12,18 @@ from rich.table import Table
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.runs.outcomes import Result
 
-__all__ = ["Runs", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Runs:
+class Options:
     """List the runs under a folder: recipe, state, loss and score."""
 
     folder: Annotated[str, tyro.conf.Positional] = "runs"
     """Where they are."""
 
 
-def run(options: Runs, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Print a table of the runs in a folder and in its folders, the latest last.
 
     Raises:

@@ -6,11 +6,11 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-__all__ = ["Show", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Show:
+class Options:
     """Draw a scheme's relative kernel: a curve for lines and rings, a map for grids, a matrix for trees."""
 
     scheme: Annotated[str, tyro.conf.Positional]
@@ -27,7 +27,7 @@ class Show:
     """Steps of a line to either side."""
 
 
-def run(options: Show, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Draw it, and print the file's path."""
     from isopos.lab.reports import plots
 

@@ -23,25 +23,26 @@ from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import recipe_of, same_recipe
 from isopos.lab.runs.outcomes import fingerprint
 from isopos.lab.tables.cells import SCORES, TIMING, Cell, cell_name, speed_rounds
-from isopos.lab.tables.loader import ASK, Line, PaperTable, load_table
+from isopos.lab.tables.loader import ASK, TABLES, Line, PaperTable, load_table
 from isopos.lab.tasks.task import Data, expect
 
-__all__ = ["ROUNDS", "TableRun", "run"]
+__all__ = ["ROUNDS", "Options", "run"]
 
 ROUNDS = 21
 PATIENCE = 100  # tenths of a second
 
 
 @dataclass(frozen=True)
-class TableRun:
+class Options:
     """Run the cells of a paper's table that are missing, and print the paper's figures beside ours.
 
     Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and machines that share the folder divide
     the cells. Ends with table.md and curves.svg there.
     """
 
-    table: Annotated[str, tyro.conf.Positional]
-    """lrpe-2, lrpe-5, lrpe-6, permuteformer-4; lengths, which is no paper's; or the path of a .toml of your own."""
+    table: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(TABLES)}; or the path of a .toml of your own.")
+    ]
     scale: Literal["tiny", "small", "paper"] = "small"
     """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did."""
     seeds: int = 1
@@ -58,33 +59,33 @@ class TableRun:
     """List the cells that are missing, and do nothing."""
 
 
-def run(command: TableRun, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C.
 
     Raises:
         ValueError: Before any work, where something does not fit.
     """
-    table = load_table(command.table)  # before torch is imported
+    table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
     from isopos.lab.training.checks import check_recipe, run_place
 
-    folder = run_place(f"{table.name}-{command.scale}" + (f"-{command.name}" if command.name else ""))
+    folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
     folder = folder.parent / "tables" / folder.name
-    rows, sources = _rows(table, command.rows), _sources(table, command)
-    expect("seeds", command.seeds, "a positive number", command.seeds >= 1)
+    rows, sources = _rows(table, options.rows), _sources(table, options)
+    expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
     recipes = {
-        name: table.recipe_at(command.scale, table.corpus(name)).edit(data=data) if name else table.recipe_at(command.scale)
+        name: table.recipe_at(options.scale, table.corpus(name)).edit(data=data) if name else table.recipe_at(options.scale)
         for name, data in sources.items()
     }
-    recipes = {name: recipe.edit(device=command.device) for name, recipe in recipes.items()}
+    recipes = {name: recipe.edit(device=options.device) for name, recipe in recipes.items()}
     planned = [
         (name, replace(recipe, scheme=row.scheme, seed=seed))
-        for seed in range(command.seeds)
+        for seed in range(options.seeds)
         for name, recipe in recipes.items()
         for row in rows
     ]
     cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
-    if command.dry_run:
+    if options.dry_run:
         return _say_what_is_missing(table, cells, rows, folder, console)
     for recipe in [cell.recipe for cell in cells] or [recipe for _, recipe in planned]:
         if recipe.seed == 0:
@@ -94,7 +95,7 @@ def run(command: TableRun, console: Console) -> int:
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             other = sets[cell.corpus].name
             raise ValueError(f"data: {cell.folder} has other data than {other}; choose a --name for this one")
-    _note(folder, table, command, sets)
+    _note(folder, table, options, sets)
     status = 0
     try:
         if table.kind == "speed":
@@ -127,13 +128,13 @@ def _rows(table: PaperTable, chosen: str) -> list[Line]:
     return sorted(rows, key=lambda row: row.name != table.baseline)
 
 
-def _sources(table: PaperTable, command: TableRun) -> dict[str, str]:
+def _sources(table: PaperTable, options: Options) -> dict[str, str]:
     """Where each corpus that is run comes from: all that can be had, or those that --data names."""
     names = [corpus.name for corpus in table.corpora]
-    if not names and not command.data:
+    if not names and not options.data:
         return {"": ""}
     given = {}
-    for entry in command.data:
+    for entry in options.data:
         name, equals, source = entry.partition("=")
         if equals and name in names:
             given[name] = source
@@ -144,7 +145,7 @@ def _sources(table: PaperTable, command: TableRun) -> dict[str, str]:
             raise ValueError(f"data: expected {what}, got {entry!r}")
     if given:
         return {name: given[name] for name in names if name in given}
-    if command.scale == "tiny":
+    if options.scale == "tiny":
         return dict.fromkeys(names, "")
     return {corpus.name: corpus.source for corpus in table.corpora if corpus.source != ASK}
 
@@ -160,13 +161,13 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     return Cell(place, corpus, recipe, [table.metric(column) for column in table.columns if column.corpus == corpus])
 
 
-def _note(folder: Path, table: PaperTable, command: TableRun, sets: Mapping[str, Data]) -> None:
+def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, Data]) -> None:
     """Add to about.json, which holds all that was asked of this folder; processes that start at once take turns."""
     import torch
 
     from isopos.lab.training.checks import usable_device
 
-    device, path = usable_device(command.device), folder / "about.json"
+    device, path = usable_device(options.device), folder / "about.json"
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
     names = {name: data.name for name, data in sets.items() if table.kind == "scores"}
     for _ in range(PATIENCE):
@@ -174,10 +175,10 @@ def _note(folder: Path, table: PaperTable, command: TableRun, sets: Mapping[str,
             if mine:
                 before = json.loads(path.read_text()) if path.exists() else {"commands": [], "seeds": 0, "corpora": {}}
                 about = {
-                    "table": command.table,
-                    "scale": command.scale,
+                    "table": options.table,
+                    "scale": options.scale,
                     "commands": [*dict.fromkeys([*before["commands"], shlex.join(["isopos", *sys.argv[1:]])])],
-                    "seeds": max(before["seeds"], command.seeds),
+                    "seeds": max(before["seeds"], options.seeds),
                     "corpora": before["corpora"] | names,
                     "machine": f"torch {torch.__version__}, {where}",
                 }
