@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isopos import __version__
 from isopos.lab.bench.peers import ROTARY, Rotary
+from isopos.lab.reports import grids
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
@@ -97,12 +98,11 @@ def accuracy() -> Table:
     """The errors of isopos and of every peer that is installed; the caption names the others."""
     missing = absent()
     note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: its table does not reach so far."
-    table = Table(caption=f"{note}\nNot installed: {', '.join(missing)}." if missing else note, header_style="bold")
-    for title in ("library", "version", *map(str, SETTINGS)):
-        table.add_column(title, justify="left" if title in ("library", "version") else "right", overflow="fold")
+    rows, titles = [], ("library", "version", *map(str, SETTINGS))
     for name, peer in {"isopos": None, **ROTARY}.items():
         if name not in missing:
             found = errors(peer)
             version = __version__ if peer is None else importlib.metadata.version(peer.package)
-            table.add_row(name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS))
-    return table
+            rows.append((name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS)))
+    caption = f"{note}\nNot installed: {', '.join(missing)}." if missing else note
+    return grids.console(titles, rows, "ll".ljust(len(titles), "r"), caption=caption)

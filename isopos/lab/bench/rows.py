@@ -1,15 +1,13 @@
 """Rows of measurements: what was measured, with every round's seconds, as a table and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from isopos.lab.bench.timing import Goal, Spread, ratios, verdict
 
-__all__ = ["TITLES", "Row", "table"]
+__all__ = ["TITLES", "Row"]
 
 TITLES = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 
@@ -79,14 +77,6 @@ class Row:
         ratio = f"{spread.median:.3g}x {'time' if cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
         times = _time(self.ours_seconds), _time(self.other_seconds)
         return self.work, self.other, self.allocator, *times, ratio, goal, self.verdict
-
-
-def table(rows: Iterable[Row]) -> Table:
-    """Rows for a console."""
-    shown = Table(*TITLES, header_style="bold")
-    for row in rows:
-        shown.add_row(*row.cells())
-    return shown
 
 
 def _time(seconds: Sequence[float]) -> str:

@@ -49,7 +49,8 @@ class Options:
 def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
     from isopos.lab.bench import accuracy, exactness, processes, results
-    from isopos.lab.bench.rows import table
+    from isopos.lab.bench.rows import TITLES
+    from isopos.lab.reports import grids
 
     section, rounds = options.section, options.rounds
     if options.compiled and section != "exactness":
@@ -67,7 +68,7 @@ def run(options: Options, console: Console) -> int:
     for name in names:
         with console.status(name):
             found = processes.in_states(name, states, rounds)
-        console.print(table(found))
+        console.print(grids.console(TITLES, [row.cells() for row in found]))
         rows += found
         if folder is not None:  # after every section: what an interruption finds is there
             written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)

@@ -3,12 +3,12 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
+from isopos.lab.reports import grids
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.tasks.task import Task, View, expect
@@ -59,15 +59,14 @@ def run(options: Options, console: Console) -> int:
     expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)
-    table = Table(*lengths, *(metric.title for metric in metrics), "", header_style="bold")
-    found: dict[str, Any] = {}
+    rows, found = [], {}
     for view in views:
         scored = data.measure(model, recipe, view)
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
-        table.add_row(*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason)
+        rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
         found[str(view.multiple)] = dict(scored.figures) or None
     console.print(f"{folder}: {source}, step {step}; {data.name}", markup=False)
-    console.print(table)
+    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     path = folder / "eval.json"
     before = json.loads(path.read_text()) if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
+from isopos.lab.reports import grids
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.runs.outcomes import Result
 
@@ -34,12 +34,8 @@ def run(options: Options, console: Console) -> int:
     runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
-    table = Table(header_style="bold")
-    for title in ("run", "scheme", "status", "step", "loss (nats)", "score", "when"):
-        table.add_column(title, justify="right" if title in ("step", "loss (nats)", "score") else "left", overflow="fold")
-    for one in runs:
-        table.add_row(*_cells(one, one.relative_to(folder).as_posix()))
-    console.print(table)
+    rows = [_cells(one, one.relative_to(folder).as_posix()) for one in runs]
+    console.print(grids.console(("run", "scheme", "status", "step", "loss (nats)", "score", "when"), rows, "lllrrrl"))
     return 0
 
 

@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -16,7 +17,7 @@ from isopos.lab.runs.files import replacing
 from isopos.positions import Ring
 from isopos.schemes import Scheme, build
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "plain", "show"]
+__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "line_style", "plain", "show"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
@@ -74,14 +75,10 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
         *(f"repeats after {order:,} positions" for order in orders),
         *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
         *(["direction-blind"] if not any(panel.directional for panel in shown) else []),
-        *(["no relative kernel: scores depend on the positions themselves"] if not _relative(shown) else []),
+        *(["no relative kernel: scores depend on the positions themselves"] * (not all(panel.relative for panel in shown))),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]
     return [spec, ", ".join(words), CATALOG[spec.split(":")[0]].citation, *filter(None, ["; ".join(notes)])]
-
-
-def _relative(shown: list[Panel]) -> bool:
-    return all(panel.relative for panel in shown)
 
 
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
@@ -137,6 +134,11 @@ def _label_nodes(axes: Axes, position: Tensor) -> None:
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set(xlabel="key node: branches from the root", ylabel="query node")
+
+
+def line_style(n: int) -> dict[str, Any]:
+    """Of the n-th line of a picture: ten colours, then the same with dashes."""
+    return {"color": colormaps["tab10"](n % 10), "linestyle": ("-", (0, (6, 2)), (0, (1, 2)))[n // 10 % 3]}
 
 
 def plain(axes: Axes) -> None:
