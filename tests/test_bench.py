@@ -114,7 +114,7 @@ def test_works_of_a_race_compute_the_same(ours, other):
         pytest.skip(why)
     shape = SHAPE._replace(length=1) if "step" in ours else SHAPE
     inputs = torch.randn(3 if ours != "rotation" else 2, *shape[1:3], shape.length, shape.head_dim)
-    calls = [works.work_of(name, shape).call for name in (ours, other)]
+    calls = [works.work_of(name, shape) for name in (ours, other)]
     for _ in range(3):
         torch.testing.assert_close(calls[0](*inputs), calls[1](*inputs), atol=1e-4, rtol=1e-4)
 

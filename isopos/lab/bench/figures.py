@@ -44,14 +44,10 @@ def memory(call: Call, lengths: tuple[int, ...] = LENGTHS, longest: int = LONG) 
         shape = Shape(length)
         figure, unit = call("peak", spec=spec, shape=shape), "peak memory above the inputs / bytes of q"
         yield Row("memory", f"causal, {spec}, forward + backward, {shape}", figure=figure, unit=unit, goal=goal)
+    shape, unit = Shape(longest, batch=1), "MiB of peak memory above inputs and output"
     for spec in MEMORY:
-        shape = Shape(longest, batch=1)
-        yield Row(
-            "memory",
-            f"causal, {spec}, forward, no gradient, {shape}",
-            figure=call("long", spec=spec, shape=shape),
-            unit="MiB of peak memory above inputs and output",
-        )
+        figure = call("long", spec=spec, shape=shape)
+        yield Row("memory", f"causal, {spec}, forward, no gradient, {shape}", figure=figure, unit=unit)
 
 
 def peak(spec: str, shape: Shape) -> float:

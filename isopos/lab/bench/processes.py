@@ -65,7 +65,7 @@ def in_states(name: str, states: Sequence[str], rounds: int) -> list[Row]:
 
 def call(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
     """What a function of `FUNCTIONS` returns in a process of its own."""
-    command = [sys.executable, "-m", "isopos.lab.bench", function, json.dumps(arguments)]
+    command = [sys.executable, "-m", "isopos.lab.bench.processes", function, json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | (environment or {}))
     if done.returncode:
         why = "killed, perhaps for want of memory" if done.returncode < 0 else "its error is above"
@@ -79,3 +79,6 @@ FUNCTIONS = {
     "long": lambda spec, shape: figures.long(spec, Shape(*shape)),
     "tree": figures.tree,
 }
+
+if __name__ == "__main__":  # a function in this process: FUNCTION ARGUMENTS, printed as JSON
+    print(json.dumps(FUNCTIONS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -139,10 +140,11 @@ def _inputs(what: str, shape: Shape, passing: str) -> list[torch.Tensor]:
 
 def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor]) -> Callable[[], Any]:
     """One pass of a work; gradients are of its inputs and of what it learns."""
-    call, parameters = work_of(name, shape)
+    call = work_of(name, shape)
     if passing != BOTH:
         return lambda: call(*inputs)
-    leaves = [*inputs, *parameters]
+    module = call.func if isinstance(call, partial) else None
+    leaves = [*inputs, *(module.parameters() if isinstance(module, torch.nn.Module) else ())]
     grads = [torch.randn_like(x) for x in (inputs if what == "rotary" else inputs[:1])]
 
     def work():

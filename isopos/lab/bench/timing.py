@@ -54,14 +54,7 @@ class Goal:
         return figure >= self.value if self.sense == "at least" else figure <= self.value
 
 
-def at_least(value: float) -> Goal:
-    """A goal for a speed."""
-    return Goal("at least", value)
-
-
-def at_most(value: float) -> Goal:
-    """A goal for a cost."""
-    return Goal("at most", value)
+at_least, at_most = partial(Goal, "at least"), partial(Goal, "at most")  # of a speed, and of a cost
 
 
 def ratios(ours: Sequence[float], other: Sequence[float], goal: Goal | None = None) -> Spread:

@@ -17,7 +17,7 @@ from isopos.scheme import Scheme
 from isopos.schemes import build
 from isopos.state import State
 
-__all__ = ["WORKS", "Shape", "Work", "scheme_of", "work_of"]
+__all__ = ["WORKS", "Shape", "scheme_of", "work_of"]
 
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
@@ -47,19 +47,9 @@ class Shape(NamedTuple):
         return self._replace(length=min(self.length, most), cache=min(self.cache, most))
 
 
-class Work(NamedTuple):
-    """A function of some inputs, and the parameters that it learns besides."""
-
-    call: Callable[..., Any]
-    parameters: tuple[Tensor, ...] = ()
-
-
-def work_of(name: str, shape: Shape) -> Work:
+def work_of(name: str, shape: Shape) -> Callable[..., Any]:
     """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
-    if name in PEERS:
-        return Work(PEERS[name].work(shape.length, shape.head_dim))
-    made = WORKS[name](shape)
-    return made if isinstance(made, Work) else Work(made)
+    return PEERS[name].work(shape.length, shape.head_dim) if name in PEERS else WORKS[name](shape)
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
@@ -75,12 +65,11 @@ def _attention(spec: str = "none", *, causal: bool = True) -> Callable[[Shape], 
     return make
 
 
-def _layer(spec: str) -> Callable[[Shape], Work]:
+def _layer(spec: str) -> Callable[[Shape], Any]:
     def make(shape: Shape):
         scheme = scheme_of(spec, shape)
         layer = Attention(shape.heads * shape.head_dim, scheme)
-        call = partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
-        return Work(call, tuple(layer.parameters()))
+        return partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
 
     return make
 

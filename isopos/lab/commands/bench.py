@@ -20,16 +20,7 @@ class Options:
 
     section: Annotated[
         Literal[
-            "all",
-            "attention",
-            "rotary",
-            "decode",
-            "sublayer",
-            "growth",
-            "memory",
-            "construction",
-            "accuracy",
-            "exactness",
+            "all", "attention", "rotary", "decode", "sublayer", "growth", "memory", "construction", "accuracy", "exactness"
         ],
         tyro.conf.Positional,
     ] = "all"

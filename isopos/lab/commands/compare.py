@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -19,6 +19,7 @@ from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes
 from isopos.lab.reports.comparison import ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.files import write_json
+from isopos.lab.tables.cells import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
 
@@ -55,17 +56,15 @@ class Options:
     def recipes(self) -> list[Recipe]:
         """One recipe a scheme and seed; schemes of one seed differ in nothing but the scheme."""
         base = Recipe(training=self.training, model=self.model, task=self.settings)
-        specs = [self._with_attention(spec) for spec in parse_schemes(self.schemes)]
-        for spec in specs:
-            if specs.count(spec) > 1:
+        specs = []
+        for name, options in map(split_spec, parse_schemes(self.schemes)):
+            if self.attention != "linear":
+                options.setdefault("attention", self.attention)
+            spec = join_spec(name, options)
+            if spec in specs:
                 raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
+            specs.append(spec)
         return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
-
-    def _with_attention(self, spec: str) -> str:
-        name, options = split_spec(spec)
-        if self.attention != "linear":
-            options.setdefault("attention", self.attention)
-        return join_spec(name, options)
 
 
 def default(arguments: Sequence[str]) -> Options:
@@ -78,11 +77,9 @@ def default(arguments: Sequence[str]) -> Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished.
+    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished."""
+    import torch
 
-    Raises:
-        ValueError: Before any work, where a choice or the data do not fit.
-    """
     from isopos.lab.reports import page
 
     recipes, folder, warnings = _check(options)
@@ -91,9 +88,15 @@ def run(options: Options, console: Console) -> int:
     console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
-    about = _about(options.settings, data) | {
+    about = {
+        "task": tasks.spec(options.settings),
+        "data": data.name,
+        "sha256": data.sha256,
+        "summary": data.summary,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
         "device": recipes[0].training.device,
-        "planned": [run_folder(folder, recipe).name for recipe in recipes],
+        "planned": [cell_name("", recipe.scheme, recipe.seed) for recipe in recipes],
     }
     complete = False
     before = _make(folder, options.overwrite)
@@ -120,13 +123,6 @@ def run(options: Options, console: Console) -> int:
     console.print(*found.render(console.width))
     console.print(f"report: {report}", markup=False)
     return 0 if complete else 130
-
-
-def _about(task: Task, data: Data) -> dict[str, Any]:
-    import torch
-
-    about = {"task": tasks.spec(task), "data": data.name, "sha256": data.sha256, "summary": data.summary}
-    return about | {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
@@ -163,11 +159,6 @@ def _make(folder: Path, overwrite: bool) -> Path | None:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
 
 
-def run_folder(folder: Path, recipe: Recipe) -> Path:
-    """Where a run of a comparison lives: its scheme, in characters that every file system takes, and its seed."""
-    return folder / f"{recipe.scheme.replace(':', '+')}-seed{recipe.seed}"
-
-
 def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console) -> None:
     from isopos.lab.training.run import train
 
@@ -176,7 +167,7 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
         for recipe in recipes:
             title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
             show = bars.add(title, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
-            result = train(recipe, data, run_folder(folder, recipe), show)
+            result = train(recipe, data, folder / cell_name("", recipe.scheme, recipe.seed), show)
             if result is not None and result.status != "finished":
                 bars.progress.console.print(f"[red]{title}: {result.status}")
 

@@ -34,11 +34,7 @@ class Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Score on the CPU, print a table, and append the figures to eval.json.
-
-    Raises:
-        ValueError: Before any work, where there is no such run or nothing to evaluate.
-    """
+    """Score on the CPU, print a table, and append the figures to eval.json."""
     from safetensors.torch import load_model
 
     from isopos.lab.runs import checkpoints, weights

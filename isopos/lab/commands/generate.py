@@ -43,12 +43,7 @@ def run(options: Options, console: Console) -> int:
 
 
 def generate(options: Options) -> Iterator[str]:
-    """Pieces of text as they come: the prompt is read at once, then each token is chosen from the model's distribution.
-
-    Raises:
-        ValueError: Before any work, where there is no such run, no prompt, no position for so many tokens, or where a number
-            is out of its range.
-    """
+    """Pieces of text as they come: the prompt is read at once, then each token is chosen from the model's distribution."""
     import torch
 
     from isopos.lab.data.tokenizers import Bytes, load_tokenizer

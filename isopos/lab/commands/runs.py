@@ -24,11 +24,7 @@ class Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Print a table of the runs in a folder and in its folders, the latest last.
-
-    Raises:
-        ValueError: Where there are none, or the files of one are damaged.
-    """
+    """Print a table of the runs in a folder and in its folders, the latest last."""
     folder = Path(options.folder)
     found = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
     runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made

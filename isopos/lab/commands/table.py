@@ -4,6 +4,7 @@ A cell is a run of the engine in a folder of its own, for one row, corpus and se
 finished stays: the same command goes on after an interruption, and several machines that share the folder divide the cells.
 """
 
+import itertools
 import json
 import shlex
 import sys
@@ -60,11 +61,7 @@ class Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C.
-
-    Raises:
-        ValueError: Before any work, where something does not fit.
-    """
+    """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
     from isopos.lab.training.checks import check_recipe, run_place
@@ -73,20 +70,20 @@ def run(options: Options, console: Console) -> int:
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows), _sources(table, options)
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
-    recipes = {
-        name: table.recipe_at(options.scale, table.corpus(name)).edit(data=data) if name else table.recipe_at(options.scale)
-        for name, data in sources.items()
-    }
-    recipes = {name: recipe.edit(device=options.device) for name, recipe in recipes.items()}
+    recipes = {}
+    for name, data in sources.items():
+        recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=options.device)
+        recipes[name] = recipe.edit(data=data) if name else recipe
     planned = [
-        (name, replace(recipe, scheme=row.scheme, seed=seed))
-        for seed in range(options.seeds)
-        for name, recipe in recipes.items()
-        for row in rows
+        (name, replace(recipes[name], scheme=row.scheme, seed=seed))
+        for seed, name, row in itertools.product(range(options.seeds), recipes, rows)
     ]
     cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
     if options.dry_run:
-        return _say_what_is_missing(table, cells, rows, folder, console)
+        lacking = _lacking(rows, folder) if table.kind == "speed" else [cell.folder.name for cell in cells if not cell.done]
+        said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
+        console.print(*lacking, said, sep="\n", markup=False)
+        return 0
     for recipe in [cell.recipe for cell in cells] or [recipe for _, recipe in planned]:
         if recipe.seed == 0:
             check_recipe(recipe)
@@ -188,18 +185,10 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     raise ValueError(f"claim: expected {path} to be free within seconds, but another process holds it; start again")
 
 
-def _say_what_is_missing(
-    table: PaperTable, cells: Sequence[Cell], rows: Sequence[Line], folder: Path, console: Console
-) -> int:
-    if table.kind == "speed":
-        rounds = speed_rounds(folder)
-        missing = [row.name for row in rows if sum(row.name in one for one in rounds) < ROUNDS]
-    else:
-        missing = [cell.folder.name for cell in cells if not cell.done]
-    for name in missing:
-        console.print(name, markup=False)
-    console.print(f"{len(missing)} of {len(cells) or len(rows)} cells are missing in {folder}", markup=False)
-    return 0
+def _lacking(rows: Sequence[Line], folder: Path) -> dict[str, int]:
+    """Rounds that are missing, by row."""
+    rounds = speed_rounds(folder)
+    return {row.name: count for row in rows if (count := ROUNDS - sum(row.name in one for one in rounds)) > 0}
 
 
 def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
@@ -247,12 +236,10 @@ def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Seq
     from isopos.lab.training.speed import step_times
 
     with claimed(folder / "claims" / "timing.claim") as mine:
-        rounds = speed_rounds(folder)
-        lacking = [row for row in rows if sum(row.name in one for one in rounds) < ROUNDS]
-        left = max((ROUNDS - sum(row.name in one for one in rounds) for row in lacking), default=0)
-        if not mine or not left:
+        rounds, lacking = speed_rounds(folder), _lacking(rows, folder)
+        if not mine or not lacking:
             return
-        timed = {row.name: row.scheme for row in (table.row(table.baseline), *lacking)}
+        left, timed = max(lacking.values()), {name: table.row(name).scheme for name in (table.baseline, *lacking)}
         recipe = recipe.edit(device=usable_device(recipe.training.device))
         with Bars(console, total=left) as bars:
             show = bars.add("rounds of all schemes", left)

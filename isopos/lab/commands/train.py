@@ -38,11 +38,7 @@ class Options:
 
 
 def default(arguments: Sequence[str]) -> Options:
-    """What the options are where no others are given: the recipe and scale that the arguments name.
-
-    Raises:
-        ValueError: Where an option is no field of the recipe; the message names one that is near.
-    """
+    """What the options are where no others are given: the recipe and scale that the arguments name."""
     words = " ".join(arguments[1:]).replace("=", " ").split()
     first = [word for word in words[:1] if not word.startswith("-")]
     recipe = next((word for word in (*first, *words) if word in RECIPES or word in first), Options.recipe)
@@ -56,13 +52,7 @@ def default(arguments: Sequence[str]) -> Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Train, and return the exit status: 0, or 1 where it diverged.
-
-    Raises:
-        ValueError: Before any work, where something does not fit.
-        OSError: Where a checkpoint cannot be written.
-        Interrupted: After SIGINT or SIGTERM, when a checkpoint of the last step is there.
-    """
+    """Train, and return the exit status: 0, or 1 where it diverged."""
     from isopos.lab.runs.folders import check_vacant, recipe_of, same_recipe
     from isopos.lab.training import run as training
     from isopos.lab.training.checks import check_recipe, run_place

@@ -4,6 +4,7 @@ Scores come from the attention functions themselves, whose values are the unit v
 computes, with feature map, decay, terms and embedding.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -140,15 +141,8 @@ def _complete_tree(branches: int) -> Tensor:
     depth = 1
     while depth < NODES // 2 and sum(branches**level for level in range(depth + 2)) <= NODES:
         depth += 1
-    rows = [(-1, -1)]
-
-    def grow(parent: int, left: int) -> None:
-        for branch in range(branches if left else 0):
-            rows.append((parent, branch))
-            grow(len(rows) - 1, left - 1)
-
-    grow(0, depth)
-    return torch.tensor(rows)
+    nodes = sorted(node for level in range(depth + 1) for node in itertools.product(range(branches), repeat=level))
+    return torch.tensor([(-1, -1), *((nodes.index(node[:-1]), node[-1]) for node in nodes[1:])])
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.plots import line_style, plain
@@ -145,17 +146,10 @@ def _ours(table: PaperTable, row: Found, column: Column) -> str:
     if not values:
         return "none" if column.title in row.reasons else "missing"
     if table.kind == "speed":  # ratios of rounds
-        return f"{metric.text(statistics.median(values))} ± {metric.text(_half_range(values))}"
+        ratio = Spread.of(values)
+        return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
     spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
     return metric.text(statistics.mean(values)) + spread
-
-
-def _half_range(values: Sequence[float]) -> float:
-    """Half of the range between the quartiles."""
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / 2
 
 
 def _mean_curve(row: Found, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:
@@ -277,9 +271,9 @@ def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
     axes, title = figure.subplots(), table.columns[0].title
     drawn = [row for row in rows if row.values[title]]
     for n, row in enumerate(drawn):
-        values = list(row.values[title].values())
-        half = _half_range(values)
-        axes.errorbar(statistics.median(values), -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
+        low, median, high = Spread.of([*row.values[title].values()])
+        half = (high - low) / 2
+        axes.errorbar(median, -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
         if row.line.figures:
             axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
     axes.set_yticks([-n for n in range(len(drawn))], [row.line.name for row in drawn])

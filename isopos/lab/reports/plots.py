@@ -66,10 +66,8 @@ def _target(path: Path, overwrite: bool) -> Path:
 def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[str]:
     choices = dict(scheme.choices)
     attention = choices.pop("attention")
-    words = [f"{attention} attention"]
-    if attention == "linear":
-        words += [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
-    words.append(f"decay {choices['decay']}")
+    sums = [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
+    words = [f"{attention} attention", *sums * (attention == "linear"), f"decay {choices['decay']}"]
     orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
