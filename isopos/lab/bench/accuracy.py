@@ -65,12 +65,9 @@ def scores(table: Tensor) -> Tensor:
 def errors(
     peer: Rotary | None = None, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
 ) -> dict[Setting, float]:
-    """Largest error of a cosine or sine in each setting that a peer reaches: rotated unit features against a reference.
+    """Largest error in each setting that a peer, by default isopos, reaches: rotated unit features against a reference.
 
-    Args:
-        peer: A library; by default isopos.
-        settings: All of its features and positions.
-        of: A function of the cosines and sines ``[t f 2]``, whose error it is, such as `scores`.
+    It is that of a function of the cosines and sines ``[t f 2]``, such as `scores`.
     """
     found = {}
     interleaved = peer is None or peer.layout == "interleaved"

@@ -24,15 +24,9 @@ NODES = 2  # of a tree, for each token that a short section is cut to
 
 
 def allocators(choice: str) -> list[str]:
-    """The states of the allocator that a choice names; only glibc can be told.
-
-    Example:
-        >>> allocators("as-is")
-        ['as-is']
-    """
-    names = list(ALLOCATORS) if choice == "both" else [choice]
+    """The states of the allocator that a choice names; only glibc can be told."""
     if platform.libc_ver()[0] == "glibc":
-        return names
+        return list(ALLOCATORS) if choice == "both" else [choice]
     if choice == "reused":
         raise ValueError("allocator: expected as-is, since only glibc can be told to reuse memory, got reused")
     return ["as-is"]

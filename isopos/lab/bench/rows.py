@@ -55,16 +55,14 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of all fields, with the ratio and the verdict."""
-        measured = self.raced or self.figure is not None
-        more = {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict if measured else ""}
-        return dataclasses.asdict(self) | more
+        return dataclasses.asdict(self) | {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Row":
         """The inverse of `to_json`."""
         fields = {field.name: content[field.name] for field in dataclasses.fields(cls)}
-        goal = fields.pop("goal")
-        return cls(**fields, goal=None if goal is None else Goal(**goal))
+        fields["goal"] = fields["goal"] and Goal(**fields["goal"])
+        return cls(**fields)
 
     def cells(self) -> tuple[str, ...]:
         """Of the table: work, other, allocator, ours, the other's, ratio, goal, verdict."""

@@ -58,20 +58,14 @@ def scheme_of(spec: str, shape: Shape) -> Scheme:
     return build(name, shape.head_dim, shape.heads, options)
 
 
-def _attention(spec: str = "none", *, causal: bool = True) -> Callable[[Shape], Any]:
-    def make(shape: Shape):
-        return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
-
-    return make
+def _attention(shape: Shape, spec: str = "none", *, causal: bool = True):
+    return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
 
 
-def _layer(spec: str) -> Callable[[Shape], Any]:
-    def make(shape: Shape):
-        scheme = scheme_of(spec, shape)
-        layer = Attention(shape.heads * shape.head_dim, scheme)
-        return partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
-
-    return make
+def _layer(shape: Shape, spec: str):
+    scheme = scheme_of(spec, shape)
+    layer = Attention(shape.heads * shape.head_dim, scheme)
+    return partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
 
 
 def _masked(shape: Shape):
@@ -121,23 +115,19 @@ def _stacked(shape: Shape):
     return lambda q, k: (rotate(q), rotate(k))
 
 
-def _stream(spec: str = "", *, in_place: bool = False) -> Callable[[Shape], Any]:
+def _stream(shape: Shape, spec: str = "", *, in_place: bool = False):
     """A stream, of a scheme whose positions advance, or of none."""
+    scheme, state, place = scheme_of(spec, shape) if spec else None, State(in_place=in_place), 0
 
-    def make(shape: Shape):
-        scheme, state, place = scheme_of(spec, shape) if spec else None, State(in_place=in_place), 0
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal state, place
+        none = {"feature_map": elu1, "state": state}
+        at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
+        out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
+        place += 1
+        return out
 
-        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal state, place
-            none = {"feature_map": elu1, "state": state}
-            at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
-            out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
-            place += 1
-            return out
-
-        return step
-
-    return make
+    return step
 
 
 def _einsum_step(shape: Shape):
@@ -167,12 +157,12 @@ def _cached(shape: Shape):
 
 
 WORKS: dict[str, Callable[[Shape], Any]] = {
-    "causal": _attention(),
-    "causal, retnet decay": _attention("none:decay=retnet"),
+    "causal": _attention,
+    "causal, retnet decay": partial(_attention, spec="none:decay=retnet"),
     "causal, masked": _masked,
     "causal, packed": _packed,
-    "both ways": _attention(causal=False),
-    "both ways, no features": _attention("none:feature_map=identity,denominator=none", causal=False),
+    "both ways": partial(_attention, causal=False),
+    "both ways, no features": partial(_attention, spec="none:feature_map=identity,denominator=none", causal=False),
     "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
     "two products, elu + 1, divided": lambda shape: _divided_products,
     "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
@@ -180,12 +170,12 @@ WORKS: dict[str, Callable[[Shape], Any]] = {
     "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
     "rotate-half": _half_split,
     "torchtune's formula": _stacked,
-    "decoding step": _stream(),
-    "decoding step, in place": _stream(in_place=True),
-    "decoding step of a scheme, no positions": _stream("none"),
-    "decoding step of a scheme, rotary": _stream("rope"),
-    "decoding step of a scheme, no positions, in place": _stream("none", in_place=True),
-    "decoding step of a scheme, rotary, in place": _stream("rope", in_place=True),
+    "decoding step": _stream,
+    "decoding step, in place": partial(_stream, in_place=True),
+    "decoding step of a scheme, no positions": partial(_stream, spec="none"),
+    "decoding step of a scheme, rotary": partial(_stream, spec="rope"),
+    "decoding step of a scheme, no positions, in place": partial(_stream, spec="none", in_place=True),
+    "decoding step of a scheme, rotary, in place": partial(_stream, spec="rope", in_place=True),
     "einsum step": _einsum_step,
     "softmax (SDPA) step": _cached,
 }
@@ -198,5 +188,5 @@ POSITIONS = {
     "householder + unitary": "lrpe-unitary",
     "householder + rotary": "lrpe-orthogonal",
 }
-WORKS |= {f"attention function, {name}": _attention(spec) for name, spec in POSITIONS.items()}
-WORKS |= {f"attention module, {name}": _layer(spec) for name, spec in POSITIONS.items()}
+WORKS |= {f"attention function, {name}": partial(_attention, spec=spec) for name, spec in POSITIONS.items()}
+WORKS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, spec in POSITIONS.items()}

@@ -45,7 +45,7 @@ def run(options: Options, console: Console) -> int:
     model, trained, last = recipe.task.model(recipe), folder / weights.FILE, checkpoints.newest(folder)
     if trained.exists():
         load_model(model, str(trained))
-        source, step = trained.name, _last_step(folder)
+        source, step = trained.name, max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
     elif last is not None:
         model.load_state_dict(checkpoints.load(last)["model"])
         source, step = str(last.folder.relative_to(folder)), last.step
@@ -80,8 +80,3 @@ def _views(options: Options, task: Task) -> list[View]:
         expect("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
         task.check_view(view)
     return views
-
-
-def _last_step(folder: Path) -> int:
-    rows = read_rows(folder / "metrics.jsonl")
-    return rows[-1]["step"] if rows else 0

@@ -31,6 +31,5 @@ def run(options: Options, console: Console) -> int:
     """Draw it, and print the file's path."""
     from isopos.lab.reports import plots
 
-    size = {"head_dim": options.head_dim, "heads": options.heads, "reach": options.reach}
-    print(plots.show(options.scheme, options.out, overwrite=options.overwrite, **size))
+    print(plots.show(**vars(options)))
     return 0

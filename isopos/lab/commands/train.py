@@ -1,5 +1,6 @@
 """`isopos train`: check everything, train or go on with one run, and say what it came to."""
 
+import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,16 @@ from isopos.lab.reports.progress import Bars
 __all__ = ["Options", "default", "run"]
 
 
+def _recipes() -> str:
+    """What each recipe is, by the first line that its function says of itself."""
+    texts = []
+    for name, home in RECIPES.items():
+        module, _, function = home.partition(":")
+        made = getattr(importlib.import_module(f"isopos.lab.recipes.{module}"), function)
+        texts.append(f"{name}: {(made.__doc__ or name).splitlines()[0]}")
+    return " ".join(texts)
+
+
 @dataclass(frozen=True)
 class Options:
     """Train the run of a recipe in runs/NAME; what follows here are its fields, which may be changed.
@@ -23,7 +34,7 @@ class Options:
     """
 
     recipe: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(RECIPES)}; or MODULE:NAME of a task of your own.")
+        str, tyro.conf.Positional, tyro.conf.arg(help=f"{_recipes()} Or MODULE:NAME of a task of your own.")
     ] = "quickstart"
     scale: Literal["tiny", "small", "paper"] = "small"
     """Sizes: tiny takes seconds; paper is what the paper says."""

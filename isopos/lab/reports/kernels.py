@@ -73,7 +73,8 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
     """
     outside = scheme.outside  # tokens that have no position come first
     x = torch.cat((scheme.group.origin(outside), x))
-    content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=_seeded(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=generator, dtype=torch.float64)
     q, k = (a.expand(len(x), -1) for a in (content[0], content.sum(0) / 2**0.5))
     if scheme.embedding is not None:
         if scheme.embedding.model_dim != q.shape[-1]:
@@ -95,10 +96,10 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def fill_zeros(scheme: Scheme, seed: int = 0) -> bool:
+def fill_zeros(scheme: Scheme) -> bool:
     """Fill learned tables that start at zero, which would show nothing, with random numbers; whether there were any."""
     empty = [parameter for parameter in scheme.parameters() if not parameter.any()]
-    generator = _seeded(seed)
+    generator = torch.Generator().manual_seed(0)
     for parameter in empty:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return bool(empty)
@@ -143,7 +144,3 @@ def _complete_tree(branches: int) -> Tensor:
         depth += 1
     nodes = sorted(node for level in range(depth + 1) for node in itertools.product(range(branches), repeat=level))
     return torch.tensor([(-1, -1), *((nodes.index(node[:-1]), node[-1]) for node in nodes[1:])])
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

@@ -25,24 +25,24 @@ WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
 
 
 def show(
-    spec: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
+    scheme: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
 ) -> Path:
     """Draw the relative kernel of a scheme with options into a file, by default named after it, and return its path.
 
     Raises:
         ValueError: Before any work, where the scheme or the file do not fit.
     """
-    name, options = split_spec(spec)
-    scheme = build(name, head_dim, heads, options)
+    name, options = split_spec(scheme)
+    spec, built = join_spec(name, options), build(name, head_dim, heads, options)
     if reach < 1:
         raise ValueError(f"reach: expected at least 1 step, got {reach}")
-    path = _target(Path(out or join_spec(name, options).replace(":", "+").replace("/", "-") + ".png"), overwrite)
-    drawn = fill_zeros(scheme)
-    shown = list(panels(scheme, reach=reach))
+    path = _target(Path(out or spec.replace(":", "+").replace("/", "-") + ".png"), overwrite)
+    drawn = fill_zeros(built)
+    shown = list(panels(built, reach=reach))
     figure = Figure(figsize=(7.5 if len(shown) == 1 else 6.2 * len(shown), 5.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        draw(axes, panel, scheme, alone=len(shown) == 1)
-    figure.suptitle("\n".join(_title(join_spec(name, options), scheme, shown, drawn)), fontsize=11)
+        draw(axes, panel, built, alone=len(shown) == 1)
+    figure.suptitle("\n".join(_title(spec, built, shown, drawn)), fontsize=11)
     try:
         with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
