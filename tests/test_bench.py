@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, figures, peers, processes, races, results, timing, works
+from isopos.lab.bench import accuracy, peers, processes, races, results, timing, works
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
 from isopos.lab.commands import bench
@@ -136,8 +136,8 @@ def test_a_section_prints_its_rows(here, section, words):
 def test_memory_and_construction_measure_in_processes_of_their_own(here):
     tiny = works.Shape(SMALL)
     rows = [
-        *figures.memory(processes.call, (SMALL,), SMALL),
-        *figures.construction(processes.call, 1, nodes=15),
+        *processes.memory((SMALL,), SMALL),
+        *processes.construction(1, nodes=15),
     ]
     assert str(tiny) in rows[0].work
     assert [function for function, _ in here] == ["peak"] * 4 + ["long"] * 4 + ["tree"] * 3
@@ -234,7 +234,7 @@ def test_a_process_of_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", figures.MEMORY)
+@pytest.mark.parametrize("name", processes.MEMORY)
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
     # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
     assert 3 < min(processes.call("peak", spec=name, shape=works.Shape(8192)) for _ in range(3)) <= 6

@@ -33,6 +33,11 @@ class Row:
         return bool(self.ours_seconds and self.other_seconds)
 
     @property
+    def cost(self) -> bool:
+        """Whether the ratio is our time in units of the other's."""
+        return self.goal is not None and self.goal.sense == "at most"
+
+    @property
     def spread(self) -> Spread:
         """The spread of the ratio, or of the figure."""
         if self.raced:
@@ -71,8 +76,8 @@ class Row:
             return self.work, self.note, self.allocator, _time(self.ours_seconds), "", "", goal, ""
         if not self.raced:
             return self.work, self.unit, self.allocator, f"{self.figure:.3g}", "", "", goal, self.verdict
-        spread, cost = self.spread, self.goal is not None and self.goal.sense == "at most"
-        ratio = f"{spread.median:.3g}x {'time' if cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
+        spread = self.spread
+        ratio = f"{spread.median:.3g}x {'time' if self.cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
         times = _time(self.ours_seconds), _time(self.other_seconds)
         return self.work, self.other, self.allocator, *times, ratio, goal, self.verdict
 

@@ -102,9 +102,9 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: str = 
         yield {name: seconds[name] for name in works}
 
 
-def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """The seconds of `turns` by work."""
-    measured = list(turns(works, rounds, device))
+    measured = list(turns(works, rounds))
     return {name: [seconds[name] for seconds in measured] for name in works}
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe, join_spec, split_spec
+from isopos.lab.reports import grids
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.runs.outcomes import Result
 from isopos.lab.tasks.task import Task
@@ -170,12 +171,8 @@ class Ranking:
                 break
             left += [title] if title in titles else []
             titles = [other for other in titles if other != title]
-        table = Table(header_style="bold")
-        for title in titles:
-            right = "right" if title in self.numbers else "left"
-            table.add_column(title, justify=right, no_wrap=title != "scheme", overflow="fold")
-        for row in self.rows:
-            table.add_row(*self.cells(row, titles))
+        align = "".join("r" if title in self.numbers else "l" for title in titles)
+        table = grids.console(titles, [self.cells(row, titles) for row in self.rows], align)
         narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
         return table, Text("\n".join([*self.notes(), *narrow]))
 

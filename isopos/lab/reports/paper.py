@@ -254,10 +254,8 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     drawn = [row for row in rows if row.line.scheme]
     for axes, corpus in zip(panels, names, strict=False):
         for n, row in enumerate(drawn):
-            curve = _mean_curve(row, corpus)
-            if not curve:
-                continue
-            axes.plot(list(curve), list(curve.values()), label=row.line.name, **line_style(n))
+            if curve := _mean_curve(row, corpus):
+                axes.plot(list(curve), list(curve.values()), label=row.line.name, **line_style(n))
         axes.set(xlabel="updates", ylabel=f"validation, {_main(table).title}", title=f"{corpus}: {_short(names[corpus])}")
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:

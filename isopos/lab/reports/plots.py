@@ -87,7 +87,10 @@ def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
     if panel.group.refers_to_rows or not panel.relative:
         draw_heat(axes, panel.score.mean(0), scheme.attention)
         if panel.group.refers_to_rows:
-            _label_nodes(axes, panel.position)
+            labels = [path or "root" for path in paths(panel.position)]
+            axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
+            axes.set_yticks(range(len(labels)), labels, fontsize=8)
+            axes.set(xlabel="key node: branches from the root", ylabel="query node")
     elif panel.group.columns > 1:
         reach = offset.abs().max(0).values.tolist()
         sides = [2 * r + 1 for r in reach]
@@ -125,13 +128,6 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
     figure = axes.get_figure()
     assert figure is not None
     figure.colorbar(image, ax=axes, label=WHAT[attention], shrink=0.9)
-
-
-def _label_nodes(axes: Axes, position: Tensor) -> None:
-    labels = [path or "root" for path in paths(position)]
-    axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set(xlabel="key node: branches from the root", ylabel="query node")
 
 
 def line_style(n: int) -> dict[str, Any]:
