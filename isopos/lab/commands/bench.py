@@ -27,14 +27,10 @@ class Options:
     """What to measure; "all" leaves out exactness."""
     allocator: Literal["both", "as-is", "reused"] = "both"
     """State of glibc's allocator: as it is, told to reuse memory, or one after the other."""
-    rounds: int = 9
-    """Rounds in which works take turns."""
-    out: str = ""
-    """A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written."""
-    overwrite: bool = False
-    """Replace them if they exist."""
-    compiled: bool = False
-    """With exactness: compiled into one graph, too, which takes minutes."""
+    rounds: int = 9  # Rounds in which works take turns.
+    out: str = ""  # A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written.
+    overwrite: bool = False  # Replace them if they exist.
+    compiled: bool = False  # With exactness: compiled into one graph, too, which takes minutes.
 
 
 def run(options: Options, console: Console) -> int:

@@ -24,10 +24,8 @@ class Options:
 
     subject: Annotated[str, tyro.conf.Positional]
     """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
-    head_dim: int = 16
-    """Head size of a scheme."""
-    heads: int = 4
-    """Heads of a scheme."""
+    head_dim: int = 16  # Head size of a scheme.
+    heads: int = 4  # Heads of a scheme.
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """dtype of the queries and keys whose precision is measured."""
 

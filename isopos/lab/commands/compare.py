@@ -41,14 +41,10 @@ class Options:
     ] = "language"
     schemes: str = Language.schemes
     """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary."""
-    attention: Literal["linear", "softmax"] = "linear"
-    """Of every scheme that does not choose its own with attention=..."""
-    seeds: int = 1
-    """Repeat with seeds 0, 1, ... and report means, and differences with their spread."""
-    name: str = ""
-    """Folder under runs/; by default compare- and the time."""
-    overwrite: bool = False
-    """Replace runs/NAME if it exists."""
+    attention: Literal["linear", "softmax"] = "linear"  # Of every scheme that does not choose its own with attention=...
+    seeds: int = 1  # Repeat with seeds 0, 1, ... and report means, and differences with their spread.
+    name: str = ""  # Folder under runs/; by default compare- and the time.
+    overwrite: bool = False  # Replace runs/NAME if it exists.
     settings: tyro.conf.OmitArgPrefixes[Task] = field(default_factory=Language)
     model: tyro.conf.OmitArgPrefixes[Model] = field(default_factory=Model)
     training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=lambda: Training(device="auto", save_every=0))

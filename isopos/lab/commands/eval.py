@@ -20,17 +20,14 @@ __all__ = ["Options", "run"]
 class Options:
     """Score the weights of a run, or the last checkpoint of one that has not ended; the figures go to its eval.json."""
 
-    run: Annotated[str, tyro.conf.Positional]
-    """Folder of one run: runs/NAME."""
-    split: str = "validation"
-    """Which held-out data: validation or test, where there is one."""
+    run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME.
+    split: str = "validation"  # Which held-out data: validation or test, where there is one.
     length: tuple[int, ...] = ()
     """Multiples of the training length, where samples have any; by default those of a comparison."""
     scored: float = 1.0
     """Share of each sample, at its end, that counts; above 1 so many of its tokens, of windows that overlap:
     PermuteFormer's 256 of 512."""
-    limit: int = -1
-    """At most so many tokens or samples; 0: all; -1: as in training."""
+    limit: int = -1  # At most so many tokens or samples; 0: all; -1: as in training.
 
 
 def run(options: Options, console: Console) -> int:

@@ -18,18 +18,13 @@ __all__ = ["Options", "generate", "run"]
 class Options:
     """Continue a prompt with the language model of a run, and print the text as it comes."""
 
-    run: Annotated[str, tyro.conf.Positional]
-    """Folder of one run: runs/NAME/rope-seed0."""
-    prompt: str = "The "
-    """Text to continue."""
-    tokens: int = 400
-    """How many to generate: bytes, words or pieces, as the run was trained."""
+    run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME/rope-seed0.
+    prompt: str = "The "  # Text to continue.
+    tokens: int = 400  # How many to generate: bytes, words or pieces, as the run was trained.
     temperature: float = 1.0
     """Below 1 sharpens the model's distribution, above 1 flattens it; 0 takes the most probable token."""
-    top_p: float = 1.0
-    """Draw among the most probable tokens that have this probability together."""
-    seed: int = 0
-    """Of the draws."""
+    top_p: float = 1.0  # Draw among the most probable tokens that have this probability together.
+    seed: int = 0  # Of the draws.
 
 
 def run(options: Options, console: Console) -> int:

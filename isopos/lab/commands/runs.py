@@ -19,8 +19,7 @@ __all__ = ["Options", "run"]
 class Options:
     """List the runs under a folder: recipe, state, loss and score."""
 
-    folder: Annotated[str, tyro.conf.Positional] = "runs"
-    """Where they are."""
+    folder: Annotated[str, tyro.conf.Positional] = "runs"  # Where they are.
 
 
 def run(options: Options, console: Console) -> int:

@@ -13,18 +13,12 @@ __all__ = ["Options", "run"]
 class Options:
     """Draw a scheme's relative kernel: a curve for lines and rings, a map for grids, a matrix for trees."""
 
-    scheme: Annotated[str, tyro.conf.Positional]
-    """A scheme with options: rope:decay=retnet."""
-    out: str = ""
-    """A file that ends with .png, .svg or .pdf; by default SCHEME.png in this folder."""
-    overwrite: bool = False
-    """Replace the file if it exists."""
-    head_dim: int = 64
-    """Head size."""
-    heads: int = 8
-    """Heads."""
-    reach: int = 64
-    """Steps of a line to either side."""
+    scheme: Annotated[str, tyro.conf.Positional]  # A scheme with options: rope:decay=retnet.
+    out: str = ""  # A file that ends with .png, .svg or .pdf; by default SCHEME.png in this folder.
+    overwrite: bool = False  # Replace the file if it exists.
+    head_dim: int = 64  # Head size.
+    heads: int = 8  # Heads.
+    reach: int = 64  # Steps of a line to either side.
 
 
 def run(options: Options, console: Console) -> int:

@@ -46,18 +46,13 @@ class Options:
     ]
     scale: Literal["tiny", "small", "paper"] = "small"
     """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did."""
-    seeds: int = 1
-    """Repeat with seeds 0, 1, ... and report means with standard deviations."""
-    rows: str = ""
-    """Names or schemes of rows, with commas; by default all."""
-    data: tuple[str, ...] = ()
-    """Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run."""
-    name: str = ""
-    """Ending of the folder's name, for a variant that is to be kept apart."""
+    seeds: int = 1  # Repeat with seeds 0, 1, ... and report means with standard deviations.
+    rows: str = ""  # Names or schemes of rows, with commas; by default all.
+    data: tuple[str, ...] = ()  # Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run.
+    name: str = ""  # Ending of the folder's name, for a variant that is to be kept apart.
     device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
     """Where to train; auto takes a GPU if there is one."""
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """List the cells that are missing, and do nothing."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # List the cells that are missing, and do nothing.
 
 
 def run(options: Options, console: Console) -> int:

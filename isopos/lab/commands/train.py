@@ -36,16 +36,11 @@ class Options:
     recipe: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(help=f"{_recipes()} Or MODULE:NAME of a task of your own.")
     ] = "quickstart"
-    scale: Literal["tiny", "small", "paper"] = "small"
-    """Sizes: tiny takes seconds; paper is what the paper says."""
-    name: str = ""
-    """Folder under runs/; by default the recipe's name."""
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on with the run that is there."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace the run that is there."""
-    change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)
-    """Fields of the recipe."""
+    scale: Literal["tiny", "small", "paper"] = "small"  # Sizes: tiny takes seconds; paper is what the paper says.
+    name: str = ""  # Folder under runs/; by default the recipe's name.
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Go on with the run that is there.
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Replace the run that is there.
+    change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)  # Fields of the recipe.
 
 
 def default(arguments: Sequence[str]) -> Options:
