@@ -3,6 +3,7 @@ import itertools
 import json
 import re
 import time
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -50,7 +51,7 @@ def _printed(section, **options):
 
 
 def _row(**changes):
-    return Row("rotary", "ours, forward", "theirs", None, [1.0, 1.0, 1.0], [2.0, 3.0, 4.0]).replace(**changes)
+    return replace(Row("rotary", "ours, forward", "theirs", None, [1.0, 1.0, 1.0], [2.0, 3.0, 4.0]), **changes)
 
 
 def test_works_take_turns(monkeypatch):
@@ -85,11 +86,8 @@ def test_a_verdict_is_on_the_ratio_of_each_round(seconds, goal, verdict):
 
 def test_a_figure_has_a_verdict_only_with_a_goal():
     figure = Row("memory", "peak", figure=4.2, unit="of q")
-    assert [row.verdict for row in (figure, figure.replace(goal=at_most(4.5)), figure.replace(goal=at_most(4)))] == [
-        "",
-        "met",
-        "not met",
-    ]
+    rows = [figure, *(replace(figure, goal=at_most(most)) for most in (4.5, 4))]
+    assert [row.verdict for row in rows] == ["", "met", "not met"]
 
 
 def test_only_the_steepest_step_of_growth_may_be_steeper():

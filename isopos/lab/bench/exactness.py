@@ -201,23 +201,18 @@ def measure(
         try:
             scheme = REGISTRY[name](HEAD_DIM, HEADS, attention=attention)
         except ValueError as error:
-            reason = f"{error}".replace(name, "it")
-            found |= {(dtype, name, attention, setting): reason for setting in settings}
+            found |= {(dtype, name, attention, setting): f"{error}".replace(name, "it") for setting in settings}
             continue
         fill_zeros(scheme)
         trial = Trial(scheme, DTYPES[dtype])
         for setting in settings:
-            found[dtype, name, attention, setting] = _error(trial, setting)
+            try:
+                out, expected = SETTINGS[setting].run(trial)
+                worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
+                found[dtype, name, attention, setting] = worst.item()
+            except ValueError as error:
+                found[dtype, name, attention, setting] = f"{error}"
     return found
-
-
-def _error(trial: Trial, setting: str) -> Error:
-    try:
-        out, expected = SETTINGS[setting].run(trial)
-    except ValueError as error:
-        return f"{error}"
-    worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
-    return worst.item()
 
 
 class Table(NamedTuple):

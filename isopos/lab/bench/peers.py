@@ -50,10 +50,8 @@ class Peer(ABC):
 class Rotary(Peer):
     """A rotary embedding with base 10000, as functions that rotate queries and keys alike."""
 
-    layout: Literal["interleaved", "half"] = "interleaved"
-    """Whether pairs are features 2i, 2i + 1, or i, i + d/2."""
-    longest: int = 2**62
-    """Positions that it reaches in a reasonable time."""
+    layout: Literal["interleaved", "half"] = "interleaved"  # pairs are features 2i, 2i + 1, or i, i + d/2
+    longest: int = 2**62  # positions that it reaches in a reasonable time
 
     @abstractmethod
     def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def in_states(name: str, states: Sequence[str], rounds: int) -> list[Row]:
     merged: dict[tuple[str, str, str], list[Row]] = {}
     for state in states:
         for content in call("section", ALLOCATORS[state], name=name, rounds=rounds):
-            row = Row.from_json(content).replace(allocator=state)
+            row = replace(Row.from_json(content), allocator=state)
             merged.setdefault((row.work, row.other, row.unit), []).append(row)
     return [row for rows in merged.values() for row in rows]
 

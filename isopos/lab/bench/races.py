@@ -129,7 +129,7 @@ def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
 def once(rows: list[Row]) -> list[Row]:
     """Rows of growth whose steepest may be steeper: where the data no longer fit into the cache."""
     steepest = max(rows, key=lambda row: row.spread.median)
-    return [row.replace(goal=ONCE) if row is steepest else row for row in rows]
+    return [replace(row, goal=ONCE) if row is steepest else row for row in rows]
 
 
 def _inputs(what: str, shape: Shape, passing: str) -> list[torch.Tensor]:

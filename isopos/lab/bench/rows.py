@@ -54,10 +54,6 @@ class Row:
             return ""
         return "met" if self.goal.met(self.figure) else "not met"
 
-    def replace(self, **changes: Any) -> "Row":
-        """The same with changes."""
-        return dataclasses.replace(self, **changes)
-
     def to_json(self) -> dict[str, Any]:
         """Plain values of all fields, with the ratio and the verdict."""
         return dataclasses.asdict(self) | {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict}

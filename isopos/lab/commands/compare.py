@@ -133,8 +133,7 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     recipes = [recipe.edit(device=device) for recipe in options.recipes()]
     for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
-    name = options.name or time.strftime("compare-%Y%m%d-%H%M%S")
-    folder = run_place(name)
+    folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
     if folder.exists() and not options.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / "comparison.json").exists():

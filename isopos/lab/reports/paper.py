@@ -22,8 +22,8 @@ from isopos.lab.tasks.task import Metric
 
 __all__ = ["differences", "spearman", "write"]
 
+# Fields that make no difference to a model or are told elsewhere:
 SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
-"""Fields that make no difference to a model or are told elsewhere."""
 FEW = 3  # rows from which on a rank correlation is a number worth printing
 
 
@@ -35,8 +35,7 @@ class Found:
     values: Mapping[str, Mapping[int, float]]
     curves: Mapping[str, Mapping[int, Mapping[int, float]]]
     reasons: Mapping[str, str]
-    stand_in: bool = False
-    """Whether another split than a column's was scored."""
+    stand_in: bool = False  # whether another split than a column's was scored
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
