@@ -74,22 +74,17 @@ def ranking(folder: Path) -> "Ranking":
     for run in runs:
         if run.result:
             by_scheme.setdefault(run.recipe.scheme, {})[run.recipe.seed] = run.result
-
-    finished = {
-        scheme: {seed: result for seed, result in results.items() if result.status == "finished"}
-        for scheme, results in by_scheme.items()
-    }
+    whole = {name: set(found) for name, found in by_scheme.items() if all(r.status == "finished" for r in found.values())}
     # an interrupted comparison ranks by the seeds that every scheme without a failure has, which keeps the runs paired
-    seeds = [set(results) for scheme, results in finished.items() if len(results) == len(by_scheme[scheme])]
-    shared = set.intersection(*seeds) if seeds else set()
+    shared = set.intersection(*whole.values()) if whole else set()
 
     def rank(scheme: str) -> float:
-        found = [finished[scheme][seed].scores[main.title] for seed in shared if seed in finished[scheme]]
-        whole = len(finished[scheme]) == len(by_scheme[scheme]) and found
-        return main.rank(statistics.mean(found)) if whole else float("inf")
+        if scheme not in whole or not shared:
+            return float("inf")
+        return main.rank(statistics.mean(by_scheme[scheme][seed].scores[main.title] for seed in shared))
 
     ordered = sorted(by_scheme, key=rank)
-    best, speed = finished[ordered[0]] if ordered else {}, said.get("speed", {})
+    best, speed = by_scheme[ordered[0]] if ordered else {}, said.get("speed", {})
     rows = []
     for scheme in ordered:
         results = by_scheme[scheme]
