@@ -1,14 +1,16 @@
-"""The command line dispatches: a command is its options and `run(options, console)`, in a file of `isopos.lab.commands`.
+"""The command line dispatches: a command is `Options` and `run(options, console)`, in a file of `isopos.lab.commands`.
 
 Nothing here imports torch, nor, until `main` is called, anything that only the extra `lab` installs.
 """
 
+import importlib
 import sys
 from typing import Annotated, Any, Union
 
 __all__ = ["main"]
 
-DESCRIPTION = "Positional encodings as isometries."
+COMMANDS = ("compare", "table", "train", "list", "check", "show", "eval", "runs", "generate", "bench")
+FOLLOWING = ("compare", "train")  # commands whose options depend on what is named
 
 
 def main() -> None:
@@ -32,32 +34,13 @@ def _run(arguments: list[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from isopos.lab.commands import compare, train
-    from isopos.lab.commands.bench import Bench
-    from isopos.lab.commands.check import Check
-    from isopos.lab.commands.eval import Evaluation
-    from isopos.lab.commands.generate import Generate
-    from isopos.lab.commands.list import List
-    from isopos.lab.commands.runs import Runs
-    from isopos.lab.commands.show import Show
-    from isopos.lab.commands.table import TableRun
-
-    commands = {
-        "compare": compare.Comparison,
-        "table": TableRun,
-        "train": train.Train,
-        "list": List,
-        "check": Check,
-        "show": Show,
-        "eval": Evaluation,
-        "runs": Runs,
-        "generate": Generate,
-        "bench": Bench,
-    }
-    own = {"train": train.default, "compare": compare.default}  # whose options depend on what is named
-    defaults: dict[str, Any] = {arguments[0]: {"default": own[arguments[0]](arguments)}} if arguments[0] in own else {}
-    kinds = [Annotated[kind, tyro.conf.subcommand(name, **defaults.get(name, {}))] for name, kind in commands.items()]
+    kinds = []
+    for name in COMMANDS:
+        module, more = importlib.import_module(f"isopos.lab.commands.{name}"), {}
+        if name == arguments[0] and name in FOLLOWING:
+            more["default"] = module.default(arguments)
+        kinds.append(Annotated[module.Options, tyro.conf.subcommand(name, **more)])
     choice: Any = Union[tuple(kinds)]  # noqa: UP007
-    options = tyro.cli(choice, prog="isopos", args=arguments, description=DESCRIPTION)
+    options = tyro.cli(choice, prog="isopos", args=arguments, description="Positional encodings as isometries.")
     console = Console(width=None if sys.stdout.isatty() else 150)
     return sys.modules[type(options).__module__].run(options, console)

@@ -3,13 +3,14 @@ import itertools
 import json
 import re
 import time
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, figures, peers, processes, races, racing, results, timing, works
+from isopos.lab.bench import accuracy, peers, processes, races, results, timing, works
 from isopos.lab.bench.rows import Row
 from isopos.lab.bench.timing import at_least, at_most, rounds_of
 from isopos.lab.commands import bench
@@ -34,7 +35,7 @@ def here(monkeypatch):
     def call(function, environment=None, **arguments):
         calls.append((function, environment))
         if function == "section":
-            arguments |= {"rounds": 2, "longest": SMALL}
+            arguments |= {"rounds": 2, "most": SMALL}
         return json.loads(json.dumps(processes.FUNCTIONS[function](**arguments)))
 
     monkeypatch.setattr(processes, "call", call)
@@ -45,12 +46,12 @@ def here(monkeypatch):
 
 def _printed(section, **options):
     console = Console(record=True, width=250)
-    assert bench.run(bench.Bench(section, **options), console) == 0
+    assert bench.run(bench.Options(section, **options), console) == 0
     return console.export_text()
 
 
 def _row(**changes):
-    return Row("rotary", "ours, forward", "theirs", None, [1.0, 1.0, 1.0], [2.0, 3.0, 4.0]).replace(**changes)
+    return replace(Row("rotary", "ours, forward", "theirs", None, [1.0, 1.0, 1.0], [2.0, 3.0, 4.0]), **changes)
 
 
 def test_works_take_turns(monkeypatch):
@@ -85,15 +86,12 @@ def test_a_verdict_is_on_the_ratio_of_each_round(seconds, goal, verdict):
 
 def test_a_figure_has_a_verdict_only_with_a_goal():
     figure = Row("memory", "peak", figure=4.2, unit="of q")
-    assert [row.verdict for row in (figure, figure.replace(goal=at_most(4.5)), figure.replace(goal=at_most(4)))] == [
-        "",
-        "met",
-        "not met",
-    ]
+    rows = [figure, *(replace(figure, goal=at_most(most)) for most in (4.5, 4))]
+    assert [row.verdict for row in rows] == ["", "met", "not met"]
 
 
 def test_only_the_steepest_step_of_growth_may_be_steeper():
-    rows = racing.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
+    rows = races.once([_row(ours_seconds=[x] * 3, other_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)])
     assert [row.verdict for row in rows] == ["met", "met", "not met"]
 
 
@@ -114,7 +112,7 @@ def test_works_of_a_race_compute_the_same(ours, other):
         pytest.skip(why)
     shape = SHAPE._replace(length=1) if "step" in ours else SHAPE
     inputs = torch.randn(3 if ours != "rotation" else 2, *shape[1:3], shape.length, shape.head_dim)
-    calls = [works.work_of(name, shape).call for name in (ours, other)]
+    calls = [works.work_of(name, shape) for name in (ours, other)]
     for _ in range(3):
         torch.testing.assert_close(calls[0](*inputs), calls[1](*inputs), atol=1e-4, rtol=1e-4)
 
@@ -136,8 +134,8 @@ def test_a_section_prints_its_rows(here, section, words):
 def test_memory_and_construction_measure_in_processes_of_their_own(here):
     tiny = works.Shape(SMALL)
     rows = [
-        *figures.memory(processes.call, (SMALL,), SMALL),
-        *figures.construction(processes.call, 1, nodes=15),
+        *processes.memory((SMALL,), SMALL),
+        *processes.construction(1, nodes=15),
     ]
     assert str(tiny) in rows[0].work
     assert [function for function, _ in here] == ["peak"] * 4 + ["long"] * 4 + ["tree"] * 3
@@ -154,7 +152,7 @@ def test_both_states_of_the_allocator_are_below_each_other(here):
 
 def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
     monkeypatch.setattr(peers.FastTransformers, "module", "no_such_module")
-    (row, *_) = racing.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
+    (row, *_) = races.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
     absence = "pytorch-fast-transformers is not installed: pip install pytorch-fast-transformers, needs a compiler"
     assert absence in row.cells()
     assert not row.raced
@@ -184,7 +182,7 @@ def test_the_page_of_a_run(here, tmp_path):
 
 
 def test_the_command_line_knows_the_sections():
-    (section,) = (field.type.__origin__ for field in dataclasses.fields(bench.Bench) if field.name == "section")
+    (section,) = (field.type.__origin__ for field in dataclasses.fields(bench.Options) if field.name == "section")
     assert get_args(section) == ("all", *processes.SECTIONS, "accuracy", "exactness")
 
 
@@ -227,14 +225,14 @@ def test_accuracy_alone(here):
 
 @pytest.mark.slow
 def test_a_process_of_its_own():
-    rows = processes.call("section", name="growth", rounds=1, longest=128)
+    rows = processes.call("section", name="growth", rounds=1, most=128)
     assert Row.from_json(rows[0]).raced
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
         processes.call("peak", spec="nothing", shape=SHAPE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", figures.MEMORY)
+@pytest.mark.parametrize("name", processes.MEMORY)
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
     # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
     assert 3 < min(processes.call("peak", spec=name, shape=works.Shape(8192)) for _ in range(3)) <= 6

@@ -90,7 +90,7 @@ def test_the_console_fits_120_columns(found, monkeypatch):
     monkeypatch.setattr(exactness, "measure", lambda settings: {k: found[k] for k in found if k[3] in settings})
     monkeypatch.setattr(exactness, "beside", lambda: iter(()))
     console = Console(record=True, width=120)
-    assert bench.run(bench.Bench("exactness"), console) == 0
+    assert bench.run(bench.Options("exactness"), console) == 0
     text = console.export_text()
     assert "…" not in text
     assert all(title in text for title in (*exactness.DTYPES, *SMALL, *(exactness.SETTINGS[s].what for s in EAGER)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
-from isopos.lab.commands.generate import generate
+from isopos.lab.commands.generate import Options, generate
 from isopos.lab.data.tokenizers import BPE, Words
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.generation import choose
@@ -26,7 +26,7 @@ def run(request, tmp_path):
 @torch.no_grad()
 def test_generated_bytes_are_drawn_from_the_whole_model(run):
     folder, model = run
-    found = "".join(generate(str(folder), "abc", 20, seed=3)).encode()
+    found = "".join(generate(Options(str(folder), "abc", 20, seed=3))).encode()
     text, generator = list(b"abc"), torch.Generator().manual_seed(3)
     for _ in range(20):
         logits = model(torch.tensor([text]))[:, -1]
@@ -36,20 +36,20 @@ def test_generated_bytes_are_drawn_from_the_whole_model(run):
 
 def test_seeds_choose(run):
     folder, _ = run
-    first, again, other = ("".join(generate(str(folder), "abc", 20, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = ("".join(generate(Options(str(folder), "abc", 20, seed=seed))) for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_bad_calls(run, tmp_path):
     folder, model = run
     for arguments, message in (
-        (("nowhere", "a", 1, 0), "run: expected a folder with a trained model, got nowhere"),
-        ((str(folder.parent), "a", 1, 0), "run: expected a folder .* it holds"),
-        ((str(folder), "", 1, 0), "prompt: expected at least one character"),
-        ((str(folder), "a", 0, 0), "tokens: expected at least 1, got 0"),
+        (("nowhere", "a", 1), "run: expected a folder with a trained model, got nowhere"),
+        ((str(folder.parent), "a", 1), "run: expected a folder .* it holds"),
+        ((str(folder), "", 1), "prompt: expected at least one character"),
+        ((str(folder), "a", 0), "tokens: expected at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate(*arguments)
+            generate(Options(*arguments))
     for choice, message in (
         ({"temperature": -1.0}, "temperature: expected 0 or a positive number, got -1.0"),
         ({"temperature": float("nan")}, "temperature: expected 0 or a positive number, got nan"),
@@ -57,16 +57,16 @@ def test_bad_calls(run, tmp_path):
         ({"top_p": 1.1}, "top_p: expected a probability above 0 and at most 1, got 1.1"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate(str(folder), "a", 1, 0, **choice)
+            generate(Options(str(folder), "a", 1, **choice))
     if model.scheme.max_length is not None:
         with pytest.raises(ValueError, match="tokens: expected at most 61 after this prompt"):
-            generate(str(folder), "abc", 62, 0)
+            generate(Options(str(folder), "abc", 62))
 
 
 @torch.no_grad()
 def test_no_temperature_takes_the_most_probable_byte(run):
     folder, model = run
-    found = "".join(generate(str(folder), "abc", 20, seed=3, temperature=0)).encode()
+    found = "".join(generate(Options(str(folder), "abc", 20, temperature=0, seed=3))).encode()
     text = list(b"abc")
     for _ in range(20):
         text.append(model(torch.tensor([text]))[:, -1].argmax().item())
@@ -110,9 +110,9 @@ def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
     save_model(model, str(tmp_path / "model.safetensors"))
     monkeypatch.setattr("isopos.lab.runs.weights.load_run", lambda folder: (recipe, model))
     with pytest.raises(ValueError, match=f"expected a tokenizer of the model's {tokenizer.size} tokens .*, got 256"):
-        generate(str(tmp_path), "the cat", 1, 0)
+        generate(Options(str(tmp_path), "the cat", 1))
     tokenizer.save(tmp_path)
-    found = "".join(generate(str(tmp_path), "the cat", 12, 0, temperature=0))
+    found = "".join(generate(Options(str(tmp_path), "the cat", 12, temperature=0)))
     text = tokenizer.encode("the cat").tolist()
     begin = len(text)
     for _ in range(12):
@@ -120,4 +120,4 @@ def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
     assert found == tokenizer.decode(text[begin:])
     if kind is Words:
         with pytest.raises(ValueError, match="prompt: expected at least one word, got '  '"):
-            generate(str(tmp_path), "  ", 1, 0)
+            generate(Options(str(tmp_path), "  ", 1))

@@ -64,11 +64,24 @@ def queries_and_keys(dtype=torch.float64):
     return torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM, dtype=dtype)
 
 
+def rotated(name, q, k):
+    """Queries and keys, by a peer's own function from exact angles in its layout."""
+    module, angle = ROTARY[name].load(), angles(ROTARY[name].layout)
+    if name == "transformers Llama":
+        return module.apply_rotary_pos_emb(q, k, angle[None].cos(), angle[None].sin())
+    if name == "transformers RoFormer":
+        table = torch.cat((angle[:, ::2].sin(), angle[:, ::2].cos()), -1)
+        return module.RoFormerSelfAttention.apply_rotary_position_embeddings(table, q, k)
+    if name == "x-transformers":
+        return [module.apply_rotary_pos_emb(x, angle[None]) for x in (q, k)]
+    return [module.apply_rotary_emb(angle, x) for x in (q, k)]
+
+
 @ALL_PEERS
-def test_rotations_from_the_same_angles(peer):
+def test_rotations_from_the_same_angles(peer, name):
     q, k = queries_and_keys()
     rho = rope(peer.layout)
-    theirs_q, theirs_k = peer.formula(angles(peer.layout))(q, k)
+    theirs_q, theirs_k = rotated(name, q, k)
     close(rho(q) @ rho(k).mT, theirs_q @ theirs_k.mT)
     if peer.layout == "interleaved":
         close(rho(q), theirs_q)
@@ -86,7 +99,7 @@ def test_rotary_modules(peer, start):
 
 @pytest.mark.parametrize("name", ["transformers Llama"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_converted_llama_projections(peer, bias):
+def test_converted_llama_projections(peer, name, bias):
     """A checkpoint of the half layout, its rows reordered once, gives the same scores with the interleaved one."""
     tokens = torch.randn(3, LENGTH, MODEL_DIM, dtype=torch.float64)
     shapes = [(HEADS * HEAD_DIM, MODEL_DIM), (HEADS * HEAD_DIM,)]
@@ -97,7 +110,7 @@ def test_converted_llama_projections(peer, bias):
 
     convert = isopos.attention.convert_layout
     converted = [[convert(parameter, HEADS, to="interleaved") for parameter in each] for each in projections]
-    q, k = peer.formula(angles("half"))(*map(project, projections))
+    q, k = rotated(name, *map(project, projections))
     ours_q, ours_k = map(rope("interleaved"), map(project, converted))
     close(ours_q @ ours_k.mT, q @ k.mT)
     for before, after in zip(projections, converted, strict=True):

@@ -3,20 +3,20 @@ import sys
 
 import pytest
 
-from isopos.lab.commands.compare import Comparison
+from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.language import Language
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
-    recipes = Comparison(schemes="none,rope", seeds=2, training=Training(steps=5), settings=Language(data="x")).recipes()
+    recipes = Options(schemes="none,rope", seeds=2, training=Training(steps=5), settings=Language(data="x")).recipes()
     assert [(r.scheme, r.seed) for r in recipes] == [("none", 0), ("rope", 0), ("none", 1), ("rope", 1)]
     assert all(r.training.steps == 5 and r.task.data == "x" for r in recipes)
     assert {k for k in recipes[0].as_dict() if recipes[0].as_dict()[k] != recipes[1].as_dict()[k]} == {"scheme"}
 
 
 def test_attention_is_a_choice_of_each_scheme():
-    recipes = Comparison(schemes="none,rope:attention=linear", attention="softmax").recipes()
+    recipes = Options(schemes="none,rope:attention=linear", attention="softmax").recipes()
     assert [r.scheme for r in recipes] == ["none:attention=softmax", "rope:attention=linear"]
 
 
@@ -85,7 +85,7 @@ def test_split_and_join_are_inverse(spec):
 @pytest.mark.parametrize("text", ["", " , ", "rope,rope", "rope:a=1,rope:a=1", "rope,rope:", "rope,rope:attention=softmax"])
 def test_bad_lists(text):
     with pytest.raises(ValueError, match="schemes"):
-        Comparison(schemes=text, attention="softmax").recipes()
+        Options(schemes=text, attention="softmax").recipes()
 
 
 @pytest.mark.parametrize("spec", ["rope:decay", "rope:=x", "rope:decay="])

@@ -6,7 +6,7 @@ import torch
 
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.exactness import BATCH, HEAD_DIM, HEADS, LENGTH, Table, beside, measure, tables
-from isopos.lab.reports.markdown import markdown
+from isopos.lab.reports.grids import markdown
 
 __all__ = ["page"]
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import isopos
+from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
 from tools import schemes_page
@@ -53,11 +54,8 @@ def _stub() -> Iterator[str]:
 
 
 def _options() -> str:
-    rows = (
-        f"| `{name}` | {', '.join(f'`{value}`' for value in values)} | {OPTIONS[name]} |"
-        for name, values in choices_of().items()
-    )
-    return "\n".join(("", "| option | values | what it is |", "|---|---|---|", *rows, ""))
+    rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in values), OPTIONS[name]) for name, values in choices_of().items()]
+    return f"\n{markdown(('option', 'values', 'what it is'), rows)}\n"
 
 
 def _families() -> str:
@@ -66,8 +64,8 @@ def _families() -> str:
         names = list(names)
         what = (importlib.import_module(home).__doc__ or "").strip().removesuffix(".")
         groups = dict.fromkeys(REGISTRY[name](16, 2).group.noun for name in names)
-        rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {', '.join(groups)} |")
-    return "\n".join(("", "| family | schemes | positions |", "|---|---|---|", *rows, ""))
+        rows.append((what, ", ".join(f"`{name}`" for name in names), ", ".join(groups)))
+    return f"\n{markdown(('family', 'schemes', 'positions'), rows)}\n"
 
 
 if __name__ == "__main__":

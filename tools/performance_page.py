@@ -7,7 +7,7 @@ from typing import Any
 
 from isopos.lab.bench.processes import ALLOCATORS
 from isopos.lab.bench.rows import TITLES, Row
-from isopos.lab.reports.markdown import markdown
+from isopos.lab.reports.grids import markdown
 
 __all__ = ["page"]
 

@@ -226,9 +226,18 @@ def record_trainings(recorder: Recorder) -> None:
             run = Path(folder, "runs", "run")
             rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             figures = {"metrics": [x for row in rows for x in numbers(row)]}
-            figures["scores"] = list(numbers(json.loads((run / "result.json").read_text())))
+            figures["scores"] = scores(json.loads((run / "result.json").read_text()))
             tensors = {key: torch.tensor(sorted(values), dtype=torch.float64) for key, values in figures.items()}
             recorder.add(f"training/{name}", tensors | load_file(run / "model.safetensors"))
+
+
+def scores(result: Mapping[str, Any]) -> list[float]:
+    """Bits a byte at one, two and four times the training length, where there are such, of a result in either form."""
+    if "bits_per_byte" in result:
+        found = [result["bits_per_byte"][multiple] for multiple in "124"]
+    else:
+        found = [result["scores"][title] for title in ("bits/byte", "at 2x", "at 4x")]
+    return [score for score in found if score is not None]
 
 
 def numbers(value: Any) -> Iterator[float]:

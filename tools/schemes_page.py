@@ -12,6 +12,7 @@ from torch import Tensor
 from isopos import laws
 from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG, Entry
+from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.kernels import fill_zeros, panels
 from isopos.positions import Group, Product, Tree, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
@@ -132,24 +133,19 @@ def _measure(name: str) -> _Measured:
     return _Measured(name, CATALOG[name], REGISTRY[name](HEAD_DIM, HEADS), report, directional)
 
 
-def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    for row in (titles, ("---",) * len(titles), *rows):
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-
-
 def _definitions(schemes: list[_Measured]) -> Iterator[str]:
     yield DEFINITIONS
     rows = (
         (f"`{s.name}`", s.entry.summary, f"`{s.entry.equation}`", s.scheme.group.noun, s.entry.citation) for s in schemes
     )
-    yield from _table(("name", "what it does", "score", "positions", "source"), rows)
+    yield markdown(("name", "what it does", "score", "positions", "source"), rows)
 
 
 def _uses(schemes: list[_Measured]) -> Iterator[str]:
     yield USES
     notes = _Notes()
     rows = [_use(s, notes) for s in schemes]
-    yield from _table(("name", "linear", "softmax", "causal", "both ways", "cross", "streaming", "positive"), rows)
+    yield markdown(("name", "linear", "softmax", "causal", "both ways", "cross", "streaming", "positive"), rows)
     yield from ("", *notes)
 
 
@@ -225,7 +221,7 @@ def _laws(schemes: list[_Measured]) -> Iterator[str]:
         repeats = f"{periodic[0].figure:,.0f}" if periodic else "-"
         direction = "-" if s.unseen else "directional" if s.directional else "blind"
         rows.append((f"`{s.name}`", direction, repeats, held, ", ".join(s.report.broken) or "none"))
-    yield from _table(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
+    yield markdown(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
 
 
 def _options(schemes: list[_Measured]) -> Iterator[str]:
@@ -238,7 +234,7 @@ def _options(schemes: list[_Measured]) -> Iterator[str]:
         options = ", ".join(f"`{p.name}={_plain(p.default)}`" for p in own) or "-"
         map_and_sum = (choices["feature_map"], choices["denominator"]) if linear else ("-", "-")
         rows.append((f"`{s.name}`", choices["attention"], *map_and_sum, choices["decay"], options))
-    yield from _table(("name", "attention", "feature map", "denominator", "decay", "options of its own"), rows)
+    yield markdown(("name", "attention", "feature map", "denominator", "decay", "options of its own"), rows)
 
 
 def _plain(value: object) -> str:
@@ -257,7 +253,7 @@ def _criteria(schemes: list[_Measured]) -> Iterator[str]:
     first = (
         (f"`{s.name}`", _injection(s), _recurrence(s), _reference(s), _learned(s), _unbounded(s, notes)) for s in schemes
     )
-    yield from _table(("name", "injection", "recurrence", "reference point", "learnability", "unboundedness"), first)
+    yield markdown(("name", "injection", "recurrence", "reference point", "learnability", "unboundedness"), first)
     yield from ("", *notes, "")
     bits = _performance()
     yield MORE_CRITERIA
@@ -271,7 +267,7 @@ def _criteria(schemes: list[_Measured]) -> Iterator[str]:
         )
         for s in schemes
     )
-    yield from _table(("name", "performance", "cost", "content-dependence", "extensibility"), rows)
+    yield markdown(("name", "performance", "cost", "content-dependence", "extensibility"), rows)
 
 
 def _injection(measured: _Measured) -> str:

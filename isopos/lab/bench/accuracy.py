@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isopos import __version__
 from isopos.lab.bench.peers import ROTARY, Rotary
+from isopos.lab.reports import grids
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
@@ -46,8 +47,8 @@ def _ours(x: Tensor, start: int, cast: torch.dtype | None) -> Callable[..., tupl
 
 
 def absent() -> list[str]:
-    """Peers that are not installed."""
-    return [name for name, peer in ROTARY.items() if not peer.installed]
+    """Peers that cannot be imported."""
+    return [name for name, peer in ROTARY.items() if peer.absence()]
 
 
 def pairs(table: Tensor) -> Tensor:
@@ -64,31 +65,22 @@ def scores(table: Tensor) -> Tensor:
 def errors(
     peer: Rotary | None = None, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
 ) -> dict[Setting, float]:
-    """Largest error of a cosine or sine in each setting that a peer reaches: rotated unit features against a reference.
+    """Largest error in each setting that a peer, by default isopos, reaches: rotated unit features against a reference.
 
-    Args:
-        peer: A library; by default isopos.
-        settings: All of its features and positions.
-        of: A function of the cosines and sines ``[t f 2]``, whose error it is, such as `scores`.
+    It is that of a function of the cosines and sines ``[t f 2]``, such as `scores`.
     """
     found = {}
+    interleaved = peer is None or peer.layout == "interleaved"
+    unit = torch.tensor([1, 0]).expand(HEAD_DIM // 2, 2)  # rotation shows cosine and sine without another rounding
+    unit = (unit if interleaved else unit.mT).flatten().expand(1, 1, LENGTH, -1)
     for setting in settings:
         if peer is not None and setting.start + LENGTH > peer.longest:
             continue
-        x = _unit_features("interleaved" if peer is None else peer.layout, setting.dtype)
-        rotation = _ours if peer is None else peer.rotation
+        x, rotation = unit.to(setting.dtype), _ours if peer is None else peer.rotation
         rotated = rotation(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
-        interleaved = peer is None or peer.layout == "interleaved"
         table = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).mT
         found[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
     return found
-
-
-def _unit_features(layout: str, dtype: torch.dtype) -> Tensor:
-    """Features ``[1 1 t d]`` whose pairs are (1, 0), so that rotation shows cosine and sine without another rounding."""
-    pair = torch.tensor([1, 0], dtype=dtype)
-    x = pair.repeat(HEAD_DIM // 2) if layout == "interleaved" else pair.repeat_interleave(HEAD_DIM // 2)
-    return x.expand(1, 1, LENGTH, -1)
 
 
 def _reference(start: int) -> Tensor:
@@ -103,12 +95,11 @@ def accuracy() -> Table:
     """The errors of isopos and of every peer that is installed; the caption names the others."""
     missing = absent()
     note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: its table does not reach so far."
-    table = Table(caption=f"{note}\nNot installed: {', '.join(missing)}." if missing else note, header_style="bold")
-    for title in ("library", "version", *map(str, SETTINGS)):
-        table.add_column(title, justify="left" if title in ("library", "version") else "right", overflow="fold")
+    rows, titles = [], ("library", "version", *map(str, SETTINGS))
     for name, peer in {"isopos": None, **ROTARY}.items():
         if name not in missing:
             found = errors(peer)
             version = __version__ if peer is None else importlib.metadata.version(peer.package)
-            table.add_row(name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS))
-    return table
+            rows.append((name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS)))
+    caption = f"{note}\nNot installed: {', '.join(missing)}." if missing else note
+    return grids.console(titles, rows, "ll".ljust(len(titles), "r"), caption=caption)

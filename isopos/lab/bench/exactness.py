@@ -10,6 +10,7 @@ import rich.box
 import rich.table
 import torch
 from rich.console import Console
+from rich.markup import escape
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
@@ -17,6 +18,7 @@ from isopos.catalog import CATALOG
 from isopos.encodings import Encoding
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.peers import ROTARY
+from isopos.lab.reports import grids
 from isopos.lab.reports.kernels import fill_zeros
 from isopos.laws import reference
 from isopos.positions import Group, Line, packed, sequence
@@ -54,12 +56,11 @@ class Trial:
         at = self.scheme.at(x, dtype=tokens[0].dtype)
         return ATTENTIONS[self.scheme.attention](*tokens, **{"causal": True, **at, **options})
 
-    def stream(self, lengths: Iterable[int], x: Tensor | None = None) -> Tensor:
-        """The same in chunks of these lengths."""
+    def stream(self, cuts: Iterable[int], x: Tensor | None = None) -> Tensor:
+        """The same in chunks between these cuts."""
         x, state, out = self.x if x is None else x, State(), []
         tokens = [_embedded(self.scheme, token, x) for token in self.qkv]
-        stops = list(itertools.accumulate(lengths))
-        for start, stop in itertools.pairwise([0, *stops]):
+        for start, stop in itertools.pairwise(cuts):
             at = self.scheme.at(x[start:stop], state=state, dtype=tokens[0].dtype)
             chunk = [token[..., start:stop, :] for token in tokens]
             y, state = ATTENTIONS[self.scheme.attention](*chunk, **at, causal=True, return_state=True)
@@ -92,18 +93,17 @@ def _behind(group: Group, x: Tensor, rows: int) -> Tensor:
     return group.shift(group.origin(rows), x)[-len(x) :] if rows and group.refers_to_rows else x
 
 
-def _lengths() -> list[int]:
-    """Random lengths that add up to all tokens."""
-    cuts = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(1))[:9].add(1).sort().values.tolist()
-    return [b - a for a, b in itertools.pairwise([0, *cuts, LENGTH])]
+def _cuts() -> list[int]:
+    """Between ten random parts of all tokens."""
+    inner = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(1))[:9].add(1).sort().values.tolist()
+    return [0, *inner, LENGTH]
 
 
 def _packed(trial: Trial) -> tuple[Tensor, Tensor]:
-    lengths, group = _lengths(), trial.scheme.group
-    ends = list(itertools.accumulate(lengths))
-    spans = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
-    x = torch.cat([_behind(group, trial.x[:n], span.start) for n, span in zip(lengths, spans, strict=True)])
-    out = trial.attend(x, segment_ids=packed(lengths)[1])
+    spans = list(itertools.starmap(slice, itertools.pairwise(_cuts())))
+    lengths = [span.stop - span.start for span in spans]
+    parts = [_behind(trial.scheme.group, trial.x[:n], span.start) for n, span in zip(lengths, spans, strict=True)]
+    out = trial.attend(torch.cat(parts), segment_ids=packed(lengths)[1])
     return out, torch.cat([trial.alone(span) for span in spans], -2)
 
 
@@ -115,15 +115,13 @@ def _left(trial: Trial) -> tuple[Tensor, Tensor]:
     own = [_behind(group, trial.x[: LENGTH - n], n) for n in PADDING]
     x = torch.stack([torch.cat(parts) for parts in zip(before, own, strict=True)])
     out = trial.attend(x, mask=torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None])
-    pairs = [(out[i, :, n:], trial.alone(slice(n, None), slice(i, i + 1))[0]) for i, n in enumerate(PADDING)]
-    return _joined(pairs)
+    return _joined((out[i, :, n:], trial.alone(slice(n, None), slice(i, i + 1))[0]) for i, n in enumerate(PADDING))
 
 
 def _right(trial: Trial) -> tuple[Tensor, Tensor]:
     out = trial.attend(causal=False, mask=torch.arange(LENGTH) < LENGTH - torch.tensor(PADDING)[:, None])
     spans = [slice(LENGTH - n) for n in PADDING]
-    pairs = [(out[i, :, s], trial.alone(s, slice(i, i + 1), causal=False)[0]) for i, s in enumerate(spans)]
-    return _joined(pairs)
+    return _joined((out[i, :, s], trial.alone(s, slice(i, i + 1), causal=False)[0]) for i, s in enumerate(spans))
 
 
 def _joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -157,7 +155,7 @@ def _decode(trial: Trial) -> tuple[Tensor, Tensor]:
         raise ValueError("positions: expected those of a line")
     far, steps = trial.x + FAR, LENGTH // 2
     relative = isinstance(scheme.encoding, Encoding) and scheme.embedding is None and not scheme.inside
-    out = trial.stream([LENGTH - steps, *[1] * steps], far)
+    out = trial.stream([0, *range(LENGTH - steps, LENGTH + 1)], far)
     return out, trial.whole() if relative else definition(scheme, *trial.qkv, far)
 
 
@@ -178,8 +176,8 @@ SETTINGS = {
     "both": Setting(
         "a whole sequence, both ways", lambda trial: (trial.attend(causal=False), trial.alone(slice(None), causal=False))
     ),
-    "chunks": Setting("a stream in random chunks", lambda trial: (trial.stream(_lengths()), trial.whole())),
-    "tokens": Setting("a stream, token by token", lambda trial: (trial.stream([1] * LENGTH), trial.whole())),
+    "chunks": Setting("a stream in random chunks", lambda trial: (trial.stream(_cuts()), trial.whole())),
+    "tokens": Setting("a stream, token by token", lambda trial: (trial.stream(range(LENGTH + 1)), trial.whole())),
     "packed": Setting("sequences packed into one", _packed),
     "left": Setting("padded on the left", _left),
     "right": Setting("padded on the right, both ways", _right),
@@ -203,23 +201,18 @@ def measure(
         try:
             scheme = REGISTRY[name](HEAD_DIM, HEADS, attention=attention)
         except ValueError as error:
-            reason = f"{error}".replace(name, "it")
-            found |= {(dtype, name, attention, setting): reason for setting in settings}
+            found |= {(dtype, name, attention, setting): f"{error}".replace(name, "it") for setting in settings}
             continue
         fill_zeros(scheme)
         trial = Trial(scheme, DTYPES[dtype])
         for setting in settings:
-            found[dtype, name, attention, setting] = _error(trial, setting)
+            try:
+                out, expected = SETTINGS[setting].run(trial)
+                worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
+                found[dtype, name, attention, setting] = worst.item()
+            except ValueError as error:
+                found[dtype, name, attention, setting] = f"{error}"
     return found
-
-
-def _error(trial: Trial, setting: str) -> Error:
-    try:
-        out, expected = SETTINGS[setting].run(trial)
-    except ValueError as error:
-        return f"{error}"
-    worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
-    return worst.item()
 
 
 class Table(NamedTuple):
@@ -231,12 +224,10 @@ class Table(NamedTuple):
 
     def rich(self) -> rich.table.Table:
         """The table for a console."""
-        table = rich.table.Table(title=self.title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
-        for n, title in enumerate(self.head):
-            table.add_column(title.replace(" ", "\n"), justify="right" if n else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
-        return table
+        titles = [title.replace(" ", "\n") for title in self.head]
+        rows, align = [[*map(escape, row)] for row in self.rows], "l".ljust(len(titles), "r")
+        look = {"title_justify": "left", "box": rich.box.SIMPLE, "pad_edge": False}
+        return grids.console(titles, rows, align, title=self.title, **look)
 
 
 def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:

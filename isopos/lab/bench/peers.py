@@ -4,10 +4,10 @@ Nothing of theirs is imported before it is used: a whole model of theirs takes s
 """
 
 import importlib
-import importlib.util
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,11 +34,6 @@ class Peer(ABC):
             warnings.simplefilter("ignore")
             return importlib.import_module(self.module)
 
-    @property
-    def installed(self) -> bool:
-        """Whether there is such a package, which may yet fail to import."""
-        return importlib.util.find_spec(self.module.partition(".")[0]) is not None
-
     def absence(self) -> str:
         """Why the peer is not measured, and what to do; empty where it can be imported."""
         try:
@@ -55,18 +50,12 @@ class Peer(ABC):
 class Rotary(Peer):
     """A rotary embedding with base 10000, as functions that rotate queries and keys alike."""
 
-    layout: Literal["interleaved", "half"] = "interleaved"
-    """Whether pairs are features 2i, 2i + 1, or i, i + d/2."""
-    longest: int = 2**62
-    """Positions that it reaches in a reasonable time."""
+    layout: Literal["interleaved", "half"] = "interleaved"  # pairs are features 2i, 2i + 1, or i, i + d/2
+    longest: int = 2**62  # positions that it reaches in a reasonable time
 
     @abstractmethod
     def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
         """For features like x at the positions from `start` on, by the library's module, which may be cast to a dtype."""
-
-    @abstractmethod
-    def formula(self, angle: Tensor) -> Work:
-        """For angles ``[t d]`` in the library's layout."""
 
     def work(self, length: int, head_dim: int) -> Work:
         return self.rotation(torch.empty(length, head_dim))
@@ -109,10 +98,6 @@ class RotaryEmbeddingTorch(Rotary):
         rotate = self.load().RotaryEmbedding(x.shape[-1]).to(cast).rotate_queries_or_keys
         return lambda q, k: (rotate(q, offset=start), rotate(k, offset=start))
 
-    def formula(self, angle: Tensor) -> Work:
-        rotate = self.load().apply_rotary_emb
-        return lambda q, k: (rotate(angle, q), rotate(angle, k))
-
 
 class XTransformers(Rotary):
     """x-transformers."""
@@ -120,12 +105,9 @@ class XTransformers(Rotary):
     module, package = "x_transformers.x_transformers", "x-transformers"
 
     def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
-        angles, _ = self.load().RotaryEmbedding(x.shape[-1]).to(cast)(torch.arange(start, start + x.shape[-2]))
-        return self.formula(angles[0])
-
-    def formula(self, angle: Tensor) -> Work:
-        rotate, angles = self.load().apply_rotary_pos_emb, angle[None]
-        return lambda q, k: (rotate(q, angles), rotate(k, angles))
+        module = self.load()
+        angles, _ = module.RotaryEmbedding(x.shape[-1]).to(cast)(torch.arange(start, start + x.shape[-2]))
+        return lambda q, k: tuple(module.apply_rotary_pos_emb(tokens, angles) for tokens in (q, k))
 
 
 class Llama(Rotary):
@@ -137,14 +119,7 @@ class Llama(Rotary):
         module = self.load()
         config = module.LlamaConfig(head_dim=x.shape[-1], rope_theta=BASE)
         tables = module.LlamaRotaryEmbedding(config).to(cast)(x, torch.arange(start, start + x.shape[-2])[None])
-        return self._rotates(*tables)
-
-    def formula(self, angle: Tensor) -> Work:
-        return self._rotates(angle[None].cos(), angle[None].sin())
-
-    def _rotates(self, cos: Tensor, sin: Tensor) -> Work:
-        rotate = self.load().apply_rotary_pos_emb
-        return lambda q, k: rotate(q, k, cos, sin)
+        return lambda q, k: module.apply_rotary_pos_emb(q, k, *tables)
 
 
 class RoFormer(Rotary):
@@ -153,16 +128,11 @@ class RoFormer(Rotary):
     module, package, longest = "transformers.models.roformer.modeling_roformer", "transformers", 2**16
 
     def rotation(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
-        embedding = self.load().RoFormerSinusoidalPositionalEmbedding(start + x.shape[-2], x.shape[-1])
+        module = self.load()
+        embedding = module.RoFormerSinusoidalPositionalEmbedding(start + x.shape[-2], x.shape[-1])
         embedding.weight.data = embedding.create_weight()
-        return self._rotates(embedding.to(cast)((1, x.shape[-2]), past_key_values_length=start))
-
-    def formula(self, angle: Tensor) -> Work:
-        return self._rotates(torch.cat((angle[:, ::2].sin(), angle[:, ::2].cos()), -1))
-
-    def _rotates(self, table: Tensor) -> Work:
-        rotate = self.load().RoFormerSelfAttention.apply_rotary_position_embeddings
-        return lambda q, k: rotate(table, q, k)
+        table = embedding.to(cast)((1, x.shape[-2]), past_key_values_length=start)
+        return partial(module.RoFormerSelfAttention.apply_rotary_position_embeddings, table)
 
 
 ROTARY: dict[str, Rotary] = {

@@ -1,62 +1,66 @@
-"""Measurements in processes of their own, so that none inherits the memory of another."""
+"""Sections of a benchmark: races, and figures by themselves. What measures memory has a process of its own each time."""
 
+import itertools
 import json
 import os
 import platform
+import re
+import resource
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from isopos.lab.bench import figures, racing
-from isopos.lab.bench.races import RACES
+import torch
+
+from isopos.attention import linear_attention
+from isopos.lab.bench import races
 from isopos.lab.bench.rows import Row
-from isopos.lab.bench.works import Shape
+from isopos.lab.bench.timing import at_most, rounds_of
+from isopos.lab.bench.works import Shape, scheme_of
+from isopos.positions import sequence
+from isopos.schemes import REGISTRY
 
-__all__ = ["ALLOCATORS", "FUNCTIONS", "SECTIONS", "allocators", "call", "in_states", "section"]
+__all__ = ["ALLOCATORS", "SECTIONS", "allocators", "call", "construction", "in_states", "memory", "section"]
 
-SECTIONS = (*RACES, "growth", "memory", "construction")
+SECTIONS = (*races.RACES, "growth", "memory", "construction")
 ALLOCATORS: dict[str, Mapping[str, str]] = {
     "as-is": {},
     # Most of the time of a large tensor may go into pages fresh from the system: glibc is told to keep what it has.
     "reused": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
 }
-NODES = 2  # of a tree, for each token that a short section is cut to
+MEMORY = {"none": at_most(4.5), "rope": None, "permuteformer": None, "retnet": None}
+LENGTHS = (8192, 32768)
+LONG = 1 << 17  # tokens of a long sequence
+NODES = 65536  # of a tree; at most two for each token that a short section is cut to
 
 
 def allocators(choice: str) -> list[str]:
-    """The states of the allocator that a choice names; only glibc can be told.
-
-    Example:
-        >>> allocators("as-is")
-        ['as-is']
-    """
-    names = list(ALLOCATORS) if choice == "both" else [choice]
+    """The states of the allocator that a choice names; only glibc can be told."""
     if platform.libc_ver()[0] == "glibc":
-        return names
+        return list(ALLOCATORS) if choice == "both" else [choice]
     if choice == "reused":
         raise ValueError("allocator: expected as-is, since only glibc can be told to reuse memory, got reused")
     return ["as-is"]
 
 
-def section(name: str, rounds: int, longest: int | None = None) -> list[Row]:
-    """The rows of a section, in this process; `longest` cuts sequences, for a try."""
-    most = 1 << 62 if longest is None else longest
-    return list(_rows(name, rounds, most))
-
-
-def _rows(name: str, rounds: int, most: int) -> Iterator[Row]:
+def section(name: str, rounds: int, most: int = 1 << 62) -> Iterator[Row]:
+    """The rows of a section, in this process; `most` cuts sequences, for a try."""
     if name == "growth":
-        yield from racing.growth(rounds, [length for length in racing.LENGTHS if length <= most] or [most // 2, most])
+        yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
     if name == "memory":
-        lengths = dict.fromkeys(min(length, most) for length in figures.LENGTHS)
-        yield from figures.memory(call, tuple(lengths), min(figures.LONG, most))
+        lengths = dict.fromkeys(min(length, most) for length in LENGTHS)
+        yield from memory(tuple(lengths), min(LONG, most))
     if name == "construction":
-        yield from figures.construction(call, rounds, min(figures.NODES, NODES * most))
-    for contest in RACES.get(name, ()):
-        yield from racing.race(name, contest.limited(most), rounds)
+        yield from construction(rounds, min(NODES, 2 * most))
+    for contest in races.RACES.get(name, ()):
+        yield from races.race(name, contest.limited(most), rounds)
     if name == "rotary":
-        yield figures.rotation_error(Shape().limited(most))
+        yield rotation_error(Shape().limited(most))
 
 
 def in_states(name: str, states: Sequence[str], rounds: int) -> list[Row]:
@@ -64,14 +68,14 @@ def in_states(name: str, states: Sequence[str], rounds: int) -> list[Row]:
     merged: dict[tuple[str, str, str], list[Row]] = {}
     for state in states:
         for content in call("section", ALLOCATORS[state], name=name, rounds=rounds):
-            row = Row.from_json(content).replace(allocator=state)
+            row = replace(Row.from_json(content), allocator=state)
             merged.setdefault((row.work, row.other, row.unit), []).append(row)
     return [row for rows in merged.values() for row in rows]
 
 
 def call(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
     """What a function of `FUNCTIONS` returns in a process of its own."""
-    command = [sys.executable, "-m", "isopos.lab.bench", function, json.dumps(arguments)]
+    command = [sys.executable, "-m", "isopos.lab.bench.processes", function, json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | (environment or {}))
     if done.returncode:
         why = "killed, perhaps for want of memory" if done.returncode < 0 else "its error is above"
@@ -79,9 +83,102 @@ def call(function: str, environment: Mapping[str, str] | None = None, **argument
     return json.loads(done.stdout.splitlines()[-1])  # what a peer prints comes before
 
 
+def rotation_error(shape: Shape) -> Row:
+    """The largest error of rotary queries against float64."""
+    rope, x = scheme_of("rope", shape).encoding, torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim)
+    near, exact = (rope(sequence(shape.length), dtype) for dtype in (torch.float32, torch.float64))
+    error = (near(x).double() - exact(x.double())).abs().max() / x.abs().max()
+    unit = "largest error against float64, of the largest feature"
+    return Row("rotary", f"rotation, {shape}", figure=error.item(), unit=unit)
+
+
+def memory(lengths: tuple[int, ...] = LENGTHS, longest: int = LONG) -> Iterator[Row]:
+    """Peaks of passes with gradients, in units of q, and of long ones without."""
+    for length, (spec, goal) in itertools.product(lengths, MEMORY.items()):
+        if goal is None and length != lengths[0]:  # each process takes seconds
+            continue
+        shape = Shape(length)
+        figure, unit = call("peak", spec=spec, shape=shape), "peak memory above the inputs / bytes of q"
+        yield Row("memory", f"causal, {spec}, forward + backward, {shape}", figure=figure, unit=unit, goal=goal)
+    shape, unit = Shape(longest, batch=1), "MiB of peak memory above inputs and output"
+    for spec in MEMORY:
+        figure = call("long", spec=spec, shape=shape)
+        yield Row("memory", f"causal, {spec}, forward, no gradient, {shape}", figure=figure, unit=unit)
+
+
+def peak(spec: str, shape: Shape) -> float:
+    """Peak resident memory of one forward and backward pass above its inputs, as a multiple of the bytes of q."""
+    scheme = scheme_of(spec, shape)
+    sizes = (shape.batch, shape.heads, shape.length, shape.head_dim)
+    inputs, small = ([torch.randn(size).requires_grad_() for _ in range(3)] for size in (sizes, (*sizes[:2], 256, sizes[3])))
+    warm = linear_attention(*small, **scheme.at(sequence(256)), causal=True)
+    warm.backward(torch.ones_like(warm))  # the first gradient that is given makes PyTorch import some 25 MiB
+    at, grad = scheme.at(sequence(shape.length)), torch.ones(sizes)
+    before = _high_water()
+    linear_attention(*inputs, causal=True, **at).backward(grad)
+    return (_high_water() - before) / inputs[0].nbytes
+
+
+def long(spec: str, shape: Shape) -> float:
+    """Peak resident memory of one pass without gradients above its inputs and output, in MiB."""
+    scheme = scheme_of(spec, shape)
+    q, k, v = (torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim) for _ in range(3))
+    with torch.no_grad():
+        linear_attention(*(x[..., :512, :] for x in (q, k, v)), causal=True, **scheme.at(sequence(min(512, shape.length))))
+        before = _high_water()
+        linear_attention(q, k, v, causal=True, **scheme.at(sequence(shape.length)))
+    return (_high_water() - before - q.nbytes) / 2**20
+
+
+def construction(rounds: int, nodes: int = NODES) -> Iterator[Row]:
+    """The time to build each scheme, and to encode a large tree in a process of its own."""
+    size = f"d={Shape().head_dim} H={Shape().heads}"
+    works = {name: lambda make=make: make(Shape().head_dim, Shape().heads) for name, make in REGISTRY.items()}
+    seconds = {name: statistics.median(values) for name, values in rounds_of(works, rounds).items()}
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:5]:
+        yield Row("construction", f"construction of {name}, {size}", figure=1e3 * seconds[name], unit="ms, slowest five")
+    median = 1e3 * statistics.median(seconds.values())
+    yield Row("construction", f"construction, {size}", figure=median, unit=f"ms, median of {len(seconds)} schemes")
+    runs = [call("tree", nodes=nodes) for _ in range(3)]
+    units = {
+        "seconds": "s, isopos.ape_tree(64, 1).encoding(positions), median of three processes",
+        "bytes": "GiB of peak memory above the start, median of three processes",
+        "result": "GiB, the result",
+    }
+    for name, unit in units.items():
+        figure = statistics.median(run[name] for run in runs) / (1 if name == "seconds" else 2**30)
+        yield Row("construction", f"operators of a binary tree, {nodes:,} nodes, d=64 H=1", figure=figure, unit=unit)
+
+
+def tree(nodes: int) -> dict[str, float]:
+    """The seconds, the peak memory above the start and the bytes of a complete binary tree's operators."""
+    row = torch.arange(nodes)
+    positions = torch.stack(((row - 1).div(2, rounding_mode="floor"), (row - 1) % 2), -1)
+    positions[0] = -1
+    encoding = REGISTRY["ape-tree"](64, 1).encoding
+    with torch.no_grad():
+        encoding(positions[:3])
+        before, begun = _high_water(), time.perf_counter()
+        rho = encoding(positions)
+        seconds = time.perf_counter() - begun
+    result = sum(tensor.nbytes for tensor in rho.tensors())
+    return {"seconds": seconds, "bytes": _high_water() - before, "result": result}
+
+
+def _high_water() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent held when it started this process
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 FUNCTIONS = {
     "section": lambda **arguments: [row.to_json() for row in section(**arguments)],
-    "peak": lambda spec, shape: figures.peak(spec, Shape(*shape)),
-    "long": lambda spec, shape: figures.long(spec, Shape(*shape)),
-    "tree": figures.tree,
+    "peak": lambda spec, shape: peak(spec, Shape(*shape)),
+    "long": lambda spec, shape: long(spec, Shape(*shape)),
+    "tree": tree,
 }
+
+if __name__ == "__main__":  # a function in this process: FUNCTION ARGUMENTS, printed as JSON
+    print(json.dumps(FUNCTIONS[sys.argv[1]](**json.loads(sys.argv[2]))))

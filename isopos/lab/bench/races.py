@@ -1,15 +1,25 @@
-"""The races as tables: which works take turns at which sizes, and what we want of each pair."""
+"""Races: which works take turns at which sizes, what we want of each pair, and how they are run."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from isopos.lab.bench.timing import Goal, at_least, at_most
-from isopos.lab.bench.works import Shape
+import torch
 
-__all__ = ["BOTH", "FORWARD", "RACES", "STEP", "Race"]
+from isopos.lab.bench.peers import PEERS
+from isopos.lab.bench.rows import Row
+from isopos.lab.bench.timing import Goal, at_least, at_most, rounds_of
+from isopos.lab.bench.works import Shape, work_of
+
+__all__ = ["LENGTHS", "RACES", "Race", "growth", "once", "race"]
 
 FORWARD, BOTH, STEP = "forward", "forward + backward", "step"
+INPUTS = {"attention": 3, "rotary": 2, "layer": 1}
+LENGTHS = tuple(2**n for n in range(10, 18))  # of `growth`
+TWICE, ONCE = at_most(2.2), at_most(2.6)
 
 
 @dataclass(frozen=True)
@@ -85,3 +95,60 @@ def _beside(kind: str) -> dict[tuple[str, str], Goal | None]:
 
 SUBLAYER = tuple(Race(what, BOTH, Shape(512, batch=4), _beside(kind)) for kind, what in KINDS.items())
 RACES = {"attention": ATTENTION, "rotary": ROTARY, "decode": DECODE, "sublayer": SUBLAYER}
+
+
+def race(section: str, contest: Race, rounds: int) -> Iterator[Row]:
+    """The rows of a race: a pair each; where a peer is not installed, the row says so."""
+    what, passing, shape = contest.what, contest.passing, contest.shape
+    names = dict.fromkeys(itertools.chain(*contest.pairs))
+    notes = {name: PEERS[name].absence() for name in names if name in PEERS}
+    inputs = _inputs(what, shape, passing)
+    works = {name: _work(name, what, shape, passing, inputs) for name in names if not notes.get(name)}
+    with nullcontext() if passing == BOTH else torch.no_grad():
+        seconds = rounds_of(works, rounds)
+    for (ours, other), goal in contest.pairs.items():
+        work = ", ".join((ours, *(() if passing == STEP else (passing,)), str(shape)))
+        times = seconds[ours], seconds.get(other, [])
+        yield Row(section, work, other, goal, *times, note=notes.get(other, ""))
+
+
+def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
+    """Time of causal attention with rotary positions as its length doubles."""
+    works, shapes = {}, [Shape(length, batch=1, heads=4) for length in lengths]
+    for shape in shapes:
+        inputs = _inputs("attention", shape, BOTH)
+        works[str(shape)] = _work("attention function, rotary", "attention", shape, BOTH, inputs)
+    seconds = rounds_of(works, rounds)
+    rows = []
+    for shape, longer in itertools.pairwise(shapes):
+        times = seconds[str(longer)], seconds[str(shape)]
+        rows.append(Row("growth", f"causal, rotary, {BOTH}, {longer}", f"L={shape.length}", TWICE, *times))
+    return once(rows)
+
+
+def once(rows: list[Row]) -> list[Row]:
+    """Rows of growth whose steepest may be steeper: where the data no longer fit into the cache."""
+    steepest = max(rows, key=lambda row: row.spread.median)
+    return [replace(row, goal=ONCE) if row is steepest else row for row in rows]
+
+
+def _inputs(what: str, shape: Shape, passing: str) -> list[torch.Tensor]:
+    batch, length, heads, width = shape.batch, shape.length, shape.heads, shape.head_dim
+    sizes = (batch, length, heads * width) if what == "layer" else (batch, heads, length, width)
+    return [torch.randn(sizes).requires_grad_(passing == BOTH) for _ in range(INPUTS[what])]
+
+
+def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor]) -> Callable[[], Any]:
+    """One pass of a work; gradients are of its inputs and of what it learns."""
+    call = work_of(name, shape)
+    if passing != BOTH:
+        return lambda: call(*inputs)
+    module = call.func if isinstance(call, partial) else None
+    leaves = [*inputs, *(module.parameters() if isinstance(module, torch.nn.Module) else ())]
+    grads = [torch.randn_like(x) for x in (inputs if what == "rotary" else inputs[:1])]
+
+    def work():
+        out = call(*inputs)
+        return torch.autograd.grad(out if isinstance(out, tuple) else (out,), leaves, grads)
+
+    return work

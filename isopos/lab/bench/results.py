@@ -33,11 +33,14 @@ def machine() -> dict[str, Any]:
             versions[peer.package] = importlib.metadata.version(peer.package)
         except importlib.metadata.PackageNotFoundError:
             versions[peer.package] = "not installed"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "versions": versions,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": next(models, platform.machine()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "dtype": "float32",
@@ -53,13 +56,6 @@ def heading(rounds: int) -> str:
         "ratios are taken within rounds. speed: the other's time / ours; time: ours / the other's. A difference is none "
         "where the quartiles of its ratio are on both sides of 1."
     )
-
-
-def _cpu() -> str:
-    """The processor's name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def target(out: str, overwrite: bool) -> Path | None:
@@ -94,12 +90,12 @@ def chart(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        low, middle, high = row.spread if not _cost(row) else (1 / ratio for ratio in reversed(row.spread))
+        low, middle, high = row.spread if not row.cost else (1 / ratio for ratio in reversed(row.spread))
         spread = [[middle - low], [high - middle]]
         style = {"color": COLORS[row.allocator], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
         axes.barh(place, middle - 1, left=1, **style)
         if row.goal is not None:
-            goal = 1 / row.goal.value if _cost(row) else row.goal.value
+            goal = 1 / row.goal.value if row.cost else row.goal.value
             axes.plot([goal, goal], [place - 0.45, place + 0.45], color="black", lw=2)
     axes.set_xscale("log")
     axes.axvline(1, color="black", lw=0.8)
@@ -110,8 +106,3 @@ def chart(rows: Sequence[Row]) -> Figure:
     handles = [Patch(color=COLORS[state], label=f"allocator {state}") for state in states]
     figure.legend(handles=handles, loc="outside upper right", fontsize=8)
     return figure
-
-
-def _cost(row: Row) -> bool:
-    """Whether the ratio is our time in units of the other's."""
-    return row.goal is not None and row.goal.sense == "at most"

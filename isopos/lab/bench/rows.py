@@ -1,15 +1,13 @@
 """Rows of measurements: what was measured, with every round's seconds, as a table and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from isopos.lab.bench.timing import Goal, Spread, ratios, verdict
 
-__all__ = ["TITLES", "Row", "table"]
+__all__ = ["TITLES", "Row"]
 
 TITLES = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 
@@ -35,6 +33,11 @@ class Row:
         return bool(self.ours_seconds and self.other_seconds)
 
     @property
+    def cost(self) -> bool:
+        """Whether the ratio is our time in units of the other's."""
+        return self.goal is not None and self.goal.sense == "at most"
+
+    @property
     def spread(self) -> Spread:
         """The spread of the ratio, or of the figure."""
         if self.raced:
@@ -51,22 +54,16 @@ class Row:
             return ""
         return "met" if self.goal.met(self.figure) else "not met"
 
-    def replace(self, **changes: Any) -> "Row":
-        """The same with changes."""
-        return dataclasses.replace(self, **changes)
-
     def to_json(self) -> dict[str, Any]:
         """Plain values of all fields, with the ratio and the verdict."""
-        measured = self.raced or self.figure is not None
-        more = {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict if measured else ""}
-        return dataclasses.asdict(self) | more
+        return dataclasses.asdict(self) | {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Row":
         """The inverse of `to_json`."""
         fields = {field.name: content[field.name] for field in dataclasses.fields(cls)}
-        goal = fields.pop("goal")
-        return cls(**fields, goal=None if goal is None else Goal(**goal))
+        fields["goal"] = fields["goal"] and Goal(**fields["goal"])
+        return cls(**fields)
 
     def cells(self) -> tuple[str, ...]:
         """Of the table: work, other, allocator, ours, the other's, ratio, goal, verdict."""
@@ -75,18 +72,10 @@ class Row:
             return self.work, self.note, self.allocator, _time(self.ours_seconds), "", "", goal, ""
         if not self.raced:
             return self.work, self.unit, self.allocator, f"{self.figure:.3g}", "", "", goal, self.verdict
-        spread, cost = self.spread, self.goal is not None and self.goal.sense == "at most"
-        ratio = f"{spread.median:.3g}x {'time' if cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
+        spread = self.spread
+        ratio = f"{spread.median:.3g}x {'time' if self.cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
         times = _time(self.ours_seconds), _time(self.other_seconds)
         return self.work, self.other, self.allocator, *times, ratio, goal, self.verdict
-
-
-def table(rows: Iterable[Row]) -> Table:
-    """Rows for a console."""
-    shown = Table(*TITLES, header_style="bold")
-    for row in rows:
-        shown.add_row(*row.cells())
-    return shown
 
 
 def _time(seconds: Sequence[float]) -> str:

@@ -54,14 +54,7 @@ class Goal:
         return figure >= self.value if self.sense == "at least" else figure <= self.value
 
 
-def at_least(value: float) -> Goal:
-    """A goal for a speed."""
-    return Goal("at least", value)
-
-
-def at_most(value: float) -> Goal:
-    """A goal for a cost."""
-    return Goal("at most", value)
+at_least, at_most = partial(Goal, "at least"), partial(Goal, "at most")  # of a speed, and of a cost
 
 
 def ratios(ours: Sequence[float], other: Sequence[float], goal: Goal | None = None) -> Spread:
@@ -109,9 +102,9 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: str = 
         yield {name: seconds[name] for name in works}
 
 
-def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """The seconds of `turns` by work."""
-    measured = list(turns(works, rounds, device))
+    measured = list(turns(works, rounds))
     return {name: [seconds[name] for seconds in measured] for name in works}
 
 

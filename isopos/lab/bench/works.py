@@ -17,7 +17,7 @@ from isopos.scheme import Scheme
 from isopos.schemes import build
 from isopos.state import State
 
-__all__ = ["WORKS", "Shape", "Work", "scheme_of", "work_of"]
+__all__ = ["WORKS", "Shape", "scheme_of", "work_of"]
 
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
@@ -47,19 +47,9 @@ class Shape(NamedTuple):
         return self._replace(length=min(self.length, most), cache=min(self.cache, most))
 
 
-class Work(NamedTuple):
-    """A function of some inputs, and the parameters that it learns besides."""
-
-    call: Callable[..., Any]
-    parameters: tuple[Tensor, ...] = ()
-
-
-def work_of(name: str, shape: Shape) -> Work:
+def work_of(name: str, shape: Shape) -> Callable[..., Any]:
     """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
-    if name in PEERS:
-        return Work(PEERS[name].work(shape.length, shape.head_dim))
-    made = WORKS[name](shape)
-    return made if isinstance(made, Work) else Work(made)
+    return PEERS[name].work(shape.length, shape.head_dim) if name in PEERS else WORKS[name](shape)
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
@@ -68,36 +58,24 @@ def scheme_of(spec: str, shape: Shape) -> Scheme:
     return build(name, shape.head_dim, shape.heads, options)
 
 
-def _attention(spec: str = "none", *, causal: bool = True) -> Callable[[Shape], Any]:
-    def make(shape: Shape):
-        return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
-
-    return make
+def _attention(shape: Shape, spec: str = "none", *, causal: bool = True):
+    return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
 
 
-def _layer(spec: str) -> Callable[[Shape], Work]:
-    def make(shape: Shape):
-        scheme = scheme_of(spec, shape)
-        layer = Attention(shape.heads * shape.head_dim, scheme)
-        call = partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
-        return Work(call, tuple(layer.parameters()))
-
-    return make
+def _layer(shape: Shape, spec: str):
+    scheme = scheme_of(spec, shape)
+    layer = Attention(shape.heads * shape.head_dim, scheme)
+    return partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
 
 
 def _masked(shape: Shape):
-    mask = torch.ones(shape.batch, shape.length, dtype=torch.bool)
-    mask[:, -(shape.length // 10) :] = False
+    mask = (torch.arange(shape.length) < shape.length - shape.length // 10).expand(shape.batch, -1)
     return partial(linear_attention, feature_map=elu1, causal=True, mask=mask)
 
 
 def _packed(shape: Shape):
     ids = (torch.arange(shape.length) * PACKED // shape.length).expand(shape.batch, -1)
     return partial(linear_attention, feature_map=elu1, causal=True, segment_ids=ids)
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q @ (k.mT @ v)
 
 
 def _divided_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,38 +115,19 @@ def _stacked(shape: Shape):
     return lambda q, k: (rotate(q), rotate(k))
 
 
-def _step(*, in_place: bool = False) -> Callable[[Shape], Any]:
-    """A stream without a scheme."""
+def _stream(shape: Shape, spec: str = "", *, in_place: bool = False):
+    """A stream, of a scheme whose positions advance, or of none."""
+    scheme, state, place = scheme_of(spec, shape) if spec else None, State(in_place=in_place), 0
 
-    def make(shape: Shape):
-        state = State(in_place=in_place)
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal state, place
+        none = {"feature_map": elu1, "state": state}
+        at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
+        out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
+        place += 1
+        return out
 
-        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal state
-            out, state = linear_attention(q, k, v, feature_map=elu1, causal=True, state=state, return_state=True)
-            return out
-
-        return step
-
-    return make
-
-
-def _stream(spec: str, *, in_place: bool = False) -> Callable[[Shape], Any]:
-    """A stream of a scheme, whose positions advance."""
-
-    def make(shape: Shape):
-        scheme, state, place = scheme_of(spec, shape), State(in_place=in_place), 0
-
-        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal state, place
-            at = scheme.at(torch.tensor([[place]]), state=state)
-            out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
-            place += 1
-            return out
-
-        return step
-
-    return make
+    return step
 
 
 def _einsum_step(shape: Shape):
@@ -198,25 +157,25 @@ def _cached(shape: Shape):
 
 
 WORKS: dict[str, Callable[[Shape], Any]] = {
-    "causal": _attention(),
-    "causal, retnet decay": _attention("none:decay=retnet"),
+    "causal": _attention,
+    "causal, retnet decay": partial(_attention, spec="none:decay=retnet"),
     "causal, masked": _masked,
     "causal, packed": _packed,
-    "both ways": _attention(causal=False),
-    "both ways, no features": _attention("none:feature_map=identity,denominator=none", causal=False),
-    "two products": lambda shape: _products,
+    "both ways": partial(_attention, causal=False),
+    "both ways, no features": partial(_attention, spec="none:feature_map=identity,denominator=none", causal=False),
+    "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
     "two products, elu + 1, divided": lambda shape: _divided_products,
     "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
     "rotation": _rotation,
     "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
     "rotate-half": _half_split,
     "torchtune's formula": _stacked,
-    "decoding step": _step(),
-    "decoding step, in place": _step(in_place=True),
-    "decoding step of a scheme, no positions": _stream("none"),
-    "decoding step of a scheme, rotary": _stream("rope"),
-    "decoding step of a scheme, no positions, in place": _stream("none", in_place=True),
-    "decoding step of a scheme, rotary, in place": _stream("rope", in_place=True),
+    "decoding step": _stream,
+    "decoding step, in place": partial(_stream, in_place=True),
+    "decoding step of a scheme, no positions": partial(_stream, spec="none"),
+    "decoding step of a scheme, rotary": partial(_stream, spec="rope"),
+    "decoding step of a scheme, no positions, in place": partial(_stream, spec="none", in_place=True),
+    "decoding step of a scheme, rotary, in place": partial(_stream, spec="rope", in_place=True),
     "einsum step": _einsum_step,
     "softmax (SDPA) step": _cached,
 }
@@ -229,5 +188,5 @@ POSITIONS = {
     "householder + unitary": "lrpe-unitary",
     "householder + rotary": "lrpe-orthogonal",
 }
-WORKS |= {f"attention function, {name}": _attention(spec) for name, spec in POSITIONS.items()}
-WORKS |= {f"attention module, {name}": _layer(spec) for name, spec in POSITIONS.items()}
+WORKS |= {f"attention function, {name}": partial(_attention, spec=spec) for name, spec in POSITIONS.items()}
+WORKS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, spec in POSITIONS.items()}

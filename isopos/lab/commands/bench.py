@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-__all__ = ["Bench", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Bench:
+class Options:
     """Measure on this machine: ours beside others' in turns, as ratios with their spread; memory, construction, accuracy.
 
     Exactness is the error of every scheme in every setting and dtype, which takes a minute.
@@ -20,36 +20,24 @@ class Bench:
 
     section: Annotated[
         Literal[
-            "all",
-            "attention",
-            "rotary",
-            "decode",
-            "sublayer",
-            "growth",
-            "memory",
-            "construction",
-            "accuracy",
-            "exactness",
+            "all", "attention", "rotary", "decode", "sublayer", "growth", "memory", "construction", "accuracy", "exactness"
         ],
         tyro.conf.Positional,
     ] = "all"
     """What to measure; "all" leaves out exactness."""
     allocator: Literal["both", "as-is", "reused"] = "both"
     """State of glibc's allocator: as it is, told to reuse memory, or one after the other."""
-    rounds: int = 9
-    """Rounds in which works take turns."""
-    out: str = ""
-    """A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written."""
-    overwrite: bool = False
-    """Replace them if they exist."""
-    compiled: bool = False
-    """With exactness: compiled into one graph, too, which takes minutes."""
+    rounds: int = 9  # Rounds in which works take turns.
+    out: str = ""  # A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written.
+    overwrite: bool = False  # Replace them if they exist.
+    compiled: bool = False  # With exactness: compiled into one graph, too, which takes minutes.
 
 
-def run(options: Bench, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
     from isopos.lab.bench import accuracy, exactness, processes, results
-    from isopos.lab.bench.rows import table
+    from isopos.lab.bench.rows import TITLES
+    from isopos.lab.reports import grids
 
     section, rounds = options.section, options.rounds
     if options.compiled and section != "exactness":
@@ -67,7 +55,7 @@ def run(options: Bench, console: Console) -> int:
     for name in names:
         with console.status(name):
             found = processes.in_states(name, states, rounds)
-        console.print(table(found))
+        console.print(grids.console(TITLES, [row.cells() for row in found]))
         rows += found
         if folder is not None:  # after every section: what an interruption finds is there
             written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)

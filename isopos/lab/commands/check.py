@@ -3,7 +3,7 @@
 import importlib
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -15,24 +15,22 @@ if TYPE_CHECKING:
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
 
-__all__ = ["Check", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Check:
+class Options:
     """Measure the laws of a scheme, or of your own encoding. Exits with 1 where one is broken, naming it with an example."""
 
     subject: Annotated[str, tyro.conf.Positional]
     """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
-    head_dim: int = 16
-    """Head size of a scheme."""
-    heads: int = 4
-    """Heads of a scheme."""
+    head_dim: int = 16  # Head size of a scheme.
+    heads: int = 4  # Heads of a scheme.
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """dtype of the queries and keys whose precision is measured."""
 
 
-def run(options: Check, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Print what `isopos.laws` finds."""
     import torch
 
@@ -49,9 +47,10 @@ def run(options: Check, console: Console) -> int:
     return 0 if report.holds else 1
 
 
-def _subject(options: Check) -> "Encoding | Scheme":
-    """The scheme of that name, or what is called so in a module."""
+def _subject(options: Options) -> "Encoding | Scheme":
+    """The scheme of that name; or what is called so in a module, or what that class or factory makes."""
     from isopos.encodings import Encoding
+    from isopos.scheme import Scheme
     from isopos.schemes import build, closest
 
     name, _, attribute = options.subject.partition(":")
@@ -66,18 +65,11 @@ def _subject(options: Check) -> "Encoding | Scheme":
     own = {name: None for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)}
     if not hasattr(module, attribute):
         raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own or {'nothing': None})}")
-    return _made(options.subject, getattr(module, attribute))
-
-
-def _made(name: str, subject: Any) -> "Encoding | Scheme":
-    """An encoding or scheme as it is, or what its class or factory makes."""
-    from isopos.encodings import Encoding
-    from isopos.scheme import Scheme
-
+    made = getattr(module, attribute)
     try:
-        made = subject() if callable(subject) and not isinstance(subject, (Encoding, Scheme)) else subject
+        made = made() if callable(made) and not isinstance(made, (Encoding, Scheme)) else made
     except TypeError as error:
-        raise ValueError(f"subject: expected {name} to need no arguments, got: {error}") from None
+        raise ValueError(f"subject: expected {options.subject} to need no arguments, got: {error}") from None
     if not isinstance(made, (Encoding, Scheme)):
-        raise ValueError(f"subject: expected {name} to make an Encoding or a Scheme, got {type(made).__name__}")
+        raise ValueError(f"subject: expected {options.subject} to make an Encoding or a Scheme, got {type(made).__name__}")
     return made

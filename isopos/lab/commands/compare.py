@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -19,34 +19,32 @@ from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes
 from isopos.lab.reports.comparison import ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.files import write_json
+from isopos.lab.tables.cells import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
 
-__all__ = ["Comparison", "default", "run"]
+__all__ = ["Options", "default", "run"]
 
 ROUNDS = 9
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Options:
     """Train the same model with several positional encodings, side by side, and show which to use.
 
     Ends with a table, the best scheme on top, and writes runs/NAME/: a folder a run and report.html. What follows the first
     options are fields of all runs.
     """
 
-    task: str = "language"
-    """What the model learns: language, listops, or MODULE:NAME of a task of your own."""
+    task: Annotated[
+        str, tyro.conf.arg(help=f"What the model learns: {', '.join(tasks.TASKS)}, or MODULE:NAME of a task of your own.")
+    ] = "language"
     schemes: str = Language.schemes
     """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary."""
-    attention: Literal["linear", "softmax"] = "linear"
-    """Of every scheme that does not choose its own with attention=..."""
-    seeds: int = 1
-    """Repeat with seeds 0, 1, ... and report means, and differences with their spread."""
-    name: str = ""
-    """Folder under runs/; by default compare- and the time."""
-    overwrite: bool = False
-    """Replace runs/NAME if it exists."""
+    attention: Literal["linear", "softmax"] = "linear"  # Of every scheme that does not choose its own with attention=...
+    seeds: int = 1  # Repeat with seeds 0, 1, ... and report means, and differences with their spread.
+    name: str = ""  # Folder under runs/; by default compare- and the time.
+    overwrite: bool = False  # Replace runs/NAME if it exists.
     settings: tyro.conf.OmitArgPrefixes[Task] = field(default_factory=Language)
     model: tyro.conf.OmitArgPrefixes[Model] = field(default_factory=Model)
     training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=lambda: Training(device="auto", save_every=0))
@@ -54,34 +52,30 @@ class Comparison:
     def recipes(self) -> list[Recipe]:
         """One recipe a scheme and seed; schemes of one seed differ in nothing but the scheme."""
         base = Recipe(training=self.training, model=self.model, task=self.settings)
-        specs = [self._with_attention(spec) for spec in parse_schemes(self.schemes)]
-        for spec in specs:
-            if specs.count(spec) > 1:
+        specs = []
+        for name, options in map(split_spec, parse_schemes(self.schemes)):
+            if self.attention != "linear":
+                options.setdefault("attention", self.attention)
+            spec = join_spec(name, options)
+            if spec in specs:
                 raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
+            specs.append(spec)
         return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
 
-    def _with_attention(self, spec: str) -> str:
-        name, options = split_spec(spec)
-        if self.attention != "linear":
-            options.setdefault("attention", self.attention)
-        return join_spec(name, options)
 
-
-def default(arguments: Sequence[str]) -> Comparison:
+def default(arguments: Sequence[str]) -> Options:
     """What the options are where no others are given: those of the task that the arguments name."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     name = next((after for word, after in itertools.pairwise(words) if word == "--task"), "language")
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
-    return Comparison(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
+    return Options(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
 
 
-def run(options: Comparison, console: Console) -> int:
-    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished.
+def run(options: Options, console: Console) -> int:
+    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished."""
+    import torch
 
-    Raises:
-        ValueError: Before any work, where a choice or the data do not fit.
-    """
     from isopos.lab.reports import page
 
     recipes, folder, warnings = _check(options)
@@ -90,9 +84,15 @@ def run(options: Comparison, console: Console) -> int:
     console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
-    about = _about(options.settings, data) | {
+    about = {
+        "task": tasks.spec(options.settings),
+        "data": data.name,
+        "sha256": data.sha256,
+        "summary": data.summary,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
         "device": recipes[0].training.device,
-        "planned": [run_folder(folder, recipe).name for recipe in recipes],
+        "planned": [cell_name("", recipe.scheme, recipe.seed) for recipe in recipes],
     }
     complete = False
     before = _make(folder, options.overwrite)
@@ -121,14 +121,7 @@ def run(options: Comparison, console: Console) -> int:
     return 0 if complete else 130
 
 
-def _about(task: Task, data: Data) -> dict[str, Any]:
-    import torch
-
-    about = {"task": tasks.spec(task), "data": data.name, "sha256": data.sha256, "summary": data.summary}
-    return about | {"torch": torch.__version__, "threads": torch.get_num_threads()}
-
-
-def _check(options: Comparison) -> tuple[list[Recipe], Path, list[str]]:
+def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
     from isopos.lab.training.checks import check_recipe, run_place, usable_device
 
@@ -140,8 +133,7 @@ def _check(options: Comparison) -> tuple[list[Recipe], Path, list[str]]:
     recipes = [recipe.edit(device=device) for recipe in options.recipes()]
     for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
-    name = options.name or time.strftime("compare-%Y%m%d-%H%M%S")
-    folder = run_place(name)
+    folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
     if folder.exists() and not options.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / "comparison.json").exists():
@@ -162,11 +154,6 @@ def _make(folder: Path, overwrite: bool) -> Path | None:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
 
 
-def run_folder(folder: Path, recipe: Recipe) -> Path:
-    """Where a run of a comparison lives: its scheme, in characters that every file system takes, and its seed."""
-    return folder / f"{recipe.scheme.replace(':', '+')}-seed{recipe.seed}"
-
-
 def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console) -> None:
     from isopos.lab.training.run import train
 
@@ -175,7 +162,7 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
         for recipe in recipes:
             title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
             show = bars.add(title, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
-            result = train(recipe, data, run_folder(folder, recipe), show)
+            result = train(recipe, data, folder / cell_name("", recipe.scheme, recipe.seed), show)
             if result is not None and result.status != "finished":
                 bars.progress.console.print(f"[red]{title}: {result.status}")
 

@@ -3,42 +3,35 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
+from isopos.lab.reports import grids
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.tasks.task import Task, View, expect
 
-__all__ = ["Evaluation", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Options:
     """Score the weights of a run, or the last checkpoint of one that has not ended; the figures go to its eval.json."""
 
-    run: Annotated[str, tyro.conf.Positional]
-    """Folder of one run: runs/NAME."""
-    split: str = "validation"
-    """Which held-out data: validation or test, where there is one."""
+    run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME.
+    split: str = "validation"  # Which held-out data: validation or test, where there is one.
     length: tuple[int, ...] = ()
     """Multiples of the training length, where samples have any; by default those of a comparison."""
     scored: float = 1.0
     """Share of each sample, at its end, that counts; above 1 so many of its tokens, of windows that overlap:
     PermuteFormer's 256 of 512."""
-    limit: int = -1
-    """At most so many tokens or samples; 0: all; -1: as in training."""
+    limit: int = -1  # At most so many tokens or samples; 0: all; -1: as in training.
 
 
-def run(options: Evaluation, console: Console) -> int:
-    """Score on the CPU, print a table, and append the figures to eval.json.
-
-    Raises:
-        ValueError: Before any work, where there is no such run or nothing to evaluate.
-    """
+def run(options: Options, console: Console) -> int:
+    """Score on the CPU, print a table, and append the figures to eval.json."""
     from safetensors.torch import load_model
 
     from isopos.lab.runs import checkpoints, weights
@@ -49,7 +42,7 @@ def run(options: Evaluation, console: Console) -> int:
     model, trained, last = recipe.task.model(recipe), folder / weights.FILE, checkpoints.newest(folder)
     if trained.exists():
         load_model(model, str(trained))
-        source, step = trained.name, _last_step(folder)
+        source, step = trained.name, max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
     elif last is not None:
         model.load_state_dict(checkpoints.load(last)["model"])
         source, step = str(last.folder.relative_to(folder)), last.step
@@ -59,15 +52,14 @@ def run(options: Evaluation, console: Console) -> int:
     expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)
-    table = Table(*lengths, *(metric.title for metric in metrics), "", header_style="bold")
-    found: dict[str, Any] = {}
+    rows, found = [], {}
     for view in views:
         scored = data.measure(model, recipe, view)
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
-        table.add_row(*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason)
+        rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
         found[str(view.multiple)] = dict(scored.figures) or None
     console.print(f"{folder}: {source}, step {step}; {data.name}", markup=False)
-    console.print(table)
+    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     path = folder / "eval.json"
     before = json.loads(path.read_text()) if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
@@ -75,7 +67,7 @@ def run(options: Evaluation, console: Console) -> int:
     return 0
 
 
-def _views(options: Evaluation, task: Task) -> list[View]:
+def _views(options: Options, task: Task) -> list[View]:
     """What is asked for, where the samples of the task have it."""
     expect("scored", options.scored, "a share of each sample, or a number of its tokens", 0 < options.scored < float("inf"))
     expect("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
@@ -85,8 +77,3 @@ def _views(options: Evaluation, task: Task) -> list[View]:
         expect("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
         task.check_view(view)
     return views
-
-
-def _last_step(folder: Path) -> int:
-    rows = read_rows(folder / "metrics.jsonl")
-    return rows[-1]["step"] if rows else 0

@@ -8,15 +8,15 @@ from rich.console import Console
 
 from isopos.catalog import CATALOG
 
-__all__ = ["List", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class List:
+class Options:
     """Print the schemes, one line and citation each."""
 
 
-def run(options: List, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Print them as plain text; the citation stands below where the terminal is narrow."""
     width = max(map(len, CATALOG))
     summary, citation = (max(map(len, texts)) for texts in zip(*(entry[:2] for entry in CATALOG.values()), strict=True))

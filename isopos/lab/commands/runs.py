@@ -7,39 +7,30 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
+from isopos.lab.reports import grids
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.runs.outcomes import Result
 
-__all__ = ["Runs", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Runs:
+class Options:
     """List the runs under a folder: recipe, state, loss and score."""
 
-    folder: Annotated[str, tyro.conf.Positional] = "runs"
-    """Where they are."""
+    folder: Annotated[str, tyro.conf.Positional] = "runs"  # Where they are.
 
 
-def run(options: Runs, console: Console) -> int:
-    """Print a table of the runs in a folder and in its folders, the latest last.
-
-    Raises:
-        ValueError: Where there are none, or the files of one are damaged.
-    """
+def run(options: Options, console: Console) -> int:
+    """Print a table of the runs in a folder and in its folders, the latest last."""
     folder = Path(options.folder)
     found = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
     runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
-    table = Table(header_style="bold")
-    for title in ("run", "scheme", "status", "step", "loss (nats)", "score", "when"):
-        table.add_column(title, justify="right" if title in ("step", "loss (nats)", "score") else "left", overflow="fold")
-    for one in runs:
-        table.add_row(*_cells(one, one.relative_to(folder).as_posix()))
-    console.print(table)
+    rows = [_cells(one, one.relative_to(folder).as_posix()) for one in runs]
+    console.print(grids.console(("run", "scheme", "status", "step", "loss (nats)", "score", "when"), rows, "lllrrrl"))
     return 0
 
 

@@ -6,31 +6,24 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-__all__ = ["Show", "run"]
+__all__ = ["Options", "run"]
 
 
 @dataclass(frozen=True)
-class Show:
+class Options:
     """Draw a scheme's relative kernel: a curve for lines and rings, a map for grids, a matrix for trees."""
 
-    scheme: Annotated[str, tyro.conf.Positional]
-    """A scheme with options: rope:decay=retnet."""
-    out: str = ""
-    """A file that ends with .png, .svg or .pdf; by default SCHEME.png in this folder."""
-    overwrite: bool = False
-    """Replace the file if it exists."""
-    head_dim: int = 64
-    """Head size."""
-    heads: int = 8
-    """Heads."""
-    reach: int = 64
-    """Steps of a line to either side."""
+    scheme: Annotated[str, tyro.conf.Positional]  # A scheme with options: rope:decay=retnet.
+    out: str = ""  # A file that ends with .png, .svg or .pdf; by default SCHEME.png in this folder.
+    overwrite: bool = False  # Replace the file if it exists.
+    head_dim: int = 64  # Head size.
+    heads: int = 8  # Heads.
+    reach: int = 64  # Steps of a line to either side.
 
 
-def run(options: Show, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Draw it, and print the file's path."""
     from isopos.lab.reports import plots
 
-    size = {"head_dim": options.head_dim, "heads": options.heads, "reach": options.reach}
-    print(plots.show(options.scheme, options.out, overwrite=options.overwrite, **size))
+    print(plots.show(**vars(options)))
     return 0

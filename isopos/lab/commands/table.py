@@ -4,6 +4,7 @@ A cell is a run of the engine in a folder of its own, for one row, corpus and se
 finished stays: the same command goes on after an interruption, and several machines that share the folder divide the cells.
 """
 
+import itertools
 import json
 import shlex
 import sys
@@ -23,69 +24,61 @@ from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import recipe_of, same_recipe
 from isopos.lab.runs.outcomes import fingerprint
 from isopos.lab.tables.cells import SCORES, TIMING, Cell, cell_name, speed_rounds
-from isopos.lab.tables.loader import ASK, Line, PaperTable, load_table
+from isopos.lab.tables.loader import ASK, TABLES, Line, PaperTable, load_table
 from isopos.lab.tasks.task import Data, expect
 
-__all__ = ["ROUNDS", "TableRun", "run"]
+__all__ = ["ROUNDS", "Options", "run"]
 
 ROUNDS = 21
 PATIENCE = 100  # tenths of a second
 
 
 @dataclass(frozen=True)
-class TableRun:
+class Options:
     """Run the cells of a paper's table that are missing, and print the paper's figures beside ours.
 
     Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and machines that share the folder divide
     the cells. Ends with table.md and curves.svg there.
     """
 
-    table: Annotated[str, tyro.conf.Positional]
-    """lrpe-2, lrpe-5, lrpe-6, permuteformer-4; lengths, which is no paper's; or the path of a .toml of your own."""
+    table: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(TABLES)}; or the path of a .toml of your own.")
+    ]
     scale: Literal["tiny", "small", "paper"] = "small"
     """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did."""
-    seeds: int = 1
-    """Repeat with seeds 0, 1, ... and report means with standard deviations."""
-    rows: str = ""
-    """Names or schemes of rows, with commas; by default all."""
-    data: tuple[str, ...] = ()
-    """Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run."""
-    name: str = ""
-    """Ending of the folder's name, for a variant that is to be kept apart."""
+    seeds: int = 1  # Repeat with seeds 0, 1, ... and report means with standard deviations.
+    rows: str = ""  # Names or schemes of rows, with commas; by default all.
+    data: tuple[str, ...] = ()  # Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run.
+    name: str = ""  # Ending of the folder's name, for a variant that is to be kept apart.
     device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
     """Where to train; auto takes a GPU if there is one."""
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """List the cells that are missing, and do nothing."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # List the cells that are missing, and do nothing.
 
 
-def run(command: TableRun, console: Console) -> int:
-    """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C.
-
-    Raises:
-        ValueError: Before any work, where something does not fit.
-    """
-    table = load_table(command.table)  # before torch is imported
+def run(options: Options, console: Console) -> int:
+    """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
+    table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
     from isopos.lab.training.checks import check_recipe, run_place
 
-    folder = run_place(f"{table.name}-{command.scale}" + (f"-{command.name}" if command.name else ""))
+    folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
     folder = folder.parent / "tables" / folder.name
-    rows, sources = _rows(table, command.rows), _sources(table, command)
-    expect("seeds", command.seeds, "a positive number", command.seeds >= 1)
-    recipes = {
-        name: table.recipe_at(command.scale, table.corpus(name)).edit(data=data) if name else table.recipe_at(command.scale)
-        for name, data in sources.items()
-    }
-    recipes = {name: recipe.edit(device=command.device) for name, recipe in recipes.items()}
+    rows, sources = _rows(table, options.rows), _sources(table, options)
+    expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    recipes = {}
+    for name, data in sources.items():
+        recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=options.device)
+        recipes[name] = recipe.edit(data=data) if name else recipe
     planned = [
-        (name, replace(recipe, scheme=row.scheme, seed=seed))
-        for seed in range(command.seeds)
-        for name, recipe in recipes.items()
-        for row in rows
+        (name, replace(recipes[name], scheme=row.scheme, seed=seed))
+        for seed, name, row in itertools.product(range(options.seeds), recipes, rows)
     ]
     cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
-    if command.dry_run:
-        return _say_what_is_missing(table, cells, rows, folder, console)
+    if options.dry_run:
+        lacking = _lacking(rows, folder) if table.kind == "speed" else [cell.folder.name for cell in cells if not cell.done]
+        said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
+        console.print(*lacking, said, sep="\n", markup=False)
+        return 0
     for recipe in [cell.recipe for cell in cells] or [recipe for _, recipe in planned]:
         if recipe.seed == 0:
             check_recipe(recipe)
@@ -94,7 +87,7 @@ def run(command: TableRun, console: Console) -> int:
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             other = sets[cell.corpus].name
             raise ValueError(f"data: {cell.folder} has other data than {other}; choose a --name for this one")
-    _note(folder, table, command, sets)
+    _note(folder, table, options, sets)
     status = 0
     try:
         if table.kind == "speed":
@@ -127,13 +120,13 @@ def _rows(table: PaperTable, chosen: str) -> list[Line]:
     return sorted(rows, key=lambda row: row.name != table.baseline)
 
 
-def _sources(table: PaperTable, command: TableRun) -> dict[str, str]:
+def _sources(table: PaperTable, options: Options) -> dict[str, str]:
     """Where each corpus that is run comes from: all that can be had, or those that --data names."""
     names = [corpus.name for corpus in table.corpora]
-    if not names and not command.data:
+    if not names and not options.data:
         return {"": ""}
     given = {}
-    for entry in command.data:
+    for entry in options.data:
         name, equals, source = entry.partition("=")
         if equals and name in names:
             given[name] = source
@@ -144,7 +137,7 @@ def _sources(table: PaperTable, command: TableRun) -> dict[str, str]:
             raise ValueError(f"data: expected {what}, got {entry!r}")
     if given:
         return {name: given[name] for name in names if name in given}
-    if command.scale == "tiny":
+    if options.scale == "tiny":
         return dict.fromkeys(names, "")
     return {corpus.name: corpus.source for corpus in table.corpora if corpus.source != ASK}
 
@@ -160,13 +153,13 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     return Cell(place, corpus, recipe, [table.metric(column) for column in table.columns if column.corpus == corpus])
 
 
-def _note(folder: Path, table: PaperTable, command: TableRun, sets: Mapping[str, Data]) -> None:
+def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, Data]) -> None:
     """Add to about.json, which holds all that was asked of this folder; processes that start at once take turns."""
     import torch
 
     from isopos.lab.training.checks import usable_device
 
-    device, path = usable_device(command.device), folder / "about.json"
+    device, path = usable_device(options.device), folder / "about.json"
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
     names = {name: data.name for name, data in sets.items() if table.kind == "scores"}
     for _ in range(PATIENCE):
@@ -174,10 +167,10 @@ def _note(folder: Path, table: PaperTable, command: TableRun, sets: Mapping[str,
             if mine:
                 before = json.loads(path.read_text()) if path.exists() else {"commands": [], "seeds": 0, "corpora": {}}
                 about = {
-                    "table": command.table,
-                    "scale": command.scale,
+                    "table": options.table,
+                    "scale": options.scale,
                     "commands": [*dict.fromkeys([*before["commands"], shlex.join(["isopos", *sys.argv[1:]])])],
-                    "seeds": max(before["seeds"], command.seeds),
+                    "seeds": max(before["seeds"], options.seeds),
                     "corpora": before["corpora"] | names,
                     "machine": f"torch {torch.__version__}, {where}",
                 }
@@ -187,18 +180,10 @@ def _note(folder: Path, table: PaperTable, command: TableRun, sets: Mapping[str,
     raise ValueError(f"claim: expected {path} to be free within seconds, but another process holds it; start again")
 
 
-def _say_what_is_missing(
-    table: PaperTable, cells: Sequence[Cell], rows: Sequence[Line], folder: Path, console: Console
-) -> int:
-    if table.kind == "speed":
-        rounds = speed_rounds(folder)
-        missing = [row.name for row in rows if sum(row.name in one for one in rounds) < ROUNDS]
-    else:
-        missing = [cell.folder.name for cell in cells if not cell.done]
-    for name in missing:
-        console.print(name, markup=False)
-    console.print(f"{len(missing)} of {len(cells) or len(rows)} cells are missing in {folder}", markup=False)
-    return 0
+def _lacking(rows: Sequence[Line], folder: Path) -> dict[str, int]:
+    """Rounds that are missing, by row."""
+    rounds = speed_rounds(folder)
+    return {row.name: count for row in rows if (count := ROUNDS - sum(row.name in one for one in rounds)) > 0}
 
 
 def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
@@ -246,12 +231,10 @@ def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Seq
     from isopos.lab.training.speed import step_times
 
     with claimed(folder / "claims" / "timing.claim") as mine:
-        rounds = speed_rounds(folder)
-        lacking = [row for row in rows if sum(row.name in one for one in rounds) < ROUNDS]
-        left = max((ROUNDS - sum(row.name in one for one in rounds) for row in lacking), default=0)
-        if not mine or not left:
+        rounds, lacking = speed_rounds(folder), _lacking(rows, folder)
+        if not mine or not lacking:
             return
-        timed = {row.name: row.scheme for row in (table.row(table.baseline), *lacking)}
+        left, timed = max(lacking.values()), {name: table.row(name).scheme for name in (table.baseline, *lacking)}
         recipe = recipe.edit(device=usable_device(recipe.training.device))
         with Bars(console, total=left) as bars:
             show = bars.add("rounds of all schemes", left)

@@ -1,5 +1,6 @@
 """`isopos train`: check everything, train or go on with one run, and say what it came to."""
 
+import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,73 +13,62 @@ from rich.markup import escape
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, unknown_field
 from isopos.lab.reports.progress import Bars
 
-__all__ = ["Train", "default", "launch", "run"]
+__all__ = ["Options", "default", "run"]
+
+
+def _recipes() -> str:
+    """What each recipe is, by the first line that its function says of itself."""
+    texts = []
+    for name, home in RECIPES.items():
+        module, _, function = home.partition(":")
+        made = getattr(importlib.import_module(f"isopos.lab.recipes.{module}"), function)
+        texts.append(f"{name}: {(made.__doc__ or name).splitlines()[0]}")
+    return " ".join(texts)
 
 
 @dataclass(frozen=True)
-class Train:
+class Options:
     """Train the run of a recipe in runs/NAME; what follows here are its fields, which may be changed.
 
     A new run takes a name of its own. Ctrl-C and SIGTERM leave a checkpoint, and --resume goes on from the last one.
     """
 
-    recipe: Annotated[str, tyro.conf.Positional] = "quickstart"
-    """quickstart: bytes of the Python language reference or of your text; lrpe-alm: LRPE's Table 8, WikiText-103;
-    permuteformer-lm: PermuteFormer's section 4.2.1, WikiText-103; or MODULE:NAME of a task of your own."""
-    scale: Literal["tiny", "small", "paper"] = "small"
-    """Sizes: tiny takes seconds; paper is what the paper says."""
-    name: str = ""
-    """Folder under runs/; by default the recipe's name."""
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on with the run that is there."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace the run that is there."""
-    change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)
-    """Fields of the recipe."""
+    recipe: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(help=f"{_recipes()} Or MODULE:NAME of a task of your own.")
+    ] = "quickstart"
+    scale: Literal["tiny", "small", "paper"] = "small"  # Sizes: tiny takes seconds; paper is what the paper says.
+    name: str = ""  # Folder under runs/; by default the recipe's name.
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Go on with the run that is there.
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Replace the run that is there.
+    change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)  # Fields of the recipe.
 
 
-def default(arguments: Sequence[str]) -> Train:
-    """What the options are where no others are given: the recipe and scale that the arguments name.
-
-    Raises:
-        ValueError: Where an option is no field of the recipe; the message names one that is near.
-    """
+def default(arguments: Sequence[str]) -> Options:
+    """What the options are where no others are given: the recipe and scale that the arguments name."""
     words = " ".join(arguments[1:]).replace("=", " ").split()
     first = [word for word in words[:1] if not word.startswith("-")]
-    recipe = next((word for word in (*first, *words) if word in RECIPES or word in first), Train.recipe)
+    recipe = next((word for word in (*first, *words) if word in RECIPES or word in first), Options.recipe)
     scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), "small")
     change = preset(recipe, scale)
     for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
         own = name.removeprefix("no-").replace("-", "_")
         if own not in (*change.names, "scale", "name", "resume", "overwrite", "help"):
             raise ValueError(unknown_field(name, change.names))
-    return Train(recipe, scale, change=change)  # pyright: ignore[reportArgumentType]
+    return Options(recipe, scale, change=change)  # pyright: ignore[reportArgumentType]
 
 
-def run(options: Train, console: Console) -> int:
-    """Train."""
-    name = options.name or options.recipe.replace(":", "+")
-    return launch(name, options.change, console, resume=options.resume, overwrite=options.overwrite)
-
-
-def launch(name: str, recipe: Recipe, console: Console, *, resume: bool = False, overwrite: bool = False) -> int:
-    """Train a run in runs/NAME and return the exit status: 0, or 1 where it diverged.
-
-    Raises:
-        ValueError: Before any work, where something does not fit.
-        OSError: Where a checkpoint cannot be written.
-        Interrupted: After SIGINT or SIGTERM, when a checkpoint of the last step is there.
-    """
+def run(options: Options, console: Console) -> int:
+    """Train, and return the exit status: 0, or 1 where it diverged."""
     from isopos.lab.runs.folders import check_vacant, recipe_of, same_recipe
     from isopos.lab.training import run as training
     from isopos.lab.training.checks import check_recipe, run_place
 
-    first = training.is_first_process()
+    first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
     console.quiet = not first
     if resume and overwrite:
         raise ValueError("resume: expected either --resume or --overwrite, got both")
-    folder = run_place(name)
-    recipe, warnings = check_recipe(recipe)
+    folder = run_place(options.name or options.recipe.replace(":", "+"))
+    recipe, warnings = check_recipe(options.change)
     if resume:
         same_recipe(folder, recipe.settled_as(recipe_of(folder)))
     elif first:

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe, join_spec, split_spec
+from isopos.lab.reports import grids
 from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.runs.outcomes import Result
 from isopos.lab.tasks.task import Task
@@ -33,17 +34,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """A scheme: what its runs came to; scores by metric, of the seeds that are compared."""
+    """A scheme: the results of its runs, those of the seeds that are compared, and by these the differences to the best."""
 
     scheme: str
-    status: str
-    choices: Mapping[str, str]
-    scores: Mapping[str, Sequence[float]]
+    results: Sequence[Result]
+    paired: Sequence[Result]
     difference: Sequence[float]
-    rate: float
     speed: float | None
-    parameters: int
-    laws: str
+
+    @property
+    def status(self) -> str:
+        """That of the first run that did not finish, or "finished"."""
+        return next((result.status for result in self.results if result.status != "finished"), "finished")
 
 
 def about(folder: Path) -> dict[str, Any]:
@@ -72,43 +74,26 @@ def ranking(folder: Path) -> "Ranking":
     for run in runs:
         if run.result:
             by_scheme.setdefault(run.recipe.scheme, {})[run.recipe.seed] = run.result
-
-    finished = {
-        scheme: {seed: result for seed, result in results.items() if result.status == "finished"}
-        for scheme, results in by_scheme.items()
-    }
+    whole = {name: set(found) for name, found in by_scheme.items() if all(r.status == "finished" for r in found.values())}
     # an interrupted comparison ranks by the seeds that every scheme without a failure has, which keeps the runs paired
-    seeds = [set(results) for scheme, results in finished.items() if len(results) == len(by_scheme[scheme])]
-    shared = set.intersection(*seeds) if seeds else set()
+    shared = set.intersection(*whole.values()) if whole else set()
 
     def rank(scheme: str) -> float:
-        found = [finished[scheme][seed].scores[main.title] for seed in shared if seed in finished[scheme]]
-        whole = len(finished[scheme]) == len(by_scheme[scheme]) and found
-        return main.rank(statistics.mean(found)) if whole else float("inf")
+        if scheme not in whole or not shared:
+            return float("inf")
+        return main.rank(statistics.mean(by_scheme[scheme][seed].scores[main.title] for seed in shared))
 
     ordered = sorted(by_scheme, key=rank)
-    best, speed = finished[ordered[0]] if ordered else {}, said.get("speed", {})
-    return Ranking(task, [_row(task, scheme, by_scheme[scheme], best, shared, speed.get(scheme)) for scheme in ordered])
-
-
-def _row(
-    task: Task, scheme: str, results: dict[int, Result], best: dict[int, Result], shared: set[int], speed: float | None
-) -> Row:
-    first, titles = next(iter(results.values())), [metric.title for metric in task.metrics]
-    paired = [results[seed].scores for seed in sorted(shared) if seed in results]
-    scores = {title: [value for values in paired if (value := values[title]) is not None] for title in titles}
-    pairs = [(results[seed].scores[titles[0]], best[seed].scores[titles[0]]) for seed in sorted(shared & {*results})]
-    return Row(
-        scheme=scheme,
-        status=next((r.status for r in results.values() if r.status != "finished"), "finished"),
-        choices=first.choices,
-        scores=scores,
-        difference=[a - b for a, b in pairs if a is not None and b is not None],
-        rate=statistics.mean(r.rate for r in results.values()),
-        speed=speed,
-        parameters=first.parameters,
-        laws=first.laws,
-    )
+    best, speed = by_scheme[ordered[0]] if ordered else {}, said.get("speed", {})
+    rows = []
+    for scheme in ordered:
+        results = by_scheme[scheme]
+        seeds = sorted(shared & {*results})
+        pairs = [(results[seed].scores[main.title], best[seed].scores[main.title]) for seed in seeds]
+        difference = [a - b for a, b in pairs if a is not None and b is not None]
+        paired = [results[seed] for seed in seeds]
+        rows.append(Row(scheme, [*results.values()], paired, difference, speed.get(scheme)))
+    return Ranking(task, rows)
 
 
 @dataclass(frozen=True)
@@ -127,29 +112,27 @@ class Ranking:
     @property
     def header(self) -> tuple[str, ...]:
         """The titles of the columns; the kind of attention is one where rows differ in it."""
-        differ = len({row.choices["attention"] for row in self.rows}) > 1
+        differ = len({row.results[0].choices["attention"] for row in self.rows}) > 1
         return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *self.numbers, "laws hold")
 
     def cells(self, row: Row, titles: Sequence[str]) -> tuple[str, ...]:
         """A row under titles of `header`."""
         name, options = split_spec(row.scheme)
-        main = self.task.metrics[0]
-        means = {
-            m.title: m.text(statistics.mean(row.scores[m.title]) if row.scores[m.title] else None) for m in self.task.metrics
-        }
+        main, first = self.task.metrics[0], row.results[0]
+        own = {option: value for option, value in options.items() if option not in first.choices}  # columns show the others
         found = {
-            "scheme": join_spec(
-                name, {k: v for k, v in options.items() if k not in row.choices}
-            ),  # other columns show those
-            **row.choices,
-            "features": row.choices["feature_map"],
-            **means,
+            "scheme": join_spec(name, own),
+            **first.choices,
+            "features": first.choices["feature_map"],
             "to best": _difference(row.difference, main.style),
-            f"{self.task.unit}/s": f"{row.rate:,.0f}",
+            f"{self.task.unit}/s": f"{statistics.mean(result.rate for result in row.results):,.0f}",
             "speed": "-" if row.speed is None else f"{row.speed:.2f}",
-            "parameters": f"{row.parameters:,}",
-            "laws hold": row.laws,
+            "parameters": f"{first.parameters:,}",
+            "laws hold": first.laws,
         }
+        for metric in self.task.metrics:
+            scores = [score for result in row.paired if (score := result.scores[metric.title]) is not None]
+            found[metric.title] = metric.text(statistics.mean(scores) if scores else None)
         if row.status != "finished":
             found[main.title] = row.status
         return tuple(found[title] for title in titles)
@@ -166,37 +149,25 @@ class Ranking:
             yield "to best: mean and standard deviation of differences paired by seed; (in brackets): inside that spread."
         else:
             yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
-        differ = [what for what in WORDS if len({row.choices[what] for row in self.rows}) > 1]
-        words = [WORDS[what] for what in differ] + ["parameters"] * (len({row.parameters for row in self.rows}) > 1)
+        first = [row.results[0] for row in self.rows]
+        words = [word for what, word in WORDS.items() if len({result.choices[what] for result in first}) > 1]
+        words += ["parameters"] * (len({result.parameters for result in first}) > 1)
         if words:
-            words = ", ".join(words)
-            yield f"Rows that differ in more than the encoding, here in {words}, do not compare encodings alone."
+            yield f"Rows that differ in more than the encoding, here in {', '.join(words)}, do not compare encodings alone."
 
     def render(self, width: int) -> tuple[Table, Text]:
         """The table for a terminal of so many columns; where it does not fit, what matters least is left to the report."""
         titles, left = list(self.header), []
         others = [metric.title for metric in self.task.metrics[1:]]
-        for title in (
-            "denominator",
-            "features",
-            "parameters",
-            f"{self.task.unit}/s",
-            "attention",
-            "decay",
-            *others,
-            "laws hold",
-        ):
+        least = ("denominator", "features", "parameters", f"{self.task.unit}/s", "attention", "decay", *others, "laws hold")
+        for title in least:
             columns = zip(titles, *(self.cells(row, titles) for row in self.rows), strict=True)
             if sum(max(map(len, column)) for column in columns) + 3 * len(titles) + 1 <= width:
                 break
             left += [title] if title in titles else []
             titles = [other for other in titles if other != title]
-        table = Table(header_style="bold")
-        for title in titles:
-            right = "right" if title in self.numbers else "left"
-            table.add_column(title, justify=right, no_wrap=title != "scheme", overflow="fold")
-        for row in self.rows:
-            table.add_row(*self.cells(row, titles))
+        align = "".join("r" if title in self.numbers else "l" for title in titles)
+        table = grids.console(titles, [self.cells(row, titles) for row in self.rows], align)
         narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
         return table, Text("\n".join([*self.notes(), *narrow]))
 

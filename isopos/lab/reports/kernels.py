@@ -4,6 +4,7 @@ Scores come from the attention functions themselves, whose values are the unit v
 computes, with feature map, decay, terms and embedding.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -72,7 +73,8 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
     """
     outside = scheme.outside  # tokens that have no position come first
     x = torch.cat((scheme.group.origin(outside), x))
-    content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=_seeded(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=generator, dtype=torch.float64)
     q, k = (a.expand(len(x), -1) for a in (content[0], content.sum(0) / 2**0.5))
     if scheme.embedding is not None:
         if scheme.embedding.model_dim != q.shape[-1]:
@@ -94,10 +96,10 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def fill_zeros(scheme: Scheme, seed: int = 0) -> bool:
+def fill_zeros(scheme: Scheme) -> bool:
     """Fill learned tables that start at zero, which would show nothing, with random numbers; whether there were any."""
     empty = [parameter for parameter in scheme.parameters() if not parameter.any()]
-    generator = _seeded(seed)
+    generator = torch.Generator().manual_seed(0)
     for parameter in empty:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return bool(empty)
@@ -140,16 +142,5 @@ def _complete_tree(branches: int) -> Tensor:
     depth = 1
     while depth < NODES // 2 and sum(branches**level for level in range(depth + 2)) <= NODES:
         depth += 1
-    rows = [(-1, -1)]
-
-    def grow(parent: int, left: int) -> None:
-        for branch in range(branches if left else 0):
-            rows.append((parent, branch))
-            grow(len(rows) - 1, left - 1)
-
-    grow(0, depth)
-    return torch.tensor(rows)
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    nodes = sorted(node for level in range(depth + 1) for node in itertools.product(range(branches), repeat=level))
+    return torch.tensor([(-1, -1), *((nodes.index(node[:-1]), node[-1]) for node in nodes[1:])])

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, plain
+from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, plain
 from isopos.lab.runs.files import write_text
 from isopos.lab.runs.outcomes import EXAMPLES
 from isopos.lab.runs.weights import load_run
@@ -50,7 +50,7 @@ def write(folder: Path) -> Path:
         if said["complete"]
         else f'<p class="warn">Interrupted: unfinished {html.escape(", ".join(unfinished) or "timing")}.</p>',
         '<div class="wide">',
-        _table(found),
+        _html(found.header, [found.cells(row, found.header) for row in found.rows], found.numbers),
         "</div>",
         *(f"<p><small>{html.escape(note)}</small></p>" for note in found.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
@@ -80,23 +80,13 @@ def _setting(said: dict[str, Any], runs: list[Run]) -> str:
     return text + f"torch {said['torch']}, {said['device']}, {said['threads']} threads."
 
 
-def _table(found: Ranking) -> str:
-    titles = found.header
-    return _html(titles, [found.cells(row, titles) for row in found.rows], found.numbers)
-
-
 def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{' class=n' * (title in numbers)}>{html.escape(cell)}</td>"
-            for title, cell in zip(titles, cells, strict=True)
-        )
-        + "</tr>"
-        for cells in rows
+    marks = [" class=n" * (title in numbers) for title in titles]
+    body = "</tr><tr>".join(
+        "".join(f"<td{mark}>{html.escape(cell)}</td>" for mark, cell in zip(marks, cells, strict=True)) for cells in rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
 
 
 def _examples(runs: Sequence[Run]) -> Iterator[str]:
@@ -115,22 +105,14 @@ def _curves(runs: list[Run], found: Ranking) -> Figure:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     order, task = [row.scheme for row in found.rows], found.task
-    schemes = order + sorted({run.recipe.scheme for run in runs} - set(order))
-    for run in runs:
-        scheme, seed = run.recipe.scheme, run.recipe.seed
-        points = [(step, loss * task.loss_scale) for step, loss in _smooth(run.training)]
-        place = schemes.index(scheme)
-        label = scheme if run is next(r for r in runs if r.recipe.scheme == scheme) else None
-        (line,) = axes.plot(
-            *zip(*points, strict=True) if points else ([], []), label=label, color=colormaps["tab10"](place % 10)
-        )
-        line.set_dashes([(), (6, 2), (1, 2)][place // 10 % 3])
-        line.set_gid(f"curve-{scheme}-seed{seed}")
+    for place, scheme in enumerate(order + sorted({run.recipe.scheme for run in runs} - set(order))):
+        for n, run in enumerate(run for run in runs if run.recipe.scheme == scheme):
+            points = [(step, loss * task.loss_scale) for step, loss in _smooth(run.training)]
+            xy, label = zip(*points, strict=True) if points else ([], []), None if n else scheme
+            axes.plot(*xy, label=label, gid=f"curve-{scheme}-seed{run.recipe.seed}", **line_style(place))
     axes.set(xlabel="step", ylabel=f"training loss, {task.loss_unit}")
     if runs:
-        handles, labels = axes.get_legend_handles_labels()
-        places = sorted(range(len(labels)), key=lambda n: schemes.index(labels[n]))
-        axes.legend([handles[n] for n in places], [labels[n] for n in places], fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False)
     plain(axes)
     return figure
 
@@ -160,8 +142,6 @@ def _kernel_section(run: Run) -> str:
 
 def _svg(figure: Figure) -> str:
     """The figure as an svg element, without the prologue that names a document type elsewhere."""
-    from matplotlib import rc_context
-
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
-from isopos.lab.reports.markdown import markdown
-from isopos.lab.reports.plots import plain
+from isopos.lab.reports import grids
+from isopos.lab.reports.plots import line_style, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.cells import SCORES, cell_name, speed_rounds
@@ -22,8 +22,8 @@ from isopos.lab.tasks.task import Metric
 
 __all__ = ["differences", "spearman", "write"]
 
+# Fields that make no difference to a model or are told elsewhere:
 SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
-"""Fields that make no difference to a model or are told elsewhere."""
 FEW = 3  # rows from which on a rank correlation is a number worth printing
 
 
@@ -35,6 +35,7 @@ class Found:
     values: Mapping[str, Mapping[int, float]]
     curves: Mapping[str, Mapping[int, Mapping[int, float]]]
     reasons: Mapping[str, str]
+    stand_in: bool = False  # whether another split than a column's was scored
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -76,32 +77,25 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     about = json.loads((folder / "about.json").read_text())
     rows = [_found(table, line, folder, about) for line in table.rows]
     titles, grid = _grid(table, rows, about)
-    shown = Table(title=f"{table.title}: {table.citation}", header_style="bold")
-    for n, title in enumerate(titles):
-        shown.add_column(title, justify="left" if n < 2 else "right", overflow="fold")
-    for cells in grid:
-        shown.add_row(*cells)
-    said = list(_said(table, rows, folder, about))
+    align, said = "ll".ljust(len(titles), "r"), list(_said(table, rows, folder, about))
     lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
-    lines.append(markdown(titles, grid, "ll" + "r" * (len(titles) - 2)))
-    lines += ["", *(f"- {text}" for text in said), "", "    " + "\n    ".join(about["commands"]), ""]
-    lines += ["![curves](curves.svg)", ""]
+    lines += [grids.markdown(titles, grid, align), "", *(f"- {text}" for text in said), ""]
+    lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
     figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(table, rows, about["corpora"])
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
-    return shown, said
+    return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
 
 
 def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]) -> Found:
     if table.kind == "speed":
-        title = table.columns[0].title
-        pairs = [(one[table.baseline], one[line.name]) for one in speed_rounds(folder) if line.name in one]
-        values = {title: {n: base / own for n, (base, own) in enumerate(pairs)}}
-        return Found(line, values, {}, {})
+        rounds = [one for one in speed_rounds(folder) if line.name in one]
+        ratios = {n: one[table.baseline] / one[line.name] for n, one in enumerate(rounds)}
+        return Found(line, {table.columns[0].title: ratios}, {}, {})
     values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
     curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
-    reasons: dict[str, str] = {}
+    reasons, stand_in = {}, False
     for corpus in about["corpora"] if line.scheme else ():
         for seed in range(about["seeds"]):
             cell = folder / "cells" / cell_name(corpus, line.scheme, seed)
@@ -110,13 +104,14 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
             scores = json.loads((cell / SCORES).read_text())
             for column in (column for column in table.columns if column.corpus == corpus):
                 found = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
+                stand_in |= found.get("split", column.split) != column.split
                 if found["value"] is None:
                     reasons[column.title] = found["reason"]
                 else:
                     values[column.title][seed] = found["value"]
             metrics = read_rows(cell / "metrics.jsonl")
             curves[corpus][seed] = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
-    return Found(line, values, curves, reasons)
+    return Found(line, values, curves, reasons, stand_in)
 
 
 def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -150,17 +145,10 @@ def _ours(table: PaperTable, row: Found, column: Column) -> str:
     if not values:
         return "none" if column.title in row.reasons else "missing"
     if table.kind == "speed":  # ratios of rounds
-        return f"{metric.text(statistics.median(values))} ± {metric.text(_half_range(values))}"
+        ratio = Spread.of(values)
+        return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
     spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
     return metric.text(statistics.mean(values)) + spread
-
-
-def _half_range(values: Sequence[float]) -> float:
-    """Half of the range between the quartiles."""
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / 2
 
 
 def _mean_curve(row: Found, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:
@@ -196,9 +184,10 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     if table.kind == "scores":
         seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
         yield f"A model sees {seen:,.1f} million {ours.task.unit}, the paper's {paper:,.1f} million."
-        for note in dict.fromkeys(_note(table, column, ours) for column in table.columns):
-            yield f"{note}; means and standard deviations of up to {about['seeds']} seeds."
-        if any(score["split"] != column.split for column, score in _scores(table, folder)):
+        figures = [(ours.task.figure(metric.figure), metric.better) for metric in map(table.metric, table.columns)]
+        for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
+            yield f"Figures are {note}; means and standard deviations of up to {about['seeds']} seeds."
+        if any(row.stand_in for row in rows):
             yield "Data without a test split are scored on their validation split in the columns of the test."
     else:
         yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
@@ -207,30 +196,17 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     for row in rows:
         for title, reason in row.reasons.items():
             yield f"{row.line.name}, {title}: {reason}."
-    missing = list(_missing(table, rows, about))
-    if missing:
-        yield "Missing: " + "; ".join(missing) + "."
+    if missing := "; ".join(_missing(table, rows, about)):
+        yield f"Missing: {missing}."
     seconds = [json.loads(path.read_text())["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
     seconds += [sum(one.values()) for one in speed_rounds(folder)]
     count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
 
 
-def _note(table: PaperTable, column: Column, ours: Recipe) -> str:
-    """What the figures of a column are, as the task of this scale calls them."""
-    metric = ours.task.figure(table.metric(column).figure)
-    return f"Figures are {metric.note or metric.title}, {table.metric(column).better} is better"
-
-
 def _short(name: str) -> str:
     """A path by its last part."""
     return name if name.startswith("hf:") or " " in name else Path(name).name
-
-
-def _scores(table: PaperTable, folder: Path) -> Iterator[tuple[Column, dict[str, Any]]]:
-    for path in (folder / "cells").glob(f"*/{SCORES}"):
-        found = json.loads(path.read_text())["columns"]
-        yield from ((column, found[column.title]) for column in table.columns if column.title in found)
 
 
 def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
@@ -277,11 +253,8 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     drawn = [row for row in rows if row.line.scheme]
     for axes, corpus in zip(panels, names, strict=False):
         for n, row in enumerate(drawn):
-            curve = _mean_curve(row, corpus)
-            if not curve:
-                continue
-            (line,) = axes.plot(list(curve), list(curve.values()), label=row.line.name, color=colormaps["tab10"](n % 10))
-            line.set_dashes([(), (6, 2), (1, 2)][n // 10 % 3])
+            if curve := _mean_curve(row, corpus):
+                axes.plot(list(curve), list(curve.values()), label=row.line.name, **line_style(n))
         axes.set(xlabel="updates", ylabel=f"validation, {_main(table).title}", title=f"{corpus}: {_short(names[corpus])}")
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:
@@ -295,9 +268,9 @@ def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
     axes, title = figure.subplots(), table.columns[0].title
     drawn = [row for row in rows if row.values[title]]
     for n, row in enumerate(drawn):
-        values = list(row.values[title].values())
-        half = _half_range(values)
-        axes.errorbar(statistics.median(values), -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
+        low, median, high = Spread.of([*row.values[title].values()])
+        half = (high - low) / 2
+        axes.errorbar(median, -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
         if row.line.figures:
             axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
     axes.set_yticks([-n for n in range(len(drawn))], [row.line.name for row in drawn])

@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -16,7 +17,7 @@ from isopos.lab.runs.files import replacing
 from isopos.positions import Ring
 from isopos.schemes import Scheme, build, resolve
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "plain", "show"]
+__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "line_style", "plain", "show"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
@@ -24,24 +25,24 @@ WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
 
 
 def show(
-    spec: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
+    scheme: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
 ) -> Path:
     """Draw the relative kernel of a scheme with options into a file, by default named after it, and return its path.
 
     Raises:
         ValueError: Before any work, where the scheme or the file do not fit.
     """
-    name, options = split_spec(spec)
-    scheme = build(name, head_dim, heads, options)
+    name, options = split_spec(scheme)
+    spec, built = join_spec(name, options), build(name, head_dim, heads, options)
     if reach < 1:
         raise ValueError(f"reach: expected at least 1 step, got {reach}")
-    path = _target(Path(out or join_spec(name, options).replace(":", "+").replace("/", "-") + ".png"), overwrite)
-    drawn = fill_zeros(scheme)
-    shown = list(panels(scheme, reach=reach))
+    path = _target(Path(out or spec.replace(":", "+").replace("/", "-") + ".png"), overwrite)
+    drawn = fill_zeros(built)
+    shown = list(panels(built, reach=reach))
     figure = Figure(figsize=(7.5 if len(shown) == 1 else 6.2 * len(shown), 5.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        draw(axes, panel, scheme, alone=len(shown) == 1)
-    figure.suptitle("\n".join(_title(join_spec(name, options), scheme, shown, drawn)), fontsize=11)
+        draw(axes, panel, built, alone=len(shown) == 1)
+    figure.suptitle("\n".join(_title(spec, built, shown, drawn)), fontsize=11)
     try:
         with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
@@ -65,23 +66,17 @@ def _target(path: Path, overwrite: bool) -> Path:
 def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[str]:
     choices = dict(scheme.choices)
     attention = choices.pop("attention")
-    words = [f"{attention} attention"]
-    if attention == "linear":
-        words += [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
-    words.append(f"decay {choices['decay']}")
+    sums = [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
+    words = [f"{attention} attention", *sums * (attention == "linear"), f"decay {choices['decay']}"]
     orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
         *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
         *(["direction-blind"] if not any(panel.directional for panel in shown) else []),
-        *(["no relative kernel: scores depend on the positions themselves"] if not _relative(shown) else []),
+        *(["no relative kernel: scores depend on the positions themselves"] * (not all(panel.relative for panel in shown))),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]
     return [spec, ", ".join(words), CATALOG[resolve(spec.split(":")[0])].citation, *filter(None, ["; ".join(notes)])]
-
-
-def _relative(shown: list[Panel]) -> bool:
-    return all(panel.relative for panel in shown)
 
 
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
@@ -92,7 +87,10 @@ def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
     if panel.group.refers_to_rows or not panel.relative:
         draw_heat(axes, panel.score.mean(0), scheme.attention)
         if panel.group.refers_to_rows:
-            _label_nodes(axes, panel.position)
+            labels = [path or "root" for path in paths(panel.position)]
+            axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
+            axes.set_yticks(range(len(labels)), labels, fontsize=8)
+            axes.set(xlabel="key node: branches from the root", ylabel="query node")
     elif panel.group.columns > 1:
         reach = offset.abs().max(0).values.tolist()
         sides = [2 * r + 1 for r in reach]
@@ -132,11 +130,9 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
     figure.colorbar(image, ax=axes, label=WHAT[attention], shrink=0.9)
 
 
-def _label_nodes(axes: Axes, position: Tensor) -> None:
-    labels = [path or "root" for path in paths(position)]
-    axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set(xlabel="key node: branches from the root", ylabel="query node")
+def line_style(n: int) -> dict[str, Any]:
+    """Of the n-th line of a picture: ten colours, then the same with dashes."""
+    return {"color": colormaps["tab10"](n % 10), "linestyle": ("-", (0, (6, 2)), (0, (1, 2)))[n // 10 % 3]}
 
 
 def plain(axes: Axes) -> None:

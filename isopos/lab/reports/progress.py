@@ -48,12 +48,7 @@ class Bars:
     def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:
         """What shows a step of a run: a function of its number and, where there are such, its loss and its rate.
 
-        Args:
-            title: Of the run.
-            steps: That it takes.
-            unit: Of the loss.
-            rate_unit: Of the rate.
-            before: Steps of other runs before it, where all share a bar.
+        Where all runs share a bar, `before` are the steps of others before it.
         """
         self._finish()
         task = self.progress.add_task(title, total=steps, loss="", rate="") if self.shared is None else self.shared
@@ -73,9 +68,8 @@ class Bars:
             speed = "" if rate is None else f"{rate:,.0f} {rate_unit}"
             self.progress.update(task, completed=before + step, loss=shown, rate=speed)
             start = start or (step, time.monotonic())  # a run that is resumed does not start at 0
-            line = ", ".join(
-                filter(None, (f"{title}: {step}/{steps}", shown, speed, _left(start, step, (self.total or steps) - before)))
-            )
+            left = _left(start, step, (self.total or steps) - before)
+            line = ", ".join(filter(None, (f"{title}: {step}/{steps}", shown, speed, left)))
             if step * PARTS // steps > printed:
                 printed = step * PARTS // steps
                 finish()
