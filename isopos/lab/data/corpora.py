@@ -9,7 +9,7 @@ Example:
     >>> corpus.vocabulary, len(corpus.train), len(corpus.validation)
     (256, 684, 76)
     >>> tokens, targets = corpus.batch(seed=0, step=1, count=2, length=8)
-    >>> tokens.shape, corpus.decode(corpus.validation[:8])
+    >>> tokens.shape, corpus.tokenizer.decode(corpus.validation[:8])
     (torch.Size([2, 8]), 'one two ')
 """
 
@@ -60,18 +60,6 @@ class Corpus:
     def vocabulary(self) -> int:
         """Number of different tokens."""
         return self.tokenizer.size
-
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of text."""
-        return self.tokenizer.encode(text)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens."""
-        return self.tokenizer.decode(tokens)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json, which a run needs to read and to write text."""
-        self.tokenizer.save(folder)
 
     def split(self, name: str) -> np.ndarray:
         """The tokens of train, validation or test.

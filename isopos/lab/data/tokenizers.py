@@ -74,19 +74,15 @@ class Bytes(Tokenizer):
 
     @property
     def size(self) -> int:
-        """256."""
         return 256
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def piece(self, token: int) -> bytes:
-        """One byte."""
         return bytes([token])
 
     def settings(self) -> dict[str, Any]:
-        """Its kind."""
         return {"kind": "bytes"}
 
 
@@ -123,20 +119,13 @@ class Words(Tokenizer):
 
     @property
     def size(self) -> int:
-        """Words in the vocabulary."""
         return len(self.words)
 
-    @property
-    def unknown(self) -> int | None:
-        """The token of words that are not in the vocabulary."""
-        return self._index.get(UNK)
-
     def encode(self, text: str) -> np.ndarray:
-        """Words and <eos> as their places in the vocabulary."""
         words = _split(text)
-        found = map(self._index.get, words, repeat(-1 if self.unknown is None else self.unknown))
+        found = map(self._index.get, words, repeat(self._index.get(UNK, -1)))
         tokens = np.fromiter(found, np.int64, len(words))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if self.unknown is None and (tokens < 0).any():
+        if (tokens < 0).any():
             raise ValueError(
                 f"vocabulary: expected every word of the text among its {self.size} or {UNK} for others, got "
                 f"{words[int((tokens < 0).argmax())]!r}; learn a vocabulary from this text, or from one with {UNK}"
@@ -149,7 +138,6 @@ class Words(Tokenizer):
         return b"\n" if word == EOS else word.encode() + b" "
 
     def settings(self) -> dict[str, Any]:
-        """Kind and vocabulary."""
         return {"kind": "words", "words": list(self.words)}
 
 
@@ -162,8 +150,7 @@ class BPE(Tokenizer):
 
     def __init__(self, model: str):
         self._model = _tokenizers().Tokenizer.from_str(model)
-        of_byte = _characters()
-        self._bytes = {character: byte for byte, character in enumerate(of_byte)}
+        self._bytes = {character: byte for byte, character in enumerate(_characters())}
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int | None = None) -> "BPE":
@@ -181,19 +168,15 @@ class BPE(Tokenizer):
 
     @property
     def size(self) -> int:
-        """Tokens that training has found."""
         return self._model.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of each line, one line after another."""
         return np.array([token for line in self._model.encode_batch_fast(_lines(text)) for token in line.ids], np.int64)
 
     def piece(self, token: int) -> bytes:
-        """Its bytes."""
         return bytes(self._bytes[character] for character in self._model.id_to_token(token))
 
     def settings(self) -> dict[str, Any]:
-        """Kind and model."""
         return {"kind": "bpe", "model": json.loads(self._model.to_str())}
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Language", "Text"]
 
+NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
+
 
 @dataclass(frozen=True)
 class Language(Task):
@@ -42,12 +44,10 @@ class Language(Task):
     loss_scale: ClassVar[float] = 1 / math.log(2)
     settled = ("vocabulary",)
     views = ("split", "multiple", "scored", "limit")
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        views = {"bits/byte": View(), "at 2x": View(multiple=2), "at 4x": View(multiple=4)}
-        note = "bits/byte of held-out text, at 2x and 4x the training length"
-        return tuple(Metric(title, "bits_per_byte", view=view, note=note) for title, view in views.items())
+    metrics = tuple(
+        Metric(title, "bits_per_byte", view=View(multiple=multiple), note=NOTE)
+        for title, multiple in (("bits/byte", 1), ("at 2x", 2), ("at 4x", 4))
+    )
 
     @property
     def more(self) -> tuple[Metric, ...]:
@@ -97,29 +97,18 @@ class Language(Task):
         ]
 
     def model(self, recipe: "Recipe") -> "Decoder":
-        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.lab.tasks.build import build_model
         from isopos.models import Decoder
 
-        m, scheme = recipe.model, build_scheme(recipe)
-        with seeded(recipe):
-            return Decoder(
-                self.vocabulary or 256,
-                m.model_dim,
-                m.layers,
-                scheme,
-                hidden_dim=m.hidden_dim or None,
-                dropout=m.dropout,
-                cutoffs=self.cutoffs,
-                recompute=m.recompute,
-            )
+        return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Text":
         from isopos.lab.data import corpora
         from isopos.lab.data.tokenizers import load_tokenizer
 
+        choice: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
         if run is not None:
-            return Text(self, corpora.load(self.data, self.length, tokenizer=load_tokenizer(run), console=console))
-        choice = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
+            choice = {"tokenizer": load_tokenizer(run)}
         return Text(self, corpora.load(self.data, self.length, **choice, console=console))
 
 
@@ -157,12 +146,11 @@ class Text(Data):
         from isopos.lab.tasks.perplexity import perplexity, why_not
 
         length = view.multiple * self.task.length
-        scored = None if view.scored == 1 else int(view.scored) if view.scored > 1 else max(1, round(view.scored * length))
+        scored = int(view.scored) if view.scored >= 1 else max(1, round(view.scored * length)) if view.scored else None
         limit = (self.task.validation_tokens if view.limit < 0 else view.limit) or None
         if reason := why_not(model, self.corpus, length, view.split, limit):
             return Scored(reason=reason)
-        found = perplexity(model, self.corpus, length, split=view.split, scored=scored, limit=limit)
-        return Scored({**vars(found), "perplexity": found.perplexity})
+        return Scored(perplexity(model, self.corpus, length, split=view.split, scored=scored, limit=limit))
 
     def save(self, folder: Path) -> None:
-        self.corpus.save_tokenizer(folder)
+        self.corpus.tokenizer.save(folder)
