@@ -24,21 +24,13 @@ STATE, MARK = "state.pt", "complete.json"
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint.
-
-    Args:
-        folder: Where it is.
-        step: Updates done.
-        validation: The main metric there, if it was validated.
-        better: Whether the lower or the higher one is.
-        ended: Whether training ends here.
-    """
+    """A complete checkpoint."""
 
     folder: Path
-    step: int
-    validation: float | None
-    better: str
-    ended: bool
+    step: int  # updates done
+    validation: float | None  # the main metric there, if it was validated
+    better: str  # whether the lower or the higher one is
+    ended: bool  # whether training ends here
 
 
 def complete(run: Path) -> list[Checkpoint]:
@@ -73,7 +65,6 @@ def save(
     run: Path,
     state: Mapping[str, Any],
     step: int,
-    *,
     validation: float | None = None,
     better: str = "lower",
     ended: bool = False,

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import platform
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,9 +71,7 @@ def _take_over(path: Path) -> bool:
         return False
     try:
         found = _read(path)
-        if found is None:
-            return _create(path)
-        if not _stale(path, found):
+        if found is not None and not _stale(path, found):
             return False
         path.unlink(missing_ok=True)
         return _create(path)
@@ -99,25 +98,18 @@ def _stale(path: Path, found: dict[str, object]) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    if os.name != "posix":
-        return True  # a signal 0 would end it
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+        if os.name == "posix":  # elsewhere a signal 0 would end it
+            os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
 def _now(folder: Path) -> float:
     """The time by the clock that stamps files of this folder, which may be another machine's."""
-    probe = folder / f".clock.{platform.node()}.{os.getpid()}"
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
+    with tempfile.NamedTemporaryFile(prefix=".clock.", dir=folder) as probe:
+        return os.stat(probe.name).st_mtime
 
 
 def _renew(path: Path, done: threading.Event) -> None:

@@ -86,12 +86,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """metrics.jsonl of a run from a step on: what it held of later steps is dropped.
-
-    Args:
-        folder: Of the run.
-        step: The last step that is kept.
-    """
+    """metrics.jsonl of a run, to go on with after a step: what it held of later steps is dropped."""
 
     def __init__(self, folder: Path, step: int = 0):
         path = folder / "metrics.jsonl"

@@ -53,12 +53,10 @@ class ListOps(Task):
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
     settled = ("longest", "branches")
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        note = "accuracy: share of held-out expressions whose value is found"
-        accuracy = Metric("accuracy", "accuracy", "higher", ".1%", note=note)
-        return accuracy, Metric("nats", "nats", note="nats: their cross-entropy")
+    metrics = (
+        Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out expressions whose value is found"),
+        Metric("nats", "nats", note="nats: cross-entropy of their values"),
+    )
 
     @property
     def more(self) -> tuple[Metric, ...]:
@@ -93,13 +91,10 @@ class ListOps(Task):
         return []
 
     def model(self, recipe: "Recipe") -> "Classifier":
-        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
-        m, scheme = recipe.model, build_scheme(recipe)
-        options: dict[str, Any] = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
-        with seeded(recipe):
-            return Classifier(len(TOKENS), 10, m.model_dim, m.layers, scheme, **options)
+        return build_model(recipe, Classifier, len(TOKENS), 10)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Expressions":
         rows = read(self.data) if self.data else generate(0, COUNTS, **RANDOM)
