@@ -27,8 +27,7 @@ class Evaluation:
     length: tuple[int, ...] = ()
     """Multiples of the training length, where samples have any; by default those of a comparison."""
     scored: float = 0.0
-    """At the end of each sample so many tokens count, of windows that overlap: PermuteFormer's 256 of 512; below 1 a share;
-    0: all."""
+    """How many tokens at the end of each window count, as PermuteFormer's 256 of 512; below 1 a share of them; 0: all."""
     limit: int = -1
     """At most so many tokens or samples; 0: all; -1: as in training."""
 

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from io import StringIO
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,8 @@ BPE_SIZE = 8192  # by default
 class Tokenizer(ABC):
     """Text to integers below `size` and back; equal settings have equal fingerprints."""
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Tokens in the vocabulary."""
+    size: int
+    """Tokens in the vocabulary."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -72,9 +71,7 @@ class Tokenizer(ABC):
 class Bytes(Tokenizer):
     """Each byte of UTF-8 is a token."""
 
-    @property
-    def size(self) -> int:
-        return 256
+    size = 256
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
@@ -95,9 +92,10 @@ class Words(Tokenizer):
 
     def __init__(self, words: Iterable[str]):
         self.words = tuple(words)
+        self.size = len(self.words)
         self._index = {word: n for n, word in enumerate(self.words)}
-        if EOS not in self._index or len(self._index) < len(self.words):
-            raise ValueError(f"words: expected different ones with {EOS} among them, got {len(self.words)}")
+        if EOS not in self._index or len(self._index) < self.size:
+            raise ValueError(f"words: expected different ones with {EOS} among them, got {self.size}")
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int | None = None) -> "Words":
@@ -116,10 +114,6 @@ class Words(Tokenizer):
             counts[UNK] += sum(counts[word] for word in others[size - 2 :])
             order = sorted([EOS, UNK, *others[: size - 2]], key=lambda word: (-counts[word], word))
         return cls(order)
-
-    @property
-    def size(self) -> int:
-        return len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
         words = _split(text)
@@ -150,6 +144,7 @@ class BPE(Tokenizer):
 
     def __init__(self, model: str):
         self._model = _tokenizers().Tokenizer.from_str(model)
+        self.size: int = self._model.get_vocab_size()
         self._bytes = {character: byte for byte, character in enumerate(_characters())}
 
     @classmethod
@@ -163,15 +158,12 @@ class BPE(Tokenizer):
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-        model.train_from_iterator((line for text in texts for line in _lines(text)), trainer)
+        model.train_from_iterator((line for text in texts for line in StringIO(text, newline="\n")), trainer)
         return cls(model.to_str())
 
-    @property
-    def size(self) -> int:
-        return self._model.get_vocab_size()
-
     def encode(self, text: str) -> np.ndarray:
-        return np.array([token for line in self._model.encode_batch_fast(_lines(text)) for token in line.ids], np.int64)
+        lines = self._model.encode_batch_fast(list(StringIO(text, newline="\n")))
+        return np.array([token for line in lines for token in line.ids], np.int64)
 
     def piece(self, token: int) -> bytes:
         return bytes(self._bytes[character] for character in self._model.id_to_token(token))
@@ -204,11 +196,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _split(text: str) -> list[str]:
     return text.replace("\n", f" {EOS} ").split()
-
-
-def _lines(text: str) -> list[str]:
-    *whole, last = text.split("\n")
-    return [line + "\n" for line in whole] + [last] * bool(last)
 
 
 def _characters() -> Iterator[str]:

@@ -21,10 +21,8 @@ __all__ = ["Bidirectional", "RandomTokens"]
 class Bidirectional(Task):
     """The random tokens of a bidirectional model."""
 
-    vocabulary: int = 256
-    """Tokens."""
-    length: int = 512
-    """Tokens of a sample."""
+    vocabulary: int = 256  # Tokens.
+    length: int = 512  # Tokens of a sample.
 
     name = "bidirectional"
     unit = "tokens"

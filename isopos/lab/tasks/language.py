@@ -27,16 +27,11 @@ class Language(Task):
     data: str = ""
     """A file, an archive, a folder that is read in sorted order, or hf:NAME:CONFIG; empty: the Python language reference.
     docs/data.md says more. The last tenth is held out, where names of files make no splits."""
-    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"
-    """What a token is."""
-    vocabulary: int = 0
-    """Tokens; 0: as many as the tokenizer has."""
-    length: int = 256
-    """Tokens of a training window; 2 and 4 times as many are evaluated, too."""
-    cutoffs: tuple[int, ...] = ()
-    """Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax."""
-    validation_tokens: int = 32768
-    """At most so many tokens of the held-out text are scored; 0: all."""
+    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # What a token is.
+    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
+    length: int = 256  # Tokens of a training window; 2 and 4 times as many are evaluated, too.
+    cutoffs: tuple[int, ...] = ()  # Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax.
+    validation_tokens: int = 32768  # At most so many tokens of the held-out text are scored; 0: all.
 
     name = "language"
     schemes = "none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet"

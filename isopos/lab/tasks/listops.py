@@ -41,12 +41,9 @@ class ListOps(Task):
     data: str = ""
     """A file or a folder of rows, a label, a tab and an expression: those of Nangia and Bowman or of the Long Range Arena.
     Names with train, valid and test make the splits; by default 12,000 random expressions of at most 50 tokens."""
-    longest: int = 0
-    """Tokens: longer expressions are left out; 0: none are."""
-    branches: int = 0
-    """Of the trees, closing brackets counted; 0: as many as the data has."""
-    validation_rows: int = 0
-    """At most so many held-out expressions are scored; 0: all."""
+    longest: int = 0  # Tokens: longer expressions are left out; 0: none are.
+    branches: int = 0  # Of the trees, closing brackets counted; 0: as many as the data has.
+    validation_rows: int = 0  # At most so many held-out expressions are scored; 0: all.
 
     name = "listops"
     schemes = "none,rope,ape-sequence,ape-tree"
