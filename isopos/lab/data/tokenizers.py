@@ -173,11 +173,7 @@ class BPE(Tokenizer):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `Tokenizer.save` wrote there.
-
-    Raises:
-        ValueError: Where there is none, or something else.
-    """
+    """What `Tokenizer.save` wrote there, or a ValueError where there is none, or something else."""
     path = folder / FILE
     try:
         match json.loads(path.read_text(encoding="utf-8")):

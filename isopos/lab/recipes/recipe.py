@@ -95,9 +95,6 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         """The inverse of `as_dict`, also after JSON; what is missing takes its default, and the task is language.
 
-        Raises:
-            ValueError: Where there is no such field or task.
-
         Example:
             >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
             (100, 200)
@@ -106,10 +103,7 @@ class Recipe:
         return cls(task=tasks.find(flat.pop("task", "language"))()).edit(**flat)
 
     def edit(self, **changes: Any) -> "Recipe":
-        """The recipe with changes of fields by flat names.
-
-        Raises:
-            ValueError: Where there is no such field.
+        """The recipe with changes of fields by flat names, or a ValueError where there is no such field.
 
         Example:
             >>> recipe = Recipe().edit(seed=1, steps=10, length=64)

@@ -34,11 +34,7 @@ class Checkpoint(NamedTuple):
 
 
 def complete(run: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, the oldest first.
-
-    Raises:
-        ValueError: Where a mark is damaged.
-    """
+    """The complete checkpoints of a run, the oldest first; or a ValueError where a mark is damaged."""
     found = []
     for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
         try:

@@ -52,11 +52,7 @@ def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
 
 
 def recipe_of(folder: Path) -> Recipe:
-    """The recipe of a run.
-
-    Raises:
-        ValueError: Where the folder holds none, or one of other fields.
-    """
+    """The recipe of a run, or a ValueError where the folder holds none, or one of other fields."""
     path = folder / "recipe.json"
     try:
         return Recipe.from_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -71,10 +67,10 @@ def recipe_of(folder: Path) -> Recipe:
 def same_recipe(folder: Path, recipe: Recipe) -> None:
     """Raise a ValueError that names the fields in which a run that is to be resumed differs from a recipe."""
     before, now = recipe_of(folder).as_dict(), recipe.as_dict()
-    changed = [f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in now if before.get(name) != now[name]]
-    changed = [text for text in changed if text.split()[0] not in PLACEMENT]
+    changed = [name for name in now if before.get(name) != now[name] and name not in PLACEMENT]
     if changed:
-        raise ValueError(f"resume: expected the recipe of {folder}, got {'; '.join(changed)}; or choose another --name")
+        got = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
+        raise ValueError(f"resume: expected the recipe of {folder}, got {got}; or choose another --name")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

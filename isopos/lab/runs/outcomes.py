@@ -31,11 +31,7 @@ class Result:
 
     @classmethod
     def of(cls, run: Path) -> "Result | None":
-        """That of a run, if it has ended.
-
-        Raises:
-            ValueError: Where the file is damaged.
-        """
+        """That of a run, if it has ended; or a ValueError where the file is damaged."""
         path = run / FILE
         try:
             found: dict[str, Any] = json.loads(path.read_text())

@@ -33,14 +33,7 @@ def perplexity(
     its last tokens only: all of them have ``length - scored`` tokens before them, by which windows overlap. PermuteFormer
     (section 4.2.1) scores the last 256 of 512; LRPE says no more than perplexity. Long windows run as streams in pieces of
     4096 tokens or less, with the same result in less memory. Bits a byte take the mean bytes a token of the whole split.
-
-    Args:
-        model: In evaluation mode; runs where its weights are.
-        corpus: With the tokens that the model was trained on.
-        length: Tokens of a window.
-        split: train, validation or test.
-        scored: At the end of each window; all by default.
-        limit: Look at the first so many tokens of the split only; at all by default.
+    The model is in evaluation mode. With `limit` only the first so many tokens of the split are looked at.
 
     Raises:
         ValueError: Before any work, where `length` has no positions in the scheme, or no window in the split, where the

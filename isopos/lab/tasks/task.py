@@ -139,11 +139,7 @@ class Task(ABC):
         return tuple(metric for n, metric in enumerate(every) if metric.figure not in [one.figure for one in every[:n]])
 
     def figure(self, name: str) -> Metric:
-        """That of `figures` with this name.
-
-        Raises:
-            ValueError: Where there is none.
-        """
+        """That of `figures` with this name, or a ValueError where there is none."""
         known = {metric.figure: metric for metric in self.figures}
         if name not in known:
             raise ValueError(f"figure: expected one of {', '.join(known)}, got {name!r}")
