@@ -267,7 +267,7 @@ def fit(
     on_step: OnStep,
     begin: dict[str, Any] | None = None,
 ) -> Fitted:
-    """Train from the content of a checkpoint, or from the start, to the last step; all ranks call it, the first with `log`."""
+    """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
     with _handlers_kept(), warnings.catch_warnings():
         for message in NOT_OURS:
