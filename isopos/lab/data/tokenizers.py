@@ -108,12 +108,10 @@ class Words(Tokenizer):
         counts = Counter({EOS: 0, UNK: 0})
         for text in texts:
             counts.update(_split(text))
-        order = sorted(counts, key=lambda word: (-counts[word], word))
-        if size is not None and len(order) > size:
-            others = [word for word in order if word not in (EOS, UNK)]
-            counts[UNK] += sum(counts[word] for word in others[size - 2 :])
-            order = sorted([EOS, UNK, *others[: size - 2]], key=lambda word: (-counts[word], word))
-        return cls(order)
+        if size is not None and len(counts) > size:
+            others = sorted(counts.keys() - {EOS, UNK}, key=lambda word: (-counts[word], word))
+            counts[UNK] += sum(counts.pop(word) for word in others[size - 2 :])
+        return cls(sorted(counts, key=lambda word: (-counts[word], word)))
 
     def encode(self, text: str) -> np.ndarray:
         words = _split(text)

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 __all__ = ["BEAT", "STALE", "claimed", "holder"]
 
@@ -45,8 +46,14 @@ def claimed(path: Path) -> Iterator[bool]:
 
 def holder(path: Path) -> str:
     """Who holds a claim, as text; empty where nobody does, or no longer."""
-    found = _read(path)
-    return "" if found is None or _stale(path, found) else f"process {found['pid']} on {found['host']}"
+    try:
+        found = _read(path)
+        gone = found["host"] == platform.node() and not _runs(int(found["pid"]))
+        if gone or _now(path.parent) - path.stat().st_mtime > STALE:
+            return ""
+    except FileNotFoundError:
+        return ""
+    return f"process {found['pid']} on {found['host']}"
 
 
 def _create(path: Path) -> bool:
@@ -70,8 +77,7 @@ def _take_over(path: Path) -> bool:
                 turn.rmdir()
         return False
     try:
-        found = _read(path)
-        if found is not None and not _stale(path, found):
+        if holder(path):
             return False
         path.unlink(missing_ok=True)
         return _create(path)
@@ -79,22 +85,11 @@ def _take_over(path: Path) -> bool:
         turn.rmdir()
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
     except ValueError:  # it is being written
         return {"host": "", "pid": 0}
-
-
-def _stale(path: Path, found: dict[str, object]) -> bool:
-    if found["host"] == platform.node() and not _runs(int(str(found["pid"]))):
-        return True
-    try:
-        return _now(path.parent) - path.stat().st_mtime > STALE
-    except FileNotFoundError:
-        return True
 
 
 def _runs(pid: int) -> bool:

@@ -190,9 +190,9 @@ class _Training(LightningModule):
         self._record(self.row)
         due = r.validate_every > 0 and not diverged and (step % r.validate_every == 0 or step == r.steps)
         validation = self._validate() if due else None
-        improved = validation is not None and self.metric.rank(validation) < self.best[1]
-        if validation is not None and improved:
-            self.best = (step, self.metric.rank(validation))
+        rank = math.inf if validation is None else self.metric.rank(validation)
+        if improved := rank < self.best[1]:
+            self.best = (step, rank)
         impatient = r.patience > 0 and step - self.best[0] >= r.patience * r.validate_every
         self.ended = diverged or impatient or step == r.steps
         if r.save_every and not diverged and (step % r.save_every == 0 or improved or self.ended or self.stopping):
@@ -209,8 +209,7 @@ class _Training(LightningModule):
         return done / (time.perf_counter() - self.begun)
 
     def _validate(self) -> float | None:
-        value = evaluate(self.model, self.recipe, self.data, (self.metric,))[self.metric.title]
-        value = None if value is None else _number(value)
+        value = _number(evaluate(self.model, self.recipe, self.data, (self.metric,))[self.metric.title])
         self._record({"step": self.step, "validation": value})
         return value
 
@@ -336,6 +335,6 @@ def _handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _number(value: float) -> float | None:
+def _number(value: float | None) -> float | None:
     """The value, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
