@@ -11,12 +11,13 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = ["Document", "Source", "find", "survey", "whole_lines"]
 
-BLOCK = 1 << 20  # bytes read at once
+BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
@@ -185,14 +186,9 @@ def _rows(name: str, stream: BinaryIO) -> Iterator[str]:
 
 def _joined(rows: Iterable[str]) -> Iterator[bytes]:
     """Rows as lines, in blocks."""
-    held = bytearray()
-    for row in rows:
-        held += row.encode() if row.endswith("\n") else row.encode() + b"\n"
-        if len(held) >= BLOCK:
-            yield bytes(held)
-            held.clear()
-    if held:
-        yield bytes(held)
+    lines = (row if row.endswith("\n") else row + "\n" for row in rows)
+    while block := "".join(islice(lines, ROWS)):
+        yield block.encode()
 
 
 def _guarded(name: str, blocks: Iterator[bytes]) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-class Log:
+class Log(AbstractContextManager):
     """metrics.jsonl of a run, to go on with after a step: what it held of later steps is dropped."""
 
     def __init__(self, folder: Path, step: int = 0):
@@ -98,9 +99,6 @@ class Log:
     def flush(self) -> None:
         """Make the rows survive a loss of power."""
         os.fsync(self._file.fileno())
-
-    def __enter__(self) -> "Log":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._file.close()

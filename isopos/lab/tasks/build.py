@@ -1,7 +1,6 @@
 """What tasks build their models from: the scheme of a recipe, and the random numbers of its seed."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from isopos.models import TOKEN_STD
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_model", "build_scheme", "check_group", "seeded"]
+__all__ = ["build_model", "build_scheme", "check_group"]
 
 Built = TypeVar("Built")
 
@@ -39,16 +38,12 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
 
 
 def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **options: Any) -> Built:
-    """A model of the sizes, the scheme and the seed of a recipe; its first sizes and other options are those of the task."""
+    """A model of the sizes and the scheme of a recipe, whose first sizes and other options are those of the task.
+
+    Its random numbers are those of the seed, so that what models share starts equal; afterwards they are those of before.
+    """
     m, scheme = recipe.model, build_scheme(recipe)
     sizes = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
-    with seeded(recipe):
-        return kind(*first, m.model_dim, m.layers, scheme, **sizes, **options)
-
-
-@contextlib.contextmanager
-def seeded(recipe: Recipe) -> Iterator[None]:
-    """Random numbers are those of the recipe's seed, and afterwards those of before: what models share starts equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        yield
+        return kind(*first, m.model_dim, m.layers, scheme, **sizes, **options)

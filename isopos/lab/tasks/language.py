@@ -84,11 +84,10 @@ class Language(Task):
         with torch.no_grad():
             small = recipe.edit(vocabulary=0, cutoffs=())  # of no consequence for the scheme
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
-        orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
         return [
             f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {self.reach} evaluated"
-            for order in orders
-            if order < self.reach
+            for module in scheme.modules()
+            if isinstance(module, Permutation) and (order := module.common_order) < self.reach
         ]
 
     def model(self, recipe: "Recipe") -> "Decoder":

@@ -87,7 +87,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self, recipe: "Recipe") -> Any:
-        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.seeded`).
+        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.build_model`).
 
         It has the attributes `scheme` and, to be sharded, `blocks`.
         """

@@ -119,8 +119,7 @@ class _Training(LightningModule):
         self.weights: Mapping[str, Any] = {}
 
     def configure_model(self) -> None:
-        """Shares of the weights, for FSDP2."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:  # FSDP2
             mesh = self.trainer.strategy.device_mesh["data_parallel"]
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
             for block in (*self.model.blocks, self.model):
