@@ -1,12 +1,15 @@
 """What every test starts from: seeded random numbers, one thread, float32 by default."""
 
+import importlib
+import shutil
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from isopos import cli
+from isopos import catalog, cli, feature_maps, schemes
 
 hypothesis.settings.register_profile("isopos", deadline=None, max_examples=20, derandomize=True, database=None)
 hypothesis.settings.load_profile("isopos")
@@ -33,3 +36,19 @@ def isopos(monkeypatch, tmp_path, capsys):
         return stop.value.code, out, err
 
     return run
+
+
+@pytest.fixture
+def own(monkeypatch, isopos, tmp_path):
+    """Imports a file of tests/extension as a user does, from the working folder; afterwards nobody knows it."""
+    files = sorted(Path(__file__).parent.glob("extension/toy_*"))
+    for file in files:
+        shutil.copy(file, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = [(names, dict(names)) for names in (schemes.REGISTRY, catalog.CATALOG, feature_maps.FEATURE_MAPS)]
+    yield importlib.import_module
+    for names, before in known:
+        names.clear()
+        names.update(before)
+    for file in files:
+        sys.modules.pop(file.stem, None)

@@ -172,7 +172,7 @@ def test_the_names_of_files_make_the_splits(tmp_path, tokenizer):
     packed = zipped(tmp_path / "wiki.zip", **parts)
     one, other = (load(str(source), 2, tokenizer=tokenizer) for source in (path, packed))
     for read in (one, other):
-        texts = [read.decode(read.split(split)).replace(" \n", "\n") for split in corpora.SPLITS]
+        texts = [read.tokenizer.decode(read.split(split)).replace(" \n", "\n") for split in corpora.SPLITS]
         if tokenizer == "bytes":
             assert texts == [parts["train"], parts["valid"], parts["test"]]
         else:
@@ -197,7 +197,7 @@ def test_packed_files_are_read_as_streams(tmp_path, suffix):
     path = tmp_path / f"text.txt{suffix}"
     path.write_bytes({".gz": gzip, ".xz": lzma, ".bz2": bz2}[suffix].compress(PROSE.encode()))
     read = load(str(path), 8)
-    assert read.decode(read.train) + read.decode(read.validation) == PROSE
+    assert read.tokenizer.decode(read.train) + read.tokenizer.decode(read.validation) == PROSE
     assert len(read.validation) == pytest.approx(len(PROSE.encode()) / 10, abs=60)
     assert isinstance(read.train, np.memmap)
 
@@ -208,7 +208,7 @@ def books(count=30):
 
 def test_books_are_whole_and_in_one_split(tmp_path):
     read = load(tarred(tmp_path / "novels.tar.xz", books()), 8)
-    held = [read.decode(read.split(split)) for split in corpora.SPLITS]
+    held = [read.tokenizer.decode(read.split(split)) for split in corpora.SPLITS]
     assert [text.count("\nand") for text in held] == [28 * 3, 3, 3]
     assert "\r" not in "".join(held)
     assert "".join(held).count("\ufeff") == 30 * 2  # those within a book
@@ -239,7 +239,7 @@ def test_rows_of_csv_are_lines(tmp_path):
         rows = '""\n" = Title = \n"\n" said ""so"" , \n"\nplain\n' * 9
         (tmp_path / f"x.{name}.csv.gz").write_bytes(gzip.compress(rows.encode()))
     read = load(str(tmp_path), 8)
-    assert read.decode(read.train) == '\n = Title = \n said "so" , \nplain\n' * 9
+    assert read.tokenizer.decode(read.train) == '\n = Title = \n said "so" , \nplain\n' * 9
 
 
 BROKEN = {
@@ -276,7 +276,7 @@ def test_words_are_as_wikitext_counts_them(tmp_path):
     whole = np.concatenate([read.train, read.validation])
     assert whole.dtype == np.uint8
     assert whole.tolist() == [2, 1, 0, 1, 0, 0, 1, 3, 0] * 12
-    assert read.encode("c zebra\n").tolist() == [3, 4, 0]
+    assert read.tokenizer.encode("c zebra\n").tolist() == [3, 4, 0]
 
 
 def test_a_tokenizer_that_is_there_serves_another_text(tmp_path):
@@ -284,7 +284,7 @@ def test_a_tokenizer_that_is_there_serves_another_text(tmp_path):
     (tmp_path / "b.txt").write_text("three two four\n" * 20)
     first = load(str(tmp_path / "a.txt"), 4, tokenizer="words")
     second = load(str(tmp_path / "b.txt"), 4, tokenizer=first.tokenizer)
-    assert second.decode(second.train[:4]) == "three two <unk> \n"
+    assert second.tokenizer.decode(second.train[:4]) == "three two <unk> \n"
     with pytest.raises(ValueError, match=r"or <unk> for others, got 'four'; learn .* \(in .*b.txt, from line 1 on\)"):
         load(str(tmp_path / "b.txt"), 4, tokenizer=Words(["<eos>", "two", "three"]))
 
@@ -327,7 +327,7 @@ def test_a_saved_tokenizer_finds_the_tokens_that_are_there(tmp_path, cache, monk
     path = tmp_path / "text.txt"
     path.write_text(PROSE)
     first = load(str(path), 8, tokenizer="words", vocabulary=20)
-    first.save_tokenizer(tmp_path)
+    first.tokenizer.save(tmp_path)
     monkeypatch.setattr(prepare._Text, "parts", None)  # not again
     again = load(str(path), 8, tokenizer=load_tokenizer(tmp_path))
     assert again.sha256 == first.sha256
@@ -422,15 +422,15 @@ def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monke
     read = load(path, 8, tokenizer="bpe", vocabulary=300)
     assert read.vocabulary == 300
     assert read.train.dtype == np.uint16
-    assert read.decode(read.train) == PROSE
-    assert read.decode(read.test) == "café\n"
+    assert read.tokenizer.decode(read.train) == PROSE
+    assert read.tokenizer.decode(read.test) == "café\n"
     assert 3 < read.bytes_per_token("train") < 10
-    assert len(read.encode(" text")) == 1
-    assert len(read.encode("qqqq")) == 4
+    assert len(read.tokenizer.encode(" text")) == 1
+    assert len(read.tokenizer.encode("qqqq")) == 4
     monkeypatch.setattr(BPE, "learn", None)  # not again
     again = load(path, 8, tokenizer="bpe", vocabulary=300)
     assert again.train.tolist() == read.train.tolist()
-    again.save_tokenizer(tmp_path)
+    again.tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).encode(PROSE).tolist() == read.train.tolist()
 
 
@@ -455,13 +455,13 @@ def hub(tmp_path, monkeypatch):
 
 def test_rows_of_datasets_are_lines_of_its_splits(hub):
     read = load(f"hf:{hub}", 8)
-    assert [read.decode(read.split(split)) for split in corpora.SPLITS] == [
+    assert [read.tokenizer.decode(read.split(split)) for split in corpora.SPLITS] == [
         "\n = Title = \n some words \n" * 50,
         " held out \n" * 9,
         "no end\n" * 9,
     ]
     words = load(f"hf:{hub}:default", 8, tokenizer="words")
-    assert words.decode(words.train[:4]) == "\n= Title = "
+    assert words.tokenizer.decode(words.train[:4]) == "\n= Title = "
 
 
 def test_a_dataset_of_one_split_holds_its_tail_out(hub):

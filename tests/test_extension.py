@@ -3,10 +3,8 @@
 CONTRIBUTING.md shows the same files.
 """
 
-import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,25 +14,13 @@ import pytest
 import torch
 from cases import gradients, inputs, same_everywhere, stream
 
-from isopos import attention, catalog, feature_maps, laws, linear_attention, schemes, sequence
+from isopos import attention, laws, linear_attention, schemes, sequence
+from isopos.lab.runs import checkpoints
+from isopos.lab.runs.folders import read_rows
 
 FILES = sorted(Path(__file__).parent.glob("extension/toy_*"))
+TABLE = (Path(__file__).parent / "extension" / "toy_table.toml").read_text()
 TINY = ("--layers=1", "--model-dim=16", "--heads=2", "--device=cpu")
-
-
-@pytest.fixture
-def own(monkeypatch, isopos, tmp_path):
-    """Imports a file of tests/extension as a user does, from the working folder; afterwards nobody knows it."""
-    for file in FILES:
-        shutil.copy(file, tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    known = [(names, dict(names)) for names in (schemes.REGISTRY, catalog.CATALOG, feature_maps.FEATURE_MAPS)]
-    yield importlib.import_module
-    for names, before in known:
-        names.clear()
-        names.update(before)
-    for file in FILES:
-        sys.modules.pop(file.stem, None)
 
 
 def agrees_with_its_definition(scheme, roundings):
@@ -115,16 +101,32 @@ def test_a_task(own, isopos, tmp_path, monkeypatch):
         patch.setattr(task.Shuffles, "batch", interrupted)
         assert isopos("train", "toy_task:Order", "--steps=6", "--name=parts", *arguments)[0] == 143
     assert isopos("train", "toy_task:Order", "--steps=6", "--name=parts", *arguments, "--resume")[0] == 0
-    whole, parts = (tmp_path / "runs" / name / "metrics.jsonl" for name in ("whole", "parts"))
-    assert whole.read_text() == parts.read_text()
+    whole, parts = (tmp_path / "runs" / name for name in ("whole", "parts"))
+    rows = read_rows(whole / "metrics.jsonl")
+    assert read_rows(parts / "metrics.jsonl") == rows
+    best = max(row["validation"] for row in rows if "validation" in row)  # whose weights are saved
+    assert checkpoints.best(whole).validation == best
+    assert json.loads((whole / "result.json").read_text())["scores"] == {"accuracy": best}
     assert isopos("eval", "runs/parts")[0] == 0
-    (found,) = json.loads((tmp_path / "runs" / "parts" / "eval.json").read_text())
-    assert 0 < found["figures"]["1"]["accuracy"] < 1
+    (found,) = json.loads((parts / "eval.json").read_text())
+    assert found["figures"]["1"]["accuracy"] == best
 
 
 def test_a_table(own, isopos, tmp_path):
-    code, out, err = isopos("table", "toy_table.toml", "--scale=tiny", "--device=cpu")
-    assert code == 0, err
+    (tmp_path / "toy_table.toml").write_text(
+        TABLE.replace("steps = 10\n", "steps = 10\nvalidate_every = 5\nsave_every = 5\n")
+    )
+    tiny = ("--scale=tiny", "--device=cpu")
+    for _ in range(2):
+        code, out, err = isopos("table", "toy_table.toml", *tiny)
+        assert code == 0, err
     assert "50.0%" in out
-    assert (tmp_path / "runs" / "tables" / "toy_table-tiny" / "table.md").exists()
-    assert "0 of 2 cells are missing" in isopos("table", "toy_table.toml", "--scale=tiny", "--device=cpu", "--dry-run")[1]
+    folder = tmp_path / "runs" / "tables" / "toy_table-tiny"
+    page = (folder / "table.md").read_text()
+    assert "| rope | rope | 100.0% |" in page
+    assert "Figures are accuracy, higher is better" in page
+    assert "updates to no positions's accuracy" in page
+    assert sorted(path.name for path in (folder / "cells").iterdir()) == ["none-seed0", "rope-seed0"]
+    assert "0 of 2 cells are missing" in isopos("table", "toy_table.toml", *tiny, "--dry-run")[1]
+    (tmp_path / "speeds.toml").write_text('kind = "speed"\n' + TABLE)
+    assert isopos("table", "speeds.toml", *tiny)[0] == 0

@@ -13,7 +13,7 @@ def generated():
     return {path.name: (path, text) for path, text in generate.generated()}
 
 
-@pytest.mark.parametrize("name", ["__init__.pyi", "README.md", "schemes.md"])
+@pytest.mark.parametrize("name", ["__init__.pyi", "README.md", "CONTRIBUTING.md", "schemes.md"])
 def test_what_is_committed_is_what_is_generated(generated, name):
     path, text = generated[name]
     assert path.read_text(encoding="utf-8").splitlines() == text.splitlines(), f"repair it: {generate.COMMAND}"

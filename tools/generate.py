@@ -1,11 +1,12 @@
 """All that repeats what the schemes say of themselves: `python -m tools.generate` writes it, and a test compares.
 
-The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md.
+The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md and CONTRIBUTING.md: there the
+examples of tests/extension.
 """
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -31,16 +32,23 @@ OPTIONS = {
 def generated() -> Iterator[tuple[Path, str]]:
     """Each file, and what it is to hold."""
     yield ROOT / "isopos" / "__init__.pyi", "\n".join(_stub()) + "\n"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, part in {"count": f"{len(REGISTRY)}", "options": _options(), "schemes": _families()}.items():
-        begin, end = re.escape(f"<!-- generated: {name} -->"), re.escape("<!-- end -->")
-        readme, found = re.subn(
-            f"({begin}).*?({end})", lambda marks, part=part: part.join(marks.groups()), readme, flags=re.S
-        )
-        if found != 1:
-            raise ValueError(f"README.md: expected the mark <!-- generated: {name} --> once, got it {found} times")
-    yield ROOT / "README.md", readme
+    readme = {"count": f"{len(REGISTRY)}", "options": _options(), "schemes": _families()}
+    yield ROOT / "README.md", _filled("README.md", readme)
+    examples = sorted((ROOT / "tests" / "extension").glob("toy_*"))
+    codes = {path.name: f"\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n" for path in examples}
+    yield ROOT / "CONTRIBUTING.md", _filled("CONTRIBUTING.md", codes)
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of the README
+
+
+def _filled(file: str, parts: Mapping[str, str]) -> str:
+    """A file with these texts between its marks, by their names."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for name, part in parts.items():
+        begin, end = re.escape(f"<!-- generated: {name} -->"), re.escape("<!-- end -->")
+        text, found = re.subn(f"({begin}).*?({end})", lambda marks, part=part: part.join(marks.groups()), text, flags=re.S)
+        if found != 1:
+            raise ValueError(f"{file}: expected the mark <!-- generated: {name} --> once, got it {found} times")
+    return text
 
 
 def _stub() -> Iterator[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isopos.lab.tasks.build import build_scheme, seeded
+from isopos.lab.tasks.build import build_model
 from isopos.lab.tasks.task import Data, Metric, Scored, Task
 from isopos.models import Classifier
 
@@ -15,8 +15,7 @@ class Order(Task):
     metrics = (Metric("accuracy", "accuracy", "higher", ".1%"),)
 
     def model(self, recipe):
-        with seeded(recipe):
-            return Classifier(self.length, 2, recipe.model.model_dim, recipe.model.layers, build_scheme(recipe))
+        return build_model(recipe, Classifier, self.length, 2)
 
     def load(self, recipe, console=None, run=None):
         return Shuffles()

@@ -24,9 +24,8 @@ class Options:
     split: str = "validation"  # Which held-out data: validation or test, where there is one.
     length: tuple[int, ...] = ()
     """Multiples of the training length, where samples have any; by default those of a comparison."""
-    scored: float = 1.0
-    """Share of each sample, at its end, that counts; above 1 so many of its tokens, of windows that overlap:
-    PermuteFormer's 256 of 512."""
+    scored: float = 0.0
+    """How many tokens at the end of each window count, as PermuteFormer's 256 of 512; below 1 a share of them; 0: all."""
     limit: int = -1  # At most so many tokens or samples; 0: all; -1: as in training.
 
 
@@ -69,7 +68,7 @@ def run(options: Options, console: Console) -> int:
 
 def _views(options: Options, task: Task) -> list[View]:
     """What is asked for, where the samples of the task have it."""
-    expect("scored", options.scored, "a share of each sample, or a number of its tokens", 0 < options.scored < float("inf"))
+    expect("scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf"))
     expect("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
     views = [View(options.split, multiple, options.scored, options.limit) for multiple in multiples]

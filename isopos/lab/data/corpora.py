@@ -9,7 +9,7 @@ Example:
     >>> corpus.vocabulary, len(corpus.train), len(corpus.validation)
     (256, 684, 76)
     >>> tokens, targets = corpus.batch(seed=0, step=1, count=2, length=8)
-    >>> tokens.shape, corpus.decode(corpus.validation[:8])
+    >>> tokens.shape, corpus.tokenizer.decode(corpus.validation[:8])
     (torch.Size([2, 8]), 'one two ')
 """
 
@@ -36,42 +36,20 @@ SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Streams of tokens, and what they are tokens of.
+    """Streams of tokens ``[n]``, unsigned integers, and what they are tokens of."""
 
-    Args:
-        name: Of the source.
-        sha256: A fingerprint of text and tokens: of the bytes themselves where the tokens are those.
-        tokenizer: Text to tokens and back.
-        train: Tokens ``[n]`` to train on, unsigned integers, as are the others.
-        validation: Held-out tokens.
-        test: More of them; empty where the source has no third part.
-        sizes: Bytes of UTF-8 in each split, for bits per byte.
-    """
-
-    name: str
-    sha256: str
+    name: str  # of the source
+    sha256: str  # a fingerprint of text and tokens: of the bytes themselves where the tokens are those
     tokenizer: Tokenizer
     train: np.ndarray
     validation: np.ndarray
-    test: np.ndarray
-    sizes: dict[str, int]
+    test: np.ndarray  # empty where the source has no third part
+    sizes: dict[str, int]  # bytes of UTF-8 in each split, for bits per byte
 
     @property
     def vocabulary(self) -> int:
         """Number of different tokens."""
         return self.tokenizer.size
-
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of text."""
-        return self.tokenizer.encode(text)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens."""
-        return self.tokenizer.decode(tokens)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json, which a run needs to read and to write text."""
-        self.tokenizer.save(folder)
 
     def split(self, name: str) -> np.ndarray:
         """The tokens of train, validation or test.

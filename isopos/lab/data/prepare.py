@@ -4,13 +4,15 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from isopos.lab.data import cache
-from isopos.lab.data.sources import Source, Survey, survey, whole_lines
+from isopos.lab.data.sources import Source, survey, whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
 
 __all__ = ["SPLITS", "Prepared", "Progressing", "in_cache", "in_memory", "named_split"]
@@ -34,12 +36,12 @@ class Prepared:
 
 def in_memory(source: Source) -> Prepared:
     """The bytes of plain files as they are."""
-    found = survey(source, raw=True)
     pieces: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-    for split, _, _, piece in _plan(source, found).parts(source, raw=True):
+    text = _Text(source, True, [], *survey(source, raw=True))
+    for split, _, _, piece in text.parts("reading"):
         pieces[split].append(piece)
     tokens = {split: np.frombuffer(b"".join(parts), np.uint8) for split, parts in pieces.items()}
-    return Prepared(found.sha256, Bytes(), tokens, {split: len(part) for split, part in tokens.items()})
+    return Prepared(text.sha256, Bytes(), tokens, {split: len(part) for split, part in tokens.items()})
 
 
 def in_cache(
@@ -51,16 +53,14 @@ def in_cache(
     finds the same tokens.
     """
     stamp = source.stamp()
+    total = sum(int(size) for _, size, _ in stamp) if source.plain else 0
 
-    def read() -> list:
-        size = sum(int(size) for _, size, _ in stamp) if source.plain else 0
-        found = survey(source, raw, lambda done: progressing("reading", done, size))
-        return [found.sha256, found.sizes]
+    def read() -> tuple[str, list[tuple[str, int]]]:
+        return survey(source, raw, lambda done: progressing("reading", done, total))
 
     index = _key("index", raw, source.name, *(path for path, _, _ in stamp))
     sha256, sizes = cache.remembered(root, index, stamp, read) if stamp else read()
-    found = Survey(sha256, tuple((name, size) for name, size in sizes))
-    text = _Text(source, raw, _plan(source, found), found, stamp, progressing)
+    text = _Text(source, raw, stamp, sha256, [(name, size) for name, size in sizes], progressing)
     if isinstance(tokenizer, str):
         tokenizer = Bytes() if tokenizer == "bytes" else _learned(text, tokenizer, vocabulary, root)
     key = _key("tokens", text.key, tokenizer.fingerprint)
@@ -84,31 +84,6 @@ def _key(kind: str, *values: object) -> str:
     return f"{kind}-{hashlib.sha256(json.dumps([FORMAT, *values]).encode()).hexdigest()[:32]}"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which part of a source belongs to which split: by document, or from the byte `cut` on."""
-
-    documents: dict[str, str]
-    cut: int
-
-    def parts(self, source: Source, raw: bool) -> Iterator[tuple[str, str, int, bytes]]:
-        """Split, document, line and block, in the order of the source."""
-        offset = 0
-        for name, blocks in source.read(raw):
-            line = 1
-            for block in blocks if raw else whole_lines(blocks):
-                if self.documents:
-                    pieces = [(self.documents.get(name, ""), block)]
-                else:
-                    at = _cut(block, self.cut - offset, raw)
-                    pieces = [("train", block[:at]), ("validation", block[at:])]
-                offset += len(block)
-                for split, piece in pieces:
-                    if split and piece:
-                        yield split, name, line, piece
-                    line += piece.count(b"\n")
-
-
 def _cut(block: bytes, at: int, raw: bool) -> int:
     """Where in a block the train split ends: at a byte, or after the white space that follows it."""
     if at <= 0 or at >= len(block) or raw:
@@ -117,8 +92,8 @@ def _cut(block: bytes, at: int, raw: bool) -> int:
     return space.end() if space else len(block)
 
 
-def _plan(source: Source, found: Survey) -> _Plan:
-    names = [name for name, _ in found.sizes]
+def _by_document(source: Source, names: list[str]) -> dict[str, str]:
+    """The split of each document that has one; empty where the end of the text is held out."""
     if not names:
         raise ValueError(f"data: expected text, but {source.name} is empty")
     named = {name: split for name in names if (split := _named(name))}
@@ -127,15 +102,15 @@ def _plan(source: Source, found: Survey) -> _Plan:
             if split not in named.values():
                 files = ", ".join(sorted(named))
                 raise ValueError(f"data: expected a file of {split} beside {files}, got none with text in {source.name}")
-        return _Plan(named, 0)
-    if source.books and len(names) > 1:
-        if len(names) < len(SPLITS):
-            raise ValueError(f"data: expected one text or at least {len(SPLITS)} in {source.name}, got {len(names)}")
-        order = sorted(names, key=lambda name: (hashlib.sha256(PurePosixPath(name).name.encode()).digest(), name))
-        share = max(1, len(names) // 20)
-        held = {name: SPLITS[1 + n // share] for n, name in enumerate(order[: 2 * share])}
-        return _Plan({name: held.get(name, "train") for name in names}, 0)
-    return _Plan({}, found.total - found.total // 10)
+        return named
+    if not source.books or len(names) == 1:
+        return {}
+    if len(names) < len(SPLITS):
+        raise ValueError(f"data: expected one text or at least {len(SPLITS)} in {source.name}, got {len(names)}")
+    order = sorted(names, key=lambda name: (hashlib.sha256(PurePosixPath(name).name.encode()).digest(), name))
+    share = max(1, len(names) // 20)
+    held_out = {name: SPLITS[1 + n // share] for n, name in enumerate(order[: 2 * share])}
+    return {name: held_out.get(name, "train") for name in names}
 
 
 def _named(name: str) -> str | None:
@@ -153,28 +128,50 @@ def named_split(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Text:
-    """A source that has been surveyed, and what is made of it, a block at a time."""
+    """A source that was read once, which told its hash and its documents' sizes; what is made of it a block at a time."""
 
     source: Source
     raw: bool
-    plan: _Plan
-    found: Survey
     stamp: list
-    progressing: Progressing
+    sha256: str
+    sizes: list[tuple[str, int]]
+    progressing: Progressing = lambda stage, done, total: None
+
+    @cached_property
+    def documents(self) -> dict[str, str]:
+        return _by_document(self.source, [name for name, _ in self.sizes])
+
+    @cached_property
+    def total(self) -> int:
+        return sum(size for _, size in self.sizes)
+
+    @property
+    def cut(self) -> int:
+        """The byte from which on text is held out, where its documents do not say what is."""
+        return 0 if self.documents else self.total - self.total // 10
 
     @property
     def key(self) -> str:
         """A hash of the text and its parts."""
-        parts = [[self.plan.documents.get(name), size] for name, size in self.found.sizes]
-        return _key("text", self.found.sha256, self.raw, self.plan.cut, parts)
+        parts = [[self.documents.get(name), size] for name, size in self.sizes]
+        return _key("text", self.sha256, self.raw, self.cut, parts)
 
     def parts(self, stage: str) -> Iterator[tuple[str, str, int, bytes]]:
-        """Those of the plan, with progress."""
-        done = 0
-        for part in self.plan.parts(self.source, self.raw):
-            yield part
-            done += len(part[3])
-            self.progressing(stage, done, self.found.total)
+        """Split, document, line and block, in the order of the source."""
+        offset, cut = 0, self.cut
+        for name, blocks in self.source.read(self.raw):
+            line = 1
+            for block in blocks if self.raw else whole_lines(blocks):
+                pieces = {self.documents.get(name, ""): block}
+                if not self.documents:
+                    at = _cut(block, cut - offset, self.raw)
+                    pieces = {"train": block[:at], "validation": block[at:]}
+                offset += len(block)
+                for split, piece in pieces.items():
+                    if split and piece:
+                        yield split, name, line, piece
+                    line += piece.count(b"\n")
+                self.progressing(stage, offset, self.total)
 
     def pieces(self, split: str) -> Iterator[str]:
         """The text of a split, to learn a vocabulary from."""
@@ -185,19 +182,14 @@ class _Text:
         """Write the tokens of each split and what they are."""
         dtype = np.min_scalar_type(tokenizer.size - 1)
         tokens, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-        files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
-        try:
+        with ExitStack() as opened:
+            files = {split: opened.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
             for split, name, line, piece in self.parts("writing tokens"):
-                if isinstance(tokenizer, Bytes):
-                    found = np.frombuffer(piece, np.uint8)
-                else:
-                    found = _encoded(tokenizer, name, line, piece)
+                raw = isinstance(tokenizer, Bytes)
+                found = np.frombuffer(piece, np.uint8) if raw else _encoded(tokenizer, name, line, piece)
                 files[split].write(found.astype(dtype).tobytes())
                 tokens[split] += len(found)
                 sizes[split] += len(piece)
-        finally:
-            for file in files.values():
-                file.close()
         about = {"source": self.source.name, "dtype": dtype.name, "tokens": tokens, "bytes": sizes}
         (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
         self.check()

@@ -11,25 +11,17 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["BLOCK", "Document", "Source", "Survey", "find", "survey", "whole_lines"]
+__all__ = ["Document", "Source", "find", "survey", "whole_lines"]
 
-BLOCK = 1 << 20  # bytes read at once
+BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
-BROKEN = (
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    lzma.LZMAError,
-    zlib.error,
-    EOFError,
-    OSError,
-    NotImplementedError,
-    RuntimeError,
-)
+BROKEN = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, RuntimeError)
 
 Document = tuple[str, Iterator[bytes]]
 """A name and the blocks of its text; to be read before the next document is asked for."""
@@ -37,21 +29,13 @@ Document = tuple[str, Iterator[bytes]]
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read again and again, in one order.
+    """Documents that can be read again and again, in one order."""
 
-    Args:
-        name: What people call it.
-        documents: Makes an iterator of the documents.
-        files: What it is read from: while sizes and times of change stay, so does the text.
-        plain: Whether these files are the text itself, so that every byte counts.
-        books: Whether each document is a work of its own, to be held out as a whole.
-    """
-
-    name: str
+    name: str  # what people call it
     documents: Callable[[], Iterator[Document]]
-    files: tuple[Path, ...]
-    plain: bool = False
-    books: bool = False
+    files: tuple[Path, ...]  # what it is read from: while sizes and times of change stay, so does the text
+    plain: bool = False  # whether these files are the text itself, so that every byte counts
+    books: bool = False  # whether each document is a work of its own, to be held out as a whole
 
     def read(self, raw: bool) -> Iterator[Document]:
         """The documents; unless they are wanted raw, without byte order marks, with LF at the end of every line."""
@@ -61,19 +45,6 @@ class Source:
     def stamp(self) -> list[list[str | int]]:
         """Path, size and time of change of every file."""
         return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What reading all of a source found: a hash of the text, name and size in bytes of every document that has any."""
-
-    sha256: str
-    sizes: tuple[tuple[str, int], ...]
-
-    @property
-    def total(self) -> int:
-        """Bytes of text."""
-        return sum(size for _, size in self.sizes)
 
 
 def find(source: str) -> Source:
@@ -101,18 +72,23 @@ def find(source: str) -> Source:
     return Source(source, lambda: _read(files), files, plain=not packed, books=books)
 
 
-def survey(source: Source, raw: bool, progress: Callable[[int], None] = lambda done: None) -> Survey:
-    """Read everything once; `progress` hears the bytes so far."""
+def survey(
+    source: Source, raw: bool, progress: Callable[[int], None] = lambda done: None
+) -> tuple[str, list[tuple[str, int]]]:
+    """Read everything once: a hash of the text, and name and size in bytes of every document that has any.
+
+    `progress` hears the bytes so far.
+    """
     digest, sizes, done = hashlib.sha256(), [], 0
     for name, blocks in source.read(raw):
-        size = 0
+        before = done
         for block in blocks:
             digest.update(block)
-            size += len(block)
-            progress(done + size)
-        done += size
-        sizes += [(name, size)] if size else []
-    return Survey(digest.hexdigest(), tuple(sizes))
+            done += len(block)
+            progress(done)
+        if done > before:
+            sizes.append((name, done - before))
+    return digest.hexdigest(), sizes
 
 
 def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -210,14 +186,9 @@ def _rows(name: str, stream: BinaryIO) -> Iterator[str]:
 
 def _joined(rows: Iterable[str]) -> Iterator[bytes]:
     """Rows as lines, in blocks."""
-    held = bytearray()
-    for row in rows:
-        held += row.encode() if row.endswith("\n") else row.encode() + b"\n"
-        if len(held) >= BLOCK:
-            yield bytes(held)
-            held.clear()
-    if held:
-        yield bytes(held)
+    lines = (row if row.endswith("\n") else row + "\n" for row in rows)
+    while block := "".join(islice(lines, ROWS)):
+        yield block.encode()
 
 
 def _guarded(name: str, blocks: Iterator[bytes]) -> Iterator[bytes]:

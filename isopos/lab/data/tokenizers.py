@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from io import StringIO
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,8 @@ BPE_SIZE = 8192  # by default
 class Tokenizer(ABC):
     """Text to integers below `size` and back; equal settings have equal fingerprints."""
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Tokens in the vocabulary."""
+    size: int
+    """Tokens in the vocabulary."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -72,21 +71,15 @@ class Tokenizer(ABC):
 class Bytes(Tokenizer):
     """Each byte of UTF-8 is a token."""
 
-    @property
-    def size(self) -> int:
-        """256."""
-        return 256
+    size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def piece(self, token: int) -> bytes:
-        """One byte."""
         return bytes([token])
 
     def settings(self) -> dict[str, Any]:
-        """Its kind."""
         return {"kind": "bytes"}
 
 
@@ -99,9 +92,10 @@ class Words(Tokenizer):
 
     def __init__(self, words: Iterable[str]):
         self.words = tuple(words)
+        self.size = len(self.words)
         self._index = {word: n for n, word in enumerate(self.words)}
-        if EOS not in self._index or len(self._index) < len(self.words):
-            raise ValueError(f"words: expected different ones with {EOS} among them, got {len(self.words)}")
+        if EOS not in self._index or len(self._index) < self.size:
+            raise ValueError(f"words: expected different ones with {EOS} among them, got {self.size}")
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int | None = None) -> "Words":
@@ -114,29 +108,16 @@ class Words(Tokenizer):
         counts = Counter({EOS: 0, UNK: 0})
         for text in texts:
             counts.update(_split(text))
-        order = sorted(counts, key=lambda word: (-counts[word], word))
-        if size is not None and len(order) > size:
-            others = [word for word in order if word not in (EOS, UNK)]
-            counts[UNK] += sum(counts[word] for word in others[size - 2 :])
-            order = sorted([EOS, UNK, *others[: size - 2]], key=lambda word: (-counts[word], word))
-        return cls(order)
-
-    @property
-    def size(self) -> int:
-        """Words in the vocabulary."""
-        return len(self.words)
-
-    @property
-    def unknown(self) -> int | None:
-        """The token of words that are not in the vocabulary."""
-        return self._index.get(UNK)
+        if size is not None and len(counts) > size:
+            others = sorted(counts.keys() - {EOS, UNK}, key=lambda word: (-counts[word], word))
+            counts[UNK] += sum(counts.pop(word) for word in others[size - 2 :])
+        return cls(sorted(counts, key=lambda word: (-counts[word], word)))
 
     def encode(self, text: str) -> np.ndarray:
-        """Words and <eos> as their places in the vocabulary."""
         words = _split(text)
-        found = map(self._index.get, words, repeat(-1 if self.unknown is None else self.unknown))
+        found = map(self._index.get, words, repeat(self._index.get(UNK, -1)))
         tokens = np.fromiter(found, np.int64, len(words))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if self.unknown is None and (tokens < 0).any():
+        if (tokens < 0).any():
             raise ValueError(
                 f"vocabulary: expected every word of the text among its {self.size} or {UNK} for others, got "
                 f"{words[int((tokens < 0).argmax())]!r}; learn a vocabulary from this text, or from one with {UNK}"
@@ -149,7 +130,6 @@ class Words(Tokenizer):
         return b"\n" if word == EOS else word.encode() + b" "
 
     def settings(self) -> dict[str, Any]:
-        """Kind and vocabulary."""
         return {"kind": "words", "words": list(self.words)}
 
 
@@ -162,8 +142,8 @@ class BPE(Tokenizer):
 
     def __init__(self, model: str):
         self._model = _tokenizers().Tokenizer.from_str(model)
-        of_byte = _characters()
-        self._bytes = {character: byte for byte, character in enumerate(of_byte)}
+        self.size: int = self._model.get_vocab_size()
+        self._bytes = {character: byte for byte, character in enumerate(_characters())}
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int | None = None) -> "BPE":
@@ -176,33 +156,22 @@ class BPE(Tokenizer):
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-        model.train_from_iterator((line for text in texts for line in _lines(text)), trainer)
+        model.train_from_iterator((line for text in texts for line in StringIO(text, newline="\n")), trainer)
         return cls(model.to_str())
 
-    @property
-    def size(self) -> int:
-        """Tokens that training has found."""
-        return self._model.get_vocab_size()
-
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of each line, one line after another."""
-        return np.array([token for line in self._model.encode_batch_fast(_lines(text)) for token in line.ids], np.int64)
+        lines = self._model.encode_batch_fast(list(StringIO(text, newline="\n")))
+        return np.array([token for line in lines for token in line.ids], np.int64)
 
     def piece(self, token: int) -> bytes:
-        """Its bytes."""
         return bytes(self._bytes[character] for character in self._model.id_to_token(token))
 
     def settings(self) -> dict[str, Any]:
-        """Kind and model."""
         return {"kind": "bpe", "model": json.loads(self._model.to_str())}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `Tokenizer.save` wrote there.
-
-    Raises:
-        ValueError: Where there is none, or something else.
-    """
+    """What `Tokenizer.save` wrote there, or a ValueError where there is none, or something else."""
     path = folder / FILE
     try:
         match json.loads(path.read_text(encoding="utf-8")):
@@ -221,11 +190,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _split(text: str) -> list[str]:
     return text.replace("\n", f" {EOS} ").split()
-
-
-def _lines(text: str) -> list[str]:
-    *whole, last = text.split("\n")
-    return [line + "\n" for line in whole] + [last] * bool(last)
 
 
 def _characters() -> Iterator[str]:

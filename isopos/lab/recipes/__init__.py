@@ -31,11 +31,7 @@ RECIPES = {
 
 
 def preset(name: str, scale: str) -> Recipe:
-    """The recipe of a name of `RECIPES`; or of a task by its name, or MODULE:NAME, with the edits that it makes for itself.
-
-    Raises:
-        ValueError: Where there is none.
-    """
+    """The recipe of a name of `RECIPES`; or of a task by its name, or MODULE:NAME, with the edits that it has for itself."""
     if name in RECIPES:
         module, _, function = RECIPES[name].partition(":")
         return getattr(importlib.import_module(f"{__name__}.{module}"), function)(scale)

@@ -27,7 +27,6 @@ def lrpe_alm(scale: str) -> Recipe:
         steps=50_000,
         length=512,
         batch=128,
-        accumulate=1,
         layers=6,
         model_dim=512,
         heads=8,

@@ -20,68 +20,43 @@ PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "sav
 class Training:
     """How a run learns, and where it is computed."""
 
-    steps: int = 250
-    """Updates."""
-    batch: int = 8
-    """Samples of an update, on all devices together."""
-    accumulate: int = 1
-    """Parts in which each device computes its share of an update, to save memory."""
+    steps: int = 250  # Updates.
+    batch: int = 8  # Samples of an update, on all devices together.
+    accumulate: int = 1  # Parts in which each device computes its share of an update, to save memory.
     optimizer: Literal["adam", "adamw"] = "adamw"
     """Adam adds the weight decay to gradients; AdamW shrinks the weights by it."""
-    learning_rate: float = 3e-3
-    """At its peak, after the warm-up."""
+    learning_rate: float = 3e-3  # At its peak, after the warm-up.
     schedule: Literal["cosine", "polynomial", "inverse-sqrt", "constant"] = "cosine"
     """After the warm-up: a cosine to zero, a power of the remaining share, sqrt(warmup / step), or no change."""
-    power: float = 1.0
-    """Of the polynomial schedule."""
-    warmup: int = -1
-    """Updates of the linear warm-up; -1: a tenth of the steps."""
-    beta1: float = 0.9
-    """Adam's average of gradients."""
-    beta2: float = 0.999
-    """Adam's average of their squares."""
-    epsilon: float = 1e-8
-    """Adam's, in the denominator."""
-    weight_decay: float = 0.01
-    """A unit of learning rate."""
-    clip: float = 1.0
-    """Largest norm of the gradient; 0: as it is."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Of products; weights and optimizer stay in float32."""
+    power: float = 1.0  # Of the polynomial schedule.
+    warmup: int = -1  # Updates of the linear warm-up; -1: a tenth of the steps.
+    beta1: float = 0.9  # Adam's average of gradients.
+    beta2: float = 0.999  # Adam's average of their squares.
+    epsilon: float = 1e-8  # Adam's, in the denominator.
+    weight_decay: float = 0.01  # A unit of learning rate.
+    clip: float = 1.0  # Largest norm of the gradient; 0: as it is.
+    precision: Literal["float32", "bfloat16"] = "float32"  # Of products; weights and optimizer stay in float32.
     validate_every: int = 0
     """Updates between validations while training, of which the best gives the weights; 0: only at the end, of the last."""
-    patience: int = 0
-    """Stop after so many validations in a row without a better one; 0: never."""
-    save_every: int = 20
-    """Updates between checkpoints; 0: none."""
-    logger: Literal["none", "csv", "tensorboard"] = "none"
-    """What to write beside metrics.jsonl."""
-    workers: int = 0
-    """Processes that prepare batches, a device."""
-    device: str = "cpu"
-    """cpu, cuda, or auto, which takes a GPU if there is one."""
-    devices: int = 1
-    """Devices of each machine."""
-    nodes: int = 1
-    """Machines, which share the file system of the run's folder."""
-    strategy: Literal["ddp", "fsdp2"] = "ddp"
-    """With several devices: copies of the weights, or shares of them."""
+    patience: int = 0  # Stop after so many validations in a row without a better one; 0: never.
+    save_every: int = 20  # Updates between checkpoints; 0: none.
+    logger: Literal["none", "csv", "tensorboard"] = "none"  # What to write beside metrics.jsonl.
+    workers: int = 0  # Processes that prepare batches, a device.
+    device: str = "cpu"  # cpu, cuda, or auto, which takes a GPU if there is one.
+    devices: int = 1  # Devices of each machine.
+    nodes: int = 1  # Machines, which share the file system of the run's folder.
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: copies of the weights, or shares of them.
 
 
 @dataclass(frozen=True)
 class Model:
     """The sizes of a model, whatever it reads."""
 
-    layers: int = 3
-    """Blocks."""
-    model_dim: int = 96
-    """Width."""
-    heads: int = 4
-    """Heads of its attention."""
-    hidden_dim: int = 0
-    """Width inside the feed-forward; 0: four times that of the model."""
-    dropout: float = 0.0
-    """Probability."""
+    layers: int = 3  # Blocks.
+    model_dim: int = 96  # Width.
+    heads: int = 4  # Heads of its attention.
+    hidden_dim: int = 0  # Width inside the feed-forward; 0: four times that of the model.
+    dropout: float = 0.0  # Probability.
     recompute: bool = False
     """Gradient checkpointing: compute each block a second time in the backward pass instead of keeping what is in it."""
 
@@ -93,10 +68,8 @@ class Recipe:
     On the command line, in files and in tables its fields and those of its parts have one flat name each.
     """
 
-    scheme: str = "rope"
-    """Name, then options: rope:decay=retnet,denominator=plain."""
-    seed: int = 0
-    """Of the initial weights, the batches and dropout."""
+    scheme: str = "rope"  # Name, then options: rope:decay=retnet,denominator=plain.
+    seed: int = 0  # Of the initial weights, the batches and dropout.
     training: Training = Training()
     model: Model = Model()
     task: Task = field(default_factory=Language)
@@ -122,9 +95,6 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         """The inverse of `as_dict`, also after JSON; what is missing takes its default, and the task is language.
 
-        Raises:
-            ValueError: Where there is no such field or task.
-
         Example:
             >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
             (100, 200)
@@ -133,10 +103,7 @@ class Recipe:
         return cls(task=tasks.find(flat.pop("task", "language"))()).edit(**flat)
 
     def edit(self, **changes: Any) -> "Recipe":
-        """The recipe with changes of fields by flat names.
-
-        Raises:
-            ValueError: Where there is no such field.
+        """The recipe with changes of fields by flat names, or a ValueError where there is no such field.
 
         Example:
             >>> recipe = Recipe().edit(seed=1, steps=10, length=64)

@@ -11,9 +11,7 @@ def parse_schemes(text: str) -> list[str]:
         ['none', 'rope:decay=retnet,denominator=plain', 'retnet']
     """
     specs: list[str] = []
-    for piece in (piece.strip() for piece in text.split(",")):
-        if not piece:
-            continue
+    for piece in filter(None, map(str.strip, text.split(","))):
         if "=" in piece and ":" not in piece and specs:
             specs[-1] += ("," if ":" in specs[-1] else ":") + piece
         else:

@@ -24,29 +24,17 @@ STATE, MARK = "state.pt", "complete.json"
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint.
-
-    Args:
-        folder: Where it is.
-        step: Updates done.
-        validation: The main metric there, if it was validated.
-        better: Whether the lower or the higher one is.
-        ended: Whether training ends here.
-    """
+    """A complete checkpoint."""
 
     folder: Path
-    step: int
-    validation: float | None
-    better: str
-    ended: bool
+    step: int  # updates done
+    validation: float | None  # the main metric there, if it was validated
+    better: str  # whether the lower or the higher one is
+    ended: bool  # whether training ends here
 
 
 def complete(run: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, the oldest first.
-
-    Raises:
-        ValueError: Where a mark is damaged.
-    """
+    """The complete checkpoints of a run, the oldest first; or a ValueError where a mark is damaged."""
     found = []
     for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
         try:
@@ -73,7 +61,6 @@ def save(
     run: Path,
     state: Mapping[str, Any],
     step: int,
-    *,
     validation: float | None = None,
     better: str = "lower",
     ended: bool = False,

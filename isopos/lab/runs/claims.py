@@ -8,9 +8,11 @@ import contextlib
 import json
 import os
 import platform
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 __all__ = ["BEAT", "STALE", "claimed", "holder"]
 
@@ -44,8 +46,14 @@ def claimed(path: Path) -> Iterator[bool]:
 
 def holder(path: Path) -> str:
     """Who holds a claim, as text; empty where nobody does, or no longer."""
-    found = _read(path)
-    return "" if found is None or _stale(path, found) else f"process {found['pid']} on {found['host']}"
+    try:
+        found = _read(path)
+        gone = found["host"] == platform.node() and not _runs(int(found["pid"]))
+        if gone or _now(path.parent) - path.stat().st_mtime > STALE:
+            return ""
+    except FileNotFoundError:
+        return ""
+    return f"process {found['pid']} on {found['host']}"
 
 
 def _create(path: Path) -> bool:
@@ -69,10 +77,7 @@ def _take_over(path: Path) -> bool:
                 turn.rmdir()
         return False
     try:
-        found = _read(path)
-        if found is None:
-            return _create(path)
-        if not _stale(path, found):
+        if holder(path):
             return False
         path.unlink(missing_ok=True)
         return _create(path)
@@ -80,44 +85,26 @@ def _take_over(path: Path) -> bool:
         turn.rmdir()
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
     except ValueError:  # it is being written
         return {"host": "", "pid": 0}
 
 
-def _stale(path: Path, found: dict[str, object]) -> bool:
-    if found["host"] == platform.node() and not _runs(int(str(found["pid"]))):
-        return True
-    try:
-        return _now(path.parent) - path.stat().st_mtime > STALE
-    except FileNotFoundError:
-        return True
-
-
 def _runs(pid: int) -> bool:
-    if os.name != "posix":
-        return True  # a signal 0 would end it
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+        if os.name == "posix":  # elsewhere a signal 0 would end it
+            os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
 def _now(folder: Path) -> float:
     """The time by the clock that stamps files of this folder, which may be another machine's."""
-    probe = folder / f".clock.{platform.node()}.{os.getpid()}"
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
+    with tempfile.NamedTemporaryFile(prefix=".clock.", dir=folder) as probe:
+        return os.stat(probe.name).st_mtime
 
 
 def _renew(path: Path, done: threading.Event) -> None:

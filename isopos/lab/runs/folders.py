@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,7 @@ def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
 
 
 def recipe_of(folder: Path) -> Recipe:
-    """The recipe of a run.
-
-    Raises:
-        ValueError: Where the folder holds none, or one of other fields.
-    """
+    """The recipe of a run, or a ValueError where the folder holds none, or one of other fields."""
     path = folder / "recipe.json"
     try:
         return Recipe.from_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -71,10 +68,10 @@ def recipe_of(folder: Path) -> Recipe:
 def same_recipe(folder: Path, recipe: Recipe) -> None:
     """Raise a ValueError that names the fields in which a run that is to be resumed differs from a recipe."""
     before, now = recipe_of(folder).as_dict(), recipe.as_dict()
-    changed = [f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in now if before.get(name) != now[name]]
-    changed = [text for text in changed if text.split()[0] not in PLACEMENT]
+    changed = [name for name in now if before.get(name) != now[name] and name not in PLACEMENT]
     if changed:
-        raise ValueError(f"resume: expected the recipe of {folder}, got {'; '.join(changed)}; or choose another --name")
+        got = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
+        raise ValueError(f"resume: expected the recipe of {folder}, got {got}; or choose another --name")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -85,13 +82,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-class Log:
-    """metrics.jsonl of a run from a step on: what it held of later steps is dropped.
-
-    Args:
-        folder: Of the run.
-        step: The last step that is kept.
-    """
+class Log(AbstractContextManager):
+    """metrics.jsonl of a run, to go on with after a step: what it held of later steps is dropped."""
 
     def __init__(self, folder: Path, step: int = 0):
         path = folder / "metrics.jsonl"
@@ -107,9 +99,6 @@ class Log:
     def flush(self) -> None:
         """Make the rows survive a loss of power."""
         os.fsync(self._file.fileno())
-
-    def __enter__(self) -> "Log":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._file.close()

@@ -16,23 +16,14 @@ LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """What a run came to."""
 
-    Args:
-        status: "finished" or "diverged ...".
-        scores: By titles of the task's metrics: None where there is none.
-        rate: The task's units a second.
-        parameters: How many.
-        choices: Of the scheme.
-        laws: Whether those of the trained scheme hold.
-    """
-
-    status: str
-    scores: Mapping[str, float | None]
-    rate: float
-    parameters: int
-    choices: Mapping[str, str]
-    laws: str
+    status: str  # "finished" or "diverged ..."
+    scores: Mapping[str, float | None]  # by titles of the task's metrics: None where there is none
+    rate: float  # the task's units a second
+    parameters: int  # how many
+    choices: Mapping[str, str]  # of the scheme
+    laws: str  # whether those of the trained scheme hold
 
     def save(self, run: Path) -> None:
         """Write it, with which the run counts as ended."""
@@ -40,11 +31,7 @@ class Result:
 
     @classmethod
     def of(cls, run: Path) -> "Result | None":
-        """That of a run, if it has ended.
-
-        Raises:
-            ValueError: Where the file is damaged.
-        """
+        """That of a run, if it has ended; or a ValueError where the file is damaged."""
         path = run / FILE
         try:
             found: dict[str, Any] = json.loads(path.read_text())

@@ -29,9 +29,5 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
 
 
 def load(run: str | Path) -> Any:
-    """The trained model of a run, on the CPU.
-
-    Raises:
-        ValueError: Where the folder holds no run, or one without weights yet.
-    """
+    """The trained model of a run, as `load_run` finds it: on the CPU, in evaluation mode."""
     return load_run(Path(run))[1]

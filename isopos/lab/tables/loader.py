@@ -23,92 +23,53 @@ KINDS = ("scores", "speed")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Data of the paper.
+    """Data of the paper."""
 
-    Args:
-        name: What --data calls it.
-        source: As `isopos train --data` takes it, or ASK.
-        edits: Of the recipe, that the paper made for it.
-    """
-
-    name: str
-    source: str = ASK
-    edits: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # what --data calls it
+    source: str = ASK  # as `isopos train --data` takes it, or ASK
+    edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, that the paper made for it
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of each row.
+    """One figure of each row."""
 
-    Args:
-        title: Of the column.
-        corpus: What the model is trained on; none for speeds, and where a task has no `data`.
-        figure: One of the task's; by default that of the table.
-        split: That is scored.
-        multiple: Of the training length, for the samples that are scored.
-        scored: Share of each sample, at its end, that counts; 1: all.
-        better: lower or higher; by default as the task says of the figure.
-        style: How figures are written; by default as the task says.
-    """
-
-    title: str
-    corpus: str = ""
-    figure: str = ""
-    split: str = "validation"
-    multiple: int = 1
-    scored: float = 1.0
-    better: str = ""
-    style: str = ""
+    title: str  # of the column
+    corpus: str = ""  # what the model is trained on; none for speeds, and where a task has no `data`
+    figure: str = ""  # one of the task's; by default that of the table
+    split: str = "validation"  # that is scored
+    multiple: int = 1  # of the training length, for the samples that are scored
+    scored: float = 0.0  # share of each sample, at its end, that counts; 0: all
+    better: str = ""  # lower or higher; by default as the task says of the figure
+    style: str = ""  # of figures; by default as the task says
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row.
+    """A row."""
 
-    Args:
-        name: The paper's, or ours.
-        scheme: With options; empty where isopos has none.
-        figures: The paper's, one a column; empty for a row of ours.
-    """
-
-    name: str
-    scheme: str = ""
-    figures: Sequence[float] = ()
+    name: str  # the paper's, or ours
+    scheme: str = ""  # with options; empty where isopos has none
+    figures: Sequence[float] = ()  # the paper's, one a column; empty for a row of ours
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of a paper.
+    """A table of a paper."""
 
-    Args:
-        name: Of its file.
-        title: What it compares.
-        citation: Paper, table or section.
-        baseline: The row whose final loss the others are to reach, whose speed is 1.
-        kind: scores, of trained models; or speed, of training steps.
-        recipe: The paper's, as `isopos train` takes it, with `edits`.
-        notes: What a reader must know.
-        scales: Edits of the recipe by scale.
-        columns: The figures.
-        rows: In the paper's order, then ours.
-        corpora: What the columns' models are trained on.
-        figure: Of the columns that name none; by default the task's first.
-        edits: Of the recipe, where the paper's differs from the named one.
-    """
-
-    name: str
-    title: str
-    citation: str
-    baseline: str
-    recipe: str
-    scales: Mapping[str, Mapping[str, Any]]
-    columns: Sequence[Column]
-    rows: Sequence[Line]
-    kind: str = "scores"
-    figure: str = ""
-    corpora: Sequence[Corpus] = ()
-    notes: Sequence[str] = ()
-    edits: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of its file
+    title: str  # what it compares
+    citation: str  # paper, table or section
+    baseline: str  # the row whose final loss the others are to reach, whose speed is 1
+    recipe: str  # the paper's, as `isopos train` takes it, with `edits`
+    scales: Mapping[str, Mapping[str, Any]]  # edits of the recipe by scale
+    columns: Sequence[Column]  # the figures
+    rows: Sequence[Line]  # in the paper's order, then ours
+    kind: str = "scores"  # of trained models; or speed, of training steps
+    figure: str = ""  # of the columns that name none; by default the task's first
+    corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
+    notes: Sequence[str] = ()  # what a reader must know
+    edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, where the paper's differs from the named one
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
@@ -119,8 +80,8 @@ class PaperTable:
 
     def metric(self, column: Column) -> Metric:
         """What a column shows, and how."""
-        task, (main, *_) = self.recipe_at("original").task, self.recipe_at("original").task.metrics
-        figure = task.figure(column.figure or self.figure or main.figure)
+        task = self.recipe_at("original").task
+        figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.kind == "speed":
             figure = Metric("relative speed", "", "higher", ".2f")
         view = View(column.split, column.multiple, column.scored)
@@ -163,13 +124,9 @@ def _made(kind: Any, values: Mapping[str, Any]) -> Any:
         if key not in known:
             raise ValueError(f"{kind.__name__}: no key {key!r}; expected {', '.join(known)}")
     try:
-        return kind(**_plain(values))
+        return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     except TypeError as error:
         raise ValueError(f"{kind.__name__}: {error}") from None
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _check(table: PaperTable) -> None:
@@ -199,8 +156,8 @@ def _check(table: PaperTable) -> None:
     for column in table.columns:
         if column.corpus not in known:
             raise ValueError(f"{column.title}: expected a corpus of {', '.join(known)}, got {column.corpus!r}")
-        if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 < column.scored <= 1:
+        if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 <= column.scored < 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
-        metric = table.metric(column)
+        view = table.metric(column).view
         if table.kind == "scores":
-            recipe.task.check_view(metric.view)
+            recipe.task.check_view(view)

@@ -17,10 +17,7 @@ TASKS = {
 
 
 def find(name: str) -> type[Task]:
-    """The task of a name of `TASKS`, or of MODULE:NAME.
-
-    Raises:
-        ValueError: Where there is none.
+    """The task of a name of `TASKS`, or of MODULE:NAME; or a ValueError where there is none.
 
     Example:
         >>> find("language")().unit

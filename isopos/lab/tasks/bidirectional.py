@@ -21,18 +21,13 @@ __all__ = ["Bidirectional", "RandomTokens"]
 class Bidirectional(Task):
     """The random tokens of a bidirectional model."""
 
-    vocabulary: int = 256
-    """Tokens."""
-    length: int = 512
-    """Tokens of a sample."""
+    vocabulary: int = 256  # Tokens.
+    length: int = 512  # Tokens of a sample.
 
     name = "bidirectional"
     unit = "tokens"
     views = ("limit",)
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        return (Metric("loss", "loss", note="nats a token"),)
+    metrics = (Metric("loss", "loss", note="nats a token"),)
 
     def size(self, recipe: "Recipe") -> int:
         return recipe.training.batch * self.length
@@ -51,13 +46,10 @@ class Bidirectional(Task):
         return ()
 
     def model(self, recipe: "Recipe") -> Any:
-        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.lab.tasks.build import build_model
         from isopos.models import Encoder
 
-        m, scheme = recipe.model, build_scheme(recipe)
-        with seeded(recipe):
-            options = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
-            return Encoder(self.vocabulary, m.model_dim, m.layers, scheme, **options)
+        return build_model(recipe, Encoder, self.vocabulary)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "RandomTokens":
         return RandomTokens(self)

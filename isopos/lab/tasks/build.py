@@ -1,7 +1,7 @@
 """What tasks build their models from: the scheme of a recipe, and the random numbers of its seed."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,7 +11,9 @@ from isopos.models import TOKEN_STD
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_scheme", "check_group", "seeded"]
+__all__ = ["build_model", "build_scheme", "check_group"]
+
+Built = TypeVar("Built")
 
 
 def build_scheme(recipe: Recipe) -> Scheme:
@@ -24,16 +26,7 @@ def build_scheme(recipe: Recipe) -> Scheme:
 
 
 def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme:
-    """The scheme of a recipe, whose positions are those of samples.
-
-    Args:
-        recipe: With its task.
-        kinds: Groups that samples have positions of.
-        where: Those positions: "on a line, which text has".
-
-    Raises:
-        ValueError: Where they are others.
-    """
+    """The scheme of a recipe, or a ValueError where its positions are not of these kinds: "on a line, which text has"."""
     scheme = build_scheme(recipe)
     if not isinstance(scheme.group, kinds):
         name = split_spec(recipe.scheme)[0]
@@ -44,9 +37,13 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
     return scheme
 
 
-@contextlib.contextmanager
-def seeded(recipe: Recipe) -> Iterator[None]:
-    """Random numbers are those of the recipe's seed, and afterwards those of before: what models share starts equal."""
+def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **options: Any) -> Built:
+    """A model of the sizes and the scheme of a recipe, whose first sizes and other options are those of the task.
+
+    Its random numbers are those of the seed, so that what models share starts equal; afterwards they are those of before.
+    """
+    m, scheme = recipe.model, build_scheme(recipe)
+    sizes = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        yield
+        return kind(*first, m.model_dim, m.layers, scheme, **sizes, **options)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Language", "Text"]
 
+NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
+
 
 @dataclass(frozen=True)
 class Language(Task):
@@ -25,16 +27,11 @@ class Language(Task):
     data: str = ""
     """A file, an archive, a folder that is read in sorted order, or hf:NAME:CONFIG; empty: the Python language reference.
     docs/data.md says more. The last tenth is held out, where names of files make no splits."""
-    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"
-    """What a token is."""
-    vocabulary: int = 0
-    """Tokens; 0: as many as the tokenizer has."""
-    length: int = 256
-    """Tokens of a training window; 2 and 4 times as many are evaluated, too."""
-    cutoffs: tuple[int, ...] = ()
-    """Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax."""
-    validation_tokens: int = 32768
-    """At most so many tokens of the held-out text are scored; 0: all."""
+    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # What a token is.
+    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
+    length: int = 256  # Tokens of a training window; 2 and 4 times as many are evaluated, too.
+    cutoffs: tuple[int, ...] = ()  # Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax.
+    validation_tokens: int = 32768  # At most so many tokens of the held-out text are scored; 0: all.
 
     name = "language"
     schemes = "none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet"
@@ -42,12 +39,10 @@ class Language(Task):
     loss_scale: ClassVar[float] = 1 / math.log(2)
     settled = ("vocabulary",)
     views = ("split", "multiple", "scored", "limit")
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        views = {"bits/byte": View(), "at 2x": View(multiple=2), "at 4x": View(multiple=4)}
-        note = "bits/byte of held-out text, at 2x and 4x the training length"
-        return tuple(Metric(title, "bits_per_byte", view=view, note=note) for title, view in views.items())
+    metrics = tuple(
+        Metric(title, "bits_per_byte", view=View(multiple=multiple), note=NOTE)
+        for title, multiple in (("bits/byte", 1), ("at 2x", 2), ("at 4x", 4))
+    )
 
     @property
     def more(self) -> tuple[Metric, ...]:
@@ -89,37 +84,25 @@ class Language(Task):
         with torch.no_grad():
             small = recipe.edit(vocabulary=0, cutoffs=())  # of no consequence for the scheme
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
-        orders = [module.common_order for module in scheme.modules() if isinstance(module, Permutation)]
         return [
             f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {self.reach} evaluated"
-            for order in orders
-            if order < self.reach
+            for module in scheme.modules()
+            if isinstance(module, Permutation) and (order := module.common_order) < self.reach
         ]
 
     def model(self, recipe: "Recipe") -> "Decoder":
-        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.lab.tasks.build import build_model
         from isopos.models import Decoder
 
-        m, scheme = recipe.model, build_scheme(recipe)
-        with seeded(recipe):
-            return Decoder(
-                self.vocabulary or 256,
-                m.model_dim,
-                m.layers,
-                scheme,
-                hidden_dim=m.hidden_dim or None,
-                dropout=m.dropout,
-                cutoffs=self.cutoffs,
-                recompute=m.recompute,
-            )
+        return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Text":
         from isopos.lab.data import corpora
         from isopos.lab.data.tokenizers import load_tokenizer
 
+        choice: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
         if run is not None:
-            return Text(self, corpora.load(self.data, self.length, tokenizer=load_tokenizer(run), console=console))
-        choice = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
+            choice = {"tokenizer": load_tokenizer(run)}
         return Text(self, corpora.load(self.data, self.length, **choice, console=console))
 
 
@@ -157,12 +140,11 @@ class Text(Data):
         from isopos.lab.tasks.perplexity import perplexity, why_not
 
         length = view.multiple * self.task.length
-        scored = None if view.scored == 1 else int(view.scored) if view.scored > 1 else max(1, round(view.scored * length))
+        scored = int(view.scored) if view.scored >= 1 else max(1, round(view.scored * length)) if view.scored else None
         limit = (self.task.validation_tokens if view.limit < 0 else view.limit) or None
         if reason := why_not(model, self.corpus, length, view.split, limit):
             return Scored(reason=reason)
-        found = perplexity(model, self.corpus, length, split=view.split, scored=scored, limit=limit)
-        return Scored({**vars(found), "perplexity": found.perplexity})
+        return Scored(perplexity(model, self.corpus, length, split=view.split, scored=scored, limit=limit))
 
     def save(self, folder: Path) -> None:
-        self.corpus.save_tokenizer(folder)
+        self.corpus.tokenizer.save(folder)

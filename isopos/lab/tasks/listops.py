@@ -41,24 +41,19 @@ class ListOps(Task):
     data: str = ""
     """A file or a folder of rows, a label, a tab and an expression: those of Nangia and Bowman or of the Long Range Arena.
     Names with train, valid and test make the splits; by default 12,000 random expressions of at most 50 tokens."""
-    longest: int = 0
-    """Tokens: longer expressions are left out; 0: none are."""
-    branches: int = 0
-    """Of the trees, closing brackets counted; 0: as many as the data has."""
-    validation_rows: int = 0
-    """At most so many held-out expressions are scored; 0: all."""
+    longest: int = 0  # Tokens: longer expressions are left out; 0: none are.
+    branches: int = 0  # Of the trees, closing brackets counted; 0: as many as the data has.
+    validation_rows: int = 0  # At most so many held-out expressions are scored; 0: all.
 
     name = "listops"
     schemes = "none,rope,ape-sequence,ape-tree"
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
     settled = ("longest", "branches")
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        note = "accuracy: share of held-out expressions whose value is found"
-        accuracy = Metric("accuracy", "accuracy", "higher", ".1%", note=note)
-        return accuracy, Metric("nats", "nats", note="nats: their cross-entropy")
+    metrics = (
+        Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out expressions whose value is found"),
+        Metric("nats", "nats", note="nats: cross-entropy of their values"),
+    )
 
     @property
     def more(self) -> tuple[Metric, ...]:
@@ -93,13 +88,10 @@ class ListOps(Task):
         return []
 
     def model(self, recipe: "Recipe") -> "Classifier":
-        from isopos.lab.tasks.build import build_scheme, seeded
+        from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
-        m, scheme = recipe.model, build_scheme(recipe)
-        options: dict[str, Any] = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
-        with seeded(recipe):
-            return Classifier(len(TOKENS), 10, m.model_dim, m.layers, scheme, **options)
+        return build_model(recipe, Classifier, len(TOKENS), 10)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Expressions":
         rows = read(self.data) if self.data else generate(0, COUNTS, **RANDOM)

@@ -1,7 +1,6 @@
 """Perplexity as the papers measure it, also of windows far longer than those of the training."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,31 +8,11 @@ from torch import Tensor
 from isopos.lab.data.corpora import Corpus
 from isopos.models import Decoder
 
-__all__ = ["Score", "perplexity", "why_not"]
+__all__ = ["perplexity", "why_not"]
 
 PIECE = 4096  # tokens that a model is given at once
 LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
 SCORES = 1 << 24  # of pairs of tokens, a head of softmax attention
-
-
-@dataclass(frozen=True)
-class Score:
-    """How well a model predicts held-out text.
-
-    Args:
-        nats: Mean cross-entropy of a token.
-        bits_per_byte: The same of a byte of UTF-8, which does not depend on the tokenizer.
-        tokens: How many were scored.
-    """
-
-    nats: float
-    bits_per_byte: float
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        """exp(nats), of a token."""
-        return math.exp(self.nats) if self.nats < 700 else math.inf
 
 
 def perplexity(
@@ -44,21 +23,17 @@ def perplexity(
     split: str = "validation",
     scored: int | None = None,
     limit: int | None = None,
-) -> Score:
-    """The score of a split, read in windows of `length`.
+) -> dict[str, float]:
+    """How well a model predicts a split, read in windows of `length`: figures by name.
+
+    That is "nats", the mean cross-entropy of a token; "bits_per_byte", the same of a byte of UTF-8, which does not depend on
+    the tokenizer; how many "tokens" were scored; and "perplexity", exp(nats).
 
     Without `scored` windows are side by side, and every token counts but the first of the split. With it each window counts
     its last tokens only: all of them have ``length - scored`` tokens before them, by which windows overlap. PermuteFormer
     (section 4.2.1) scores the last 256 of 512; LRPE says no more than perplexity. Long windows run as streams in pieces of
     4096 tokens or less, with the same result in less memory. Bits a byte take the mean bytes a token of the whole split.
-
-    Args:
-        model: Is put in evaluation mode for the time; runs where its weights are.
-        corpus: With the tokens that the model was trained on.
-        length: Tokens of a window.
-        split: train, validation or test.
-        scored: At the end of each window; all by default.
-        limit: Look at the first so many tokens of the split only; at all by default.
+    The model is in evaluation mode. With `limit` only the first so many tokens of the split are looked at.
 
     Raises:
         ValueError: Before any work, where `length` has no positions in the scheme, or no window in the split, where the
@@ -75,17 +50,14 @@ def perplexity(
         )
     piece = _at_once(model, length)
     device = model.tokens.weight.device
-    total, count, training = 0.0, 0, model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for tokens, targets in corpus.windows(length, limit, max(1, piece // length), split, scored):
-                total += _nats(model, tokens.to(device), targets.to(device), piece)
-                count += targets.numel()
-    finally:
-        model.train(training)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for tokens, targets in corpus.windows(length, limit, max(1, piece // length), split, scored):
+            total += _nats(model, tokens.to(device), targets.to(device), piece)
+            count += targets.numel()
     nats = total / count
-    return Score(nats, nats / math.log(2) / corpus.bytes_per_token(split), count)
+    bits = nats / math.log(2) / corpus.bytes_per_token(split)
+    return {"nats": nats, "bits_per_byte": bits, "tokens": count, "perplexity": math.exp(nats) if nats < 700 else math.inf}
 
 
 def why_not(model: Decoder, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:

@@ -8,7 +8,7 @@ folder with one of each, and a line in `tasks.TASKS`; or, without the line, MODU
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,32 +29,17 @@ def expect(name: str, value: object, what: str, met: bool) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """Which held-out data is scored, and how.
+    """Which held-out data is scored, and how."""
 
-    Args:
-        split: validation or test.
-        multiple: Of the training length, where a task has samples of any length.
-        scored: Share of each sample, at its end, that counts; 1: all; above 1: so many of its units.
-        limit: At most so many (in the task's unit); 0: all; -1: as in training.
-    """
-
-    split: str = "validation"
-    multiple: int = 1
-    scored: float = 1.0
-    limit: int = -1
+    split: str = "validation"  # or test
+    multiple: int = 1  # of the training length, where a task has samples of any length
+    scored: float = 0.0  # of each sample, at its end: so many of its units; below 1 a share; 0: all
+    limit: int = -1  # at most so many, in the task's unit; 0: all; -1: as in training
 
 
 @dataclass(frozen=True)
 class Metric:
     """A figure of merit: a column of every table.
-
-    Args:
-        title: Of the column.
-        figure: Its name among those that `Data.score` returns.
-        better: lower or higher.
-        style: How a value is written, as in ``format(value, style)``: ".3f", ".1%".
-        view: What is scored.
-        note: What a reader must know, in a few words.
 
     Example:
         >>> accuracy = Metric("accuracy", "accuracy", "higher", ".1%")
@@ -62,12 +47,12 @@ class Metric:
         ([0.75, 0.5, 0.25], '50.0%', '-')
     """
 
-    title: str
-    figure: str
+    title: str  # of the column
+    figure: str  # its name among those that `Data.score` returns
     better: Literal["lower", "higher"] = "lower"
-    style: str = ".3f"
-    view: View = View()
-    note: str = ""
+    style: str = ".3f"  # of values, as in format(value, style)
+    view: View = View()  # what is scored
+    note: str = ""  # what a reader must know, in a few words
 
     def rank(self, value: float) -> float:
         """A number by which values sort, the best first."""
@@ -88,34 +73,21 @@ class Scored:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """The settings of a task: a frozen dataclass whose fields are options of the command line, each with a default.
+    """The settings of a task: a frozen dataclass whose fields are options of the command line, each with a default."""
 
-    Attributes:
-        name: In the registry; a task of your own needs none.
-        schemes: Compared by default: a comma list.
-        edits: Of the recipe of a comparison, by default: flat names.
-        unit: What a throughput counts.
-        loss_scale: Of a loss in nats, where it is shown.
-        settled: Fields that are found in the data where they are 0.
-        views: Fields of a `View` that can be chosen.
-    """
-
-    name: ClassVar[str] = ""
-    schemes: ClassVar[str] = "none,rope"
-    edits: ClassVar[Mapping[str, Any]] = {}
-    unit: ClassVar[str] = "samples"
-    loss_scale: ClassVar[float] = 1.0
-    settled: ClassVar[tuple[str, ...]] = ()
-    views: ClassVar[tuple[str, ...]] = ("split", "limit")
-
-    @property
-    @abstractmethod
-    def metrics(self) -> tuple[Metric, ...]:
-        """The columns of a comparison; the first ranks, decides which weights are best, and ends patience."""
+    metrics: ClassVar[tuple[Metric, ...]]
+    """The columns of a comparison; the first ranks, decides which weights are best, and ends patience."""
+    name: ClassVar[str] = ""  # in the registry; a task of your own needs none
+    schemes: ClassVar[str] = "none,rope"  # compared by default: a comma list
+    edits: ClassVar[Mapping[str, Any]] = {}  # of the recipe of a comparison, by default: flat names
+    unit: ClassVar[str] = "samples"  # what a throughput counts
+    loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
+    settled: ClassVar[tuple[str, ...]] = ()  # fields that are found in the data where they are 0
+    views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields of a `View` that can be chosen
 
     @abstractmethod
     def model(self, recipe: "Recipe") -> Any:
-        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.seeded`).
+        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.build_model`).
 
         It has the attributes `scheme` and, to be sharded, `blocks`.
         """
@@ -163,14 +135,11 @@ class Task(ABC):
     @property
     def figures(self) -> tuple[Metric, ...]:
         """Everything that `Data.score` finds, once."""
-        return tuple({metric.figure: metric for metric in reversed((*self.metrics, *self.more))}.values())[::-1]
+        every = (*self.metrics, *self.more)
+        return tuple(metric for n, metric in enumerate(every) if metric.figure not in [one.figure for one in every[:n]])
 
     def figure(self, name: str) -> Metric:
-        """That of `figures` with this name.
-
-        Raises:
-            ValueError: Where there is none.
-        """
+        """That of `figures` with this name, or a ValueError where there is none."""
         known = {metric.figure: metric for metric in self.figures}
         if name not in known:
             raise ValueError(f"figure: expected one of {', '.join(known)}, got {name!r}")
@@ -178,31 +147,22 @@ class Task(ABC):
 
     def check_view(self, view: View) -> None:
         """Raise a ValueError that names the first field of a view that the samples of this task do not have."""
-        words = {"multiple": "length", "split": "split", "scored": "scored", "limit": "limit"}
-        for part in fields(View):
-            if getattr(view, part.name) != part.default and part.name not in self.views:
-                raise ValueError(
-                    f"{words[part.name]}: expected none, which samples of this task do not have; it takes "
-                    f"{', '.join(words[name] for name in self.views) or 'no choice'}"
-                )
+        takes = ", ".join(self.views).replace("multiple", "length") or "no choice"
+        for name, value in vars(view).items():
+            if value != getattr(View(), name) and name not in self.views:
+                name = name.replace("multiple", "length")
+                raise ValueError(f"{name}: expected none, which samples of this task do not have; it takes {takes}")
 
 
 class Data(ABC):
-    """A task with its samples at hand. Every method is a function of its arguments: a run resumes exactly.
+    """A task with its samples at hand. Every method is a function of its arguments: a run resumes exactly."""
 
-    Attributes:
-        name: Of the source, for readers.
-        sha256: A fingerprint: a run goes on, and a table is filled, with the same data only.
-        summary: Sizes in a few words.
-        splits: Held-out ones that there are.
-        calls: Methods of the model, beside its call, that `loss` and `score` use: shards of weights must know them.
-    """
-
-    name: str
-    sha256: str
-    summary: str
-    splits: tuple[str, ...] = ("validation",)
+    name: str  # of the source, for readers
+    sha256: str  # a fingerprint: a run goes on, and a table is filled, with the same data only
+    summary: str  # sizes in a few words
+    splits: tuple[str, ...] = ("validation",)  # held-out ones that there are
     calls: ClassVar[tuple[str, ...]] = ()
+    """Methods of the model, beside its call, that `loss` and `score` use: shards of weights must know them."""
 
     def settle(self, recipe: "Recipe") -> "Recipe":
         """The recipe with what only the data tells, such as the size of a vocabulary."""

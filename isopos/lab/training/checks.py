@@ -11,22 +11,14 @@ __all__ = ["check_recipe", "run_place", "usable_device"]
 
 
 def run_place(name: str) -> Path:
-    """runs/NAME.
-
-    Raises:
-        ValueError: Where the name is not that of one folder.
-    """
+    """runs/NAME, or a ValueError where the name is not that of one folder."""
     if Path(name).name != name or name in (".", ".."):
         raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
     return Path("runs") / name
 
 
 def usable_device(device: str) -> str:
-    """The device, where auto is a GPU if there is one.
-
-    Raises:
-        ValueError: Where it is none on which this torch can compute here.
-    """
+    """The device, where auto is a GPU if there is one; or a ValueError where this torch cannot compute on it here."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -44,14 +44,8 @@ def train(
     """Train, evaluate and save one run; with several processes the first one returns its result and the others nothing.
 
     A loss or gradient that is not finite ends the run with the status "diverged". A run that has a result returns it again.
-
-    Args:
-        recipe: As the data settles it.
-        data: What to train on.
-        folder: Of the run.
-        on_step: Hears of each step.
-        resume: Whether to go on from the last checkpoint of the folder, or from the start if there is none yet.
-        overwrite: Whether to replace a run in the folder.
+    To `resume` is to go on from the last checkpoint of the folder, or from the start if there is none yet; to `overwrite`
+    replaces the run that is there.
 
     Raises:
         ValueError: Before any work, where the folder exists, or is that of another recipe, or its checkpoint is damaged.
@@ -83,7 +77,9 @@ def train(
     if resume:
         write_json(folder / "recipe.json", recipe.as_dict())  # of where it runs now
     if fitted is not None and fitted.stopped:
-        raise Interrupted(_advice(folder, fitted.step), fitted.stopped)
+        last, done = checkpoints.newest(folder), f"interrupted after step {fitted.step}"
+        remedy = f"the same command with --resume goes on from step {last.step if last else 0}"
+        raise Interrupted(f"{done}; {remedy}", fitted.stopped)
     return _finish(recipe, data, folder, fitted)
 
 
@@ -99,11 +95,6 @@ def _same_data(folder: Path, data: Data) -> None:
 def is_first_process() -> bool:
     """Whether this process is the first of a run, whoever started it: torchrun, SLURM, Lightning or nobody."""
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
-
-
-def _advice(folder: Path, step: int) -> str:
-    last = checkpoints.newest(folder)
-    return f"interrupted after step {step}; the same command with --resume goes on from step {last.step if last else 0}"
 
 
 def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -> Result:

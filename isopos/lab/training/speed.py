@@ -12,14 +12,7 @@ __all__ = ["step_times"]
 
 
 def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
-    """Seconds of forward and backward of the same samples, round by round.
-
-    Args:
-        recipe: Sizes and device.
-        data: What to train on.
-        schemes: By the names that the seconds have.
-        rounds: After one that warms up.
-    """
+    """Seconds of forward and backward of the same samples by the names of `schemes`, a round; one before warms up."""
     works = {name: _step(recipe.edit(scheme=scheme), data) for name, scheme in schemes.items()}
     yield from turns(works, rounds, recipe.training.device)
 

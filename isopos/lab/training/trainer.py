@@ -23,13 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -50,21 +44,13 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 
 
 class Fitted(NamedTuple):
-    """What training came to.
+    """What training came to."""
 
-    Args:
-        status: "finished" or "diverged at step n".
-        weights: The state dict of the model on the CPU, on the first process; empty on the others.
-        rate: The task's units a second, of the steps that this process saw.
-        stopped: The signal that ended it before its time, or 0.
-        step: The last step.
-    """
-
-    status: str
-    weights: Mapping[str, Any]
-    rate: float
-    stopped: int
-    step: int
+    status: str  # "finished" or "diverged at step n"
+    weights: Mapping[str, Any]  # the state dict of the model on the CPU, on the first process; empty on the others
+    rate: float  # the task's units a second, of the steps that this process saw
+    stopped: int  # the signal that ended it before its time, or 0
+    step: int  # the last one
 
 
 class Batches(Dataset):
@@ -133,8 +119,7 @@ class _Training(LightningModule):
         self.weights: Mapping[str, Any] = {}
 
     def configure_model(self) -> None:
-        """Shares of the weights, for FSDP2."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:  # FSDP2
             mesh = self.trainer.strategy.device_mesh["data_parallel"]
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
             for block in (*self.model.blocks, self.model):
@@ -144,26 +129,21 @@ class _Training(LightningModule):
             self.sharded = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam or AdamW; the learning rate is set at every step."""
         r = self.settings
         kind = torch.optim.AdamW if r.optimizer == "adamw" else torch.optim.Adam
         betas = (r.beta1, r.beta2)
         return kind(self.parameters(), lr=r.learning_rate, betas=betas, eps=r.epsilon, weight_decay=r.weight_decay)
 
     def train_dataloader(self) -> DataLoader:
-        """Batches of this rank, in order, from the step after the checkpoint on."""
         batches = Batches(self.recipe, self.data, self.first, self.global_rank, self.trainer.world_size)
         start = _leave_signals if self.settings.workers else None
         return DataLoader(batches, batch_size=None, num_workers=self.settings.workers, worker_init_fn=start)
 
     def on_fit_start(self) -> None:
-        """Go on from the checkpoint."""
         if self.begin is not None:
             state, self.begin = self.begin, None  # frees the memory
-            set_model_state_dict(self.model, state["model"], options=StateDictOptions(full_state_dict=True))
-            set_optimizer_state_dict(
-                self.model, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
-            )
+            content = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.model, self._optimizer, **content, options=StateDictOptions(full_state_dict=True))
             self.best = tuple(state["best"])
 
     @property
@@ -178,7 +158,6 @@ class _Training(LightningModule):
         self.begun = time.perf_counter()
 
     def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
-        """The loss of one part of a step."""
         step, part, *samples = batch
         torch.manual_seed(randomness(self.recipe.seed, step, self.global_rank, part))
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * share(self.settings, step)
@@ -210,9 +189,9 @@ class _Training(LightningModule):
         self._record(self.row)
         due = r.validate_every > 0 and not diverged and (step % r.validate_every == 0 or step == r.steps)
         validation = self._validate() if due else None
-        improved = validation is not None and self.metric.rank(validation) < self.best[1]
-        if validation is not None and improved:
-            self.best = (step, self.metric.rank(validation))
+        rank = math.inf if validation is None else self.metric.rank(validation)
+        if improved := rank < self.best[1]:
+            self.best = (step, rank)
         impatient = r.patience > 0 and step - self.best[0] >= r.patience * r.validate_every
         self.ended = diverged or impatient or step == r.steps
         if r.save_every and not diverged and (step % r.save_every == 0 or improved or self.ended or self.stopping):
@@ -220,7 +199,6 @@ class _Training(LightningModule):
         self.trainer.should_stop = self.ended or self.stopping
 
     def on_train_end(self) -> None:
-        """Collect the weights."""
         self.weights = get_model_state_dict(self.model, options=WHOLE)
 
     @property
@@ -230,13 +208,11 @@ class _Training(LightningModule):
         return done / (time.perf_counter() - self.begun)
 
     def _validate(self) -> float | None:
-        value = evaluate(self.model, self.recipe, self.data, (self.metric,))[self.metric.title]
-        value = None if value is None else _number(value)
+        value = _number(evaluate(self.model, self.recipe, self.data, (self.metric,))[self.metric.title])
         self._record({"step": self.step, "validation": value})
         return value
 
     def _record(self, row: dict[str, Any]) -> None:
-        """A row, of the first process."""
         if self.log_rows is None:
             return
         self.log_rows.write(**row)
@@ -255,19 +231,13 @@ class _Training(LightningModule):
 
     def _save(self, validation: float | None) -> None:
         """A checkpoint, which the first process writes; all fail where it fails."""
-        state = {
-            "model": get_model_state_dict(self.model, options=WHOLE),
-            "optimizer": get_optimizer_state_dict(self.model, self._optimizer, options=WHOLE),
-            "best": list(self.best),
-            "step": self.step,
-        }
+        model, optimizer = get_state_dict(self.model, self._optimizer, options=WHOLE)
+        state = {"model": model, "optimizer": optimizer, "best": list(self.best), "step": self.step}
         error = ""
         if self.log_rows is not None:
             try:
                 self.log_rows.flush()
-                checkpoints.save(
-                    self.folder, state, self.step, validation=validation, better=self.metric.better, ended=self.ended
-                )
+                checkpoints.save(self.folder, state, self.step, validation, self.metric.better, self.ended)
             except OSError as failure:
                 error = str(failure)
         error = self.trainer.strategy.broadcast(error)
@@ -295,11 +265,7 @@ def fit(
     on_step: OnStep,
     begin: dict[str, Any] | None = None,
 ) -> Fitted:
-    """Train from the content of a checkpoint, or from the start, to the last step; all ranks call it, the first with a log.
-
-    Raises:
-        OSError: Where a checkpoint cannot be written.
-    """
+    """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
     with _handlers_kept(), warnings.catch_warnings():
         for message in NOT_OURS:
@@ -324,23 +290,15 @@ def fit(
         )
         training.take_signals()
         trainer.fit(training)
-    stopped = training.signal or signal.SIGTERM
-    return Fitted(
-        training.status,
-        training.weights,
-        training.rate,
-        int(stopped) if training.stopping and not training.ended else 0,
-        training.step,
-    )
+    stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
+    return Fitted(training.status, training.weights, training.rate, stopped, training.step)
 
 
 def _strategy(t: Training) -> Any:
     world = t.devices * t.nodes
-    if world == 1:
-        return "auto"
-    if t.strategy == "fsdp2":
+    if world > 1 and t.strategy == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    return DDPStrategy()
+    return DDPStrategy() if world > 1 else "auto"
 
 
 def _environment() -> list[Any]:
@@ -376,6 +334,6 @@ def _handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _number(value: float) -> float | None:
+def _number(value: float | None) -> float | None:
     """The value, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
