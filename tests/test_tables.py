@@ -57,6 +57,7 @@ def test_the_tables_hold_what_the_papers_say():
         ("figures = [36.87]", "figures = [36.87, 1]", "Performer: expected 1 figures or none, got 2"),
         ('baseline = "Performer"', 'baseline = "Perform"', "baseline: expected a row with a scheme, got 'Perform'"),
         ("steps = 20\n", "stepz = 20\n", "no field stepz, did you mean steps"),
+        ("scored = 0.5", "scored = 1", "a multiple from 1 on and a share scored"),
         ("[scales.paper]\n", "", "scales: expected tiny, small, paper, got small, tiny"),
         ('corpus = "wikitext-103"', 'corpus = "wiki"', "expected a corpus of wikitext-103, got 'wiki'"),
         ("[[rows]]", "[rows", "permuteformer-4.toml"),
