@@ -53,7 +53,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {}
 
 def register(feature_map: FeatureMap) -> FeatureMap:
     """Make a feature map known by its name; ValueError where another has it."""
-    if feature_map.name in FEATURE_MAPS:
+    if feature_map.name in (*FEATURE_MAPS, "auto", "favor"):  # two that schemes have of their own
         raise ValueError(f"name: expected one that no feature map has, got {feature_map.name!r}; choose another")
     FEATURE_MAPS[feature_map.name] = feature_map
     return feature_map

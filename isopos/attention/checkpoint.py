@@ -62,6 +62,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     absorbed = copy.copy(scheme)
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest
+    vars(absorbed).pop("fingerprint", None)  # it is another scheme's
     return absorbed
 
 

@@ -73,7 +73,7 @@ def default(arguments: Sequence[str]) -> Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C, which leaves a report of what is finished."""
+    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C (143: SIGTERM): a report has what is finished."""
     import torch
 
     from isopos.lab.reports import page
@@ -81,7 +81,7 @@ def run(options: Options, console: Console) -> int:
     recipes, folder, warnings = _check(options)
     data = options.settings.load(recipes[0], console)
     recipes = [data.settle(recipe) for recipe in recipes]
-    console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False)
+    console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False, soft_wrap=True)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     about = {
@@ -94,14 +94,16 @@ def run(options: Options, console: Console) -> int:
         "device": recipes[0].training.device,
         "planned": [cell_name("", recipe.scheme, recipe.seed) for recipe in recipes],
     }
-    complete = False
+    complete, status = False, 0
     before = _make(folder, options.overwrite)
     try:
         write_json(folder / "comparison.json", about | {"complete": False})
         _train_all(recipes, data, folder, console)
+        console.print("timing training steps, scheme by scheme in turns")
         about["speed"] = _speeds(recipes, data)
         complete = True
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        status = getattr(stop, "code", 130)
         console.print("[yellow]interrupted: the report holds what is finished")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would leave no report
@@ -113,12 +115,12 @@ def run(options: Options, console: Console) -> int:
         shutil.rmtree(folder)
         before.rename(folder)
         console.print(f"no run was finished: {folder} is what it was", markup=False)
-        return 130
+        return status
     if before is not None:
         shutil.rmtree(before)
     console.print(*found.render(console.width))
     console.print(f"report: {report}", markup=False)
-    return 0 if complete else 130
+    return status
 
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:

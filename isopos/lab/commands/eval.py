@@ -31,8 +31,6 @@ class Options:
 
 def run(options: Options, console: Console) -> int:
     """Score on the CPU, print a table, and append the figures to eval.json."""
-    from safetensors.torch import load_model
-
     from isopos.lab.runs import checkpoints, weights
 
     folder = Path(options.run)
@@ -40,7 +38,7 @@ def run(options: Options, console: Console) -> int:
     views = _views(options, recipe.task)
     model, trained, last = recipe.task.model(recipe), folder / weights.FILE, checkpoints.newest(folder)
     if trained.exists():
-        load_model(model, str(trained))
+        weights.read(model, trained)
         source, step = trained.name, max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
     elif last is not None:
         model.load_state_dict(checkpoints.load(last)["model"])

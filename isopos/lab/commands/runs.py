@@ -39,11 +39,15 @@ def _changed(run: Path) -> float:
 
 
 def _cells(run: Path, name: str) -> list[str]:
-    recipe, rows, result = recipe_of(run), read_rows(run / "metrics.jsonl"), Result.of(run)
-    main = recipe.task.metrics[0]
+    try:
+        recipe, rows, result = recipe_of(run), read_rows(run / "metrics.jsonl"), Result.of(run)
+        main = recipe.task.metrics[0]
+        best = result.scores[main.title] if result else None
+    except (ValueError, KeyError) as error:  # of one run, which hides no other
+        return [name, "", f"cannot be read: {error}", "", "", "", ""]
     training = [row for row in rows if row.get("loss") is not None]
     validations = [row["validation"] for row in rows if row.get("validation") is not None]
-    best = result.scores[main.title] if result else min(validations, key=main.rank, default=None)
+    best = best if result else min(validations, key=main.rank, default=None)
     step = f"{rows[-1]['step'] if rows else 0}/{recipe.training.steps}"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_changed(run)))
     status = result.status if result else "not finished"

@@ -41,20 +41,20 @@ class Options:
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Go on with the run that is there.
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Replace the run that is there.
     change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)  # Fields of the recipe.
+    named: tyro.conf.Suppress[str] = recipe  # The recipe whose fields these are.
 
 
 def default(arguments: Sequence[str]) -> Options:
     """What the options are where no others are given: the recipe and scale that the arguments name."""
     words = " ".join(arguments[1:]).replace("=", " ").split()
-    first = [word for word in words[:1] if not word.startswith("-")]
-    recipe = next((word for word in (*first, *words) if word in RECIPES or word in first), Options.recipe)
+    recipe = words[0] if words and not words[0].startswith("-") else Options.recipe
     scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), "small")
     change = preset(recipe, scale)
     for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
         own = name.removeprefix("no-").replace("-", "_")
         if own not in (*change.names, "scale", "name", "resume", "overwrite", "help"):
             raise ValueError(unknown_field(name, change.names))
-    return Options(recipe, scale, change=change)  # pyright: ignore[reportArgumentType]
+    return Options(recipe, scale, change=change, named=recipe)  # pyright: ignore[reportArgumentType]
 
 
 def run(options: Options, console: Console) -> int:
@@ -65,6 +65,8 @@ def run(options: Options, console: Console) -> int:
 
     first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
     console.quiet = not first
+    if options.recipe != options.named:
+        raise ValueError(f"recipe: expected it first, isopos train {options.recipe} --..., got it after other options")
     if resume and overwrite:
         raise ValueError("resume: expected either --resume or --overwrite, got both")
     folder = run_place(options.name or options.recipe.replace(":", "+"))
@@ -75,7 +77,7 @@ def run(options: Options, console: Console) -> int:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
     recipe = data.settle(recipe)
-    console.print(f"data: {data.name}, {data.summary}", markup=False)
+    console.print(f"data: {data.name}, {data.summary}", markup=False, soft_wrap=True)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     task = recipe.task

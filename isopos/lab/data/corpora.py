@@ -167,7 +167,10 @@ def _shown(console: Console | None) -> Iterator[Progressing]:
     bars, tasks = Progress(console=console, transient=True), {}
 
     def show(stage: str, done: int, total: int) -> None:
-        bars.start()
+        if not console.is_interactive and stage not in tasks:
+            console.print(f"preparing text: {stage}", markup=False)
+        elif console.is_interactive:
+            bars.start()
         if stage not in tasks:
             tasks[stage] = bars.add_task(stage, total=total or None)
         bars.update(tasks[stage], completed=done)

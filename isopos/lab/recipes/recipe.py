@@ -12,6 +12,8 @@ from isopos.lab.tasks.task import Task, expect
 __all__ = ["PLACEMENT", "SCALES", "Model", "Recipe", "Training", "unknown_field"]
 
 SCALES = ("tiny", "small", "paper")
+RESERVED = ("task", "scale", "name", "resume", "overwrite", "named", "change", "schemes", "attention", "seeds", "recipe")
+"""Options of commands, which no field may be called."""
 PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
 """Fields that say where and how a run is computed: they may change when it is resumed."""
 
@@ -76,7 +78,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         names = self.names
-        twice = {name for name in names if names.count(name) > 1 or name == "task"}
+        twice = {name for name in names if names.count(name) > 1 or name in RESERVED}
         if twice:
             raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_model
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.folders import recipe_of
 
-__all__ = ["FILE", "load", "load_run"]
+__all__ = ["FILE", "load", "load_run", "read"]
 
 FILE = "model.safetensors"
 
@@ -24,8 +25,16 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     if not weights.exists():
         raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
     model = recipe.task.model(recipe)
-    load_model(model, str(weights))
+    read(model, weights)
     return recipe, model.eval()
+
+
+def read(model: Any, path: Path) -> None:
+    """Give a model the weights in a file; ValueError, which names it, where they are damaged or another model's."""
+    try:
+        load_model(model, str(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path}: expected the weights of this run's model, got: {error}") from None
 
 
 def load(run: str | Path) -> Any:

@@ -28,8 +28,8 @@ def find(name: str) -> type[Task]:
         near = difflib.get_close_matches(name, TASKS, 1)
         meant = f", did you mean {near[0]}?" if near else ""
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, or MODULE:NAME, got {name!r}{meant}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    if name not in TASKS and "" not in sys.path:
+        sys.path.append("")  # last, so that no file here takes the place of a library
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # whatever the user's module does

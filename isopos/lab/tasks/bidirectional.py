@@ -26,7 +26,7 @@ class Bidirectional(Task):
 
     name = "bidirectional"
     unit = "tokens"
-    views = ("limit",)
+    views = ()
     metrics = (Metric("loss", "loss", note="nats a token"),)
 
     def size(self, recipe: "Recipe") -> int:
@@ -77,4 +77,5 @@ class RandomTokens(Data):
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
-        return Scored({"loss": self.loss(model, *self.batch(recipe, 0)).item()})
+        batch = (tokens.to(recipe.training.device) for tokens in self.batch(recipe, 0))
+        return Scored({"loss": self.loss(model, *batch).item()})

@@ -16,7 +16,7 @@ from safetensors.torch import save_model
 from isopos import laws
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints, weights
-from isopos.lab.runs.files import write_json
+from isopos.lab.runs.files import replacing, write_json
 from isopos.lab.runs.folders import Interrupted, Log, create, same_recipe
 from isopos.lab.runs.outcomes import EXAMPLES, Result, fingerprint
 from isopos.lab.tasks.task import Data, Metric, Scored, View
@@ -121,7 +121,8 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         choices=model.scheme.choices,
         laws=_laws(model) if status == "finished" else "-",
     )
-    save_model(model, str(folder / weights.FILE))
+    with replacing(folder / weights.FILE) as part:
+        save_model(model, str(part))
     if status == "finished" and (examples := data.examples(model, recipe, SHOWN)):
         write_json(folder / EXAMPLES, examples)
     result.save(folder)
