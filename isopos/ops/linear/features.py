@@ -12,8 +12,6 @@ from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.ops.place import Place
 from isopos.ops.rotate import lift, permute, reflect, rotate, unlift, unpermute, unrotate
 
-__all__ = ["Decays", "Features", "Opaque", "Step", "Stream", "Sums"]
-
 Decays = tuple[Tensor, Tensor] | None
 
 
@@ -214,6 +212,12 @@ class Features:
 
 READY = Features()
 ALL_READY = (READY, READY, READY)
+
+
+def with_ones(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Values with a column of ones; zero where a mask is False."""
+    values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
+    return values if mask is None else torch.where(mask, values, 0)
 
 
 @dataclass(frozen=True, eq=False)
