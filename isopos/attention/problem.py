@@ -10,7 +10,7 @@ from torch import Tensor
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.maps import Identity, TokenMap
-from isopos.ops.linear import Decays
+from isopos.ops.linear.features import Decays
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 

@@ -287,6 +287,12 @@ class Sums:
         """Of sums."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
+    def lifted(self) -> "Sums":
+        """With an axis of samples."""
+        if self.q.ndim > 3 or self.stream is not None:
+            return self
+        return replace(self, q=self.q[None], k=self.k[None], v=self.v[None])
+
     def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """All features, with a graph."""
         queries, keys, (values,) = (own(x) for own, x in zip(self.features, self.inputs, strict=True))

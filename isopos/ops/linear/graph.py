@@ -1,7 +1,6 @@
 """Sums as a graph of PyTorch's operations, for what kernels refuse: under a compiler, in streams, with any phi."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +99,7 @@ class Graph(Backend):
     def _alone(self, sums: Sums) -> Tensor:
         """By the first kernel that serves, if one does."""
         if sums.q.ndim == 3:
-            return self._alone(replace(sums, q=sums.q[None], k=sums.k[None], v=sums.v[None]))[0]
+            return self._alone(sums.lifted())[0]
         return (_kernel(sums) or self).run(sums)[0]
 
     def _sum(self, sums: Sums) -> Tensor:
