@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -306,8 +305,7 @@ class Whole(Walk):
     def states(self) -> int:
         return 1
 
-    @cached_property
-    def of_keys(self) -> Plan:
+    def plan_of_keys(self) -> Plan:
         return Plan(self.operands[1].x)
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:

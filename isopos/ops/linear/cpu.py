@@ -249,8 +249,10 @@ class Cpu(Walking):
     def serves(self, sums: Sums) -> str:
         if sums.dtype != torch.float32:
             return f"it sums up float32, not {sums.dtype}"
-        if unknown := [name for own in sums.features if (name := _unknown(own.phi))]:
-            return f"it does not know the feature map {unknown[0]!r}, only {', '.join((*PHI, *ROWS))} of isopos.feature_maps"
+        for own in sums.features:
+            if unknown := _unknown(own.phi):
+                known = ", ".join((*PHI, *ROWS))
+                return f"it does not know the feature map {unknown!r}, only {known} of isopos.feature_maps"
         if sums.stream is not None:
             return self._refuses_step(sums)
         if why := refusal(sums):

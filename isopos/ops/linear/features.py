@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -261,10 +260,10 @@ class Sums:
     denominator: str | None = None
     stream: Stream | None = None
 
-    @cached_property
+    @property
     def notes(self) -> dict[str, Any]:
         """What a backend found out when it was asked, for when it runs."""
-        return {}
+        return self.__dict__.setdefault("notes", {})
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:

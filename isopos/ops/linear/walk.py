@@ -4,7 +4,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -216,11 +215,11 @@ class Walk(ABC):
     def __post_init__(self) -> None:
         self.leading = tuple(self.operands[0].x.shape[:-2])
         self.order = range(len(self.plan.spans))[:: -1 if self.reverse else 1]
+        self.of_keys = self.plan_of_keys()
         for operand, own in zip(self.operands, (self.plan, self.of_keys, self.of_keys), strict=True):
             operand.split(own.sizes)
 
-    @cached_property
-    def of_keys(self) -> Plan:
+    def plan_of_keys(self) -> Plan:
         """How keys and values are cut."""
         return self.plan
 
