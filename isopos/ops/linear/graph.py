@@ -53,7 +53,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Te
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] + decays
 
 
-def _keep_inputs(ctx, inputs, output: Tensor) -> None:
+def _save_inputs(ctx, inputs, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.causal = inputs[5]
 
@@ -63,7 +63,7 @@ def _linear_sum_autograd(ctx, grad: Tensor):
     return *grads, *(None,) * (6 - len(grads))
 
 
-_linear_sum.register_autograd(_linear_sum_autograd, setup_context=_keep_inputs)
+_linear_sum.register_autograd(_linear_sum_autograd, setup_context=_save_inputs)
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
