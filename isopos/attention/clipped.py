@@ -5,22 +5,32 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from isopos.attention.problem import LinearProblem
+from isopos.attention.problem import Problem
 from isopos.exact import broadcast
 from isopos.feature_maps import sides
 from isopos.ops import clipped
+from isopos.ops.linear.features import with_ones
+from isopos.state import State
 from isopos.terms import Clipped
 
-__all__ = ["with_terms", "with_terms_of_stream"]
+__all__ = ["values_of_terms", "with_terms", "with_terms_of_stream"]
 
 
-def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
+def values_of_terms(problem: Problem) -> Tensor:
+    """Values and, where a denominator is wanted, a column of ones; zero for keys that take no part."""
+    v, mask = problem.v.to(torch.promote_types(problem.v.dtype, torch.float32)), problem.mask_of_keys
+    if problem.denominator is not None:
+        return with_ones(v, mask)
+    return v if mask is None else torch.where(mask, v, 0)
+
+
+def with_terms(total: Tensor, problem: Problem) -> Tensor:
     """Sums and denominators ``[*b h t e+1]``, and those of all clipped terms."""
-    values = _values(problem).expand(*problem.batch, -1, -1) if problem.terms else total
+    values = values_of_terms(problem) if problem.terms else total
     for term in _terms(problem):
-        score = _scores(problem, term).expand(*problem.batch, -1, -1)
+        score = _scores(problem, term)
         if problem.segments is not None:
-            total = total + _packed(score, values, term, problem.segments, problem.causal)
+            total = total + _packed(score, values, term, problem.segments[1], problem.causal)
             continue
         total = total + clipped.clipped(
             score, values, term.x, term.y, term.reach, outside=term.outside, causal=problem.causal
@@ -28,16 +38,15 @@ def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
     return total
 
 
-def with_terms_of_stream(total: Tensor, problem: LinearProblem) -> tuple[Tensor, dict[str, Tensor]]:
+def with_terms_of_stream(total: Tensor, values: Tensor, problem: Problem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
     """The same for the next tokens of a stream, and what its state has of them: near keys, and the sum of far ones."""
-    state, after = problem.state, {}
-    assert state is not None
+    after: dict[str, Tensor] = {}
     for term in _terms(problem):
         if term.x.shape[-1] > 1 or term.outside:
             raise ValueError(
                 "state: expected clipped terms of a sequence without class tokens, whose far keys share one sum"
             )
-        rows, positions, far = _values(problem), term.y, state["far"]
+        rows, positions, far = values, term.y, state["far"]
         if (near := state["near"]) is not None and (places := state["places"]) is not None:
             rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
             positions = torch.cat((places.expand(*positions.shape[:-2], *places.shape[-2:]), positions), -2)
@@ -52,18 +61,11 @@ def with_terms_of_stream(total: Tensor, problem: LinearProblem) -> tuple[Tensor,
     return total, after
 
 
-def _terms(problem: LinearProblem) -> list[Clipped]:
+def _terms(problem: Problem) -> list[Clipped]:
     return [term for term in problem.terms if isinstance(term, Clipped)]  # checked: no others
 
 
-def _values(problem: LinearProblem) -> Tensor:
-    """Values and, where a denominator is wanted, a column of ones; zero for keys that take no part."""
-    v, mask = problem.v.to(torch.promote_types(problem.v.dtype, torch.float32)), problem.mask_of_keys
-    v = v if problem.denominator is None else torch.cat((v, torch.ones_like(v[..., :1])), -1)
-    return v if mask is None else torch.where(mask, v, 0)
-
-
-def _scores(problem: LinearProblem, term: Clipped) -> Tensor:
+def _scores(problem: Problem, term: Clipped) -> Tensor:
     """<phi(q), phi(row)> for each row of a clipped term's table: ``[*b h t n]``."""
     phi_q, phi_k = sides(problem.phi)
     q = problem.q.to(torch.promote_types(problem.q.dtype, torch.float32))

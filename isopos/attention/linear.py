@@ -6,12 +6,12 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from isopos.attention.clipped import with_terms, with_terms_of_stream
+from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import (
     DecayPair,
     IsometryPair,
     LinearOptions,
-    LinearProblem,
+    Problem,
     check,
     check_decay,
     check_linear,
@@ -23,7 +23,7 @@ from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
-from isopos.ops.linear import ALL_READY, Features, Opaque, Step, Stream, Sums
+from isopos.ops.linear.features import ALL_READY, READY, Features, Opaque, Step, Stream, Sums, with_ones
 from isopos.state import State
 from isopos.terms import Term
 
@@ -145,11 +145,11 @@ def naive_linear_attention(
     Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
 
     Example:
-        >>> q, k, v = torch.rand(3, 2, 4, 10, 16)
+        >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    rho_q, rho_k = check(q, k, v, isometry, mask, ())
+    _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
     g = check_decay(decay, q, k)
     if denominator not in ("plain", "encoded", None):
         raise ValueError(f"denominator: expected 'plain', 'encoded' or None, got {denominator!r}")
@@ -167,23 +167,23 @@ def naive_linear_attention(
     return linear.divide(torch.cat((total, weights), -1))
 
 
-def _sums(problem: LinearProblem) -> Sums:
-    """The problem as the engine has it."""
-    (phi_q, phi_k), mask = sides(problem.phi), problem.mask_of_keys
+def _sums(problem: Problem, values: Tensor | None = None) -> Sums:
+    """The problem as the engine has it; `values` are those of a stream with terms, complete."""
+    (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     wide = torch.promote_types(problem.q.dtype, torch.float32)
+    own = form == "plain" and not (isinstance(problem.rho_q, Identity) and isinstance(problem.rho_k, Identity))
     features = (
-        Features(phi_q, _as_data(problem.rho_q), None, problem.plain, wide),
-        Features(phi_k, _as_data(problem.rho_k), mask, problem.plain, wide),
+        Features(phi_q, _as_data(problem.rho_q), None, own, wide),
+        Features(phi_k, _as_data(problem.rho_k), mask, own, wide),
         Features(identity, (), mask, False, wide),  # in full: compilers do not know where a default comes from
     )
-    form = None if problem.denominator is None else "column" if problem.terms else "divide"
-    stream, q, k, v = None, problem.q, problem.k, problem.v
-    if (state := problem.state) is not None:
+    stream, form = None, None if form is None else "column" if problem.terms else "divide"
+    if state is not None:
         given = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
         stream = Stream(given, problem.before, state.in_place)
-    else:
-        q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (q, k, v))
-    sums = Sums(q, k, v, features, problem.g, problem.causal, form, stream)
+    if values is not None:
+        return Sums(problem.q, problem.k, values, (*features[:2], READY), problem.g, problem.causal, None, stream)
+    sums = Sums(problem.q, problem.k, problem.v, features, problem.g, problem.causal, form, stream)
     return _complex(sums) if problem.denominator == "complex" else sums
 
 
@@ -193,8 +193,7 @@ def _complex(sums: Sums) -> Sums:
     Features are complex queries and i times them: <i q, k>, the real part of conj(i q) k, is Im(conj(q) k).
     """
     (query,), (key,), value = sums.made()
-    mask, value = sums.features[2].mask, torch.cat((value, torch.ones_like(value[..., :1])), -1)
-    value = value if mask is None else torch.where(mask, value, 0)
+    value = with_ones(value, sums.features[2].mask)
     pairs = query.unflatten(-1, (-1, 2))
     query = torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
     if sums.stream is None:
@@ -231,21 +230,24 @@ def _steps(rho: TokenMap) -> tuple[Step, ...] | None:
     return None
 
 
-def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
+def _divided(total: Tensor, problem: Problem) -> Tensor:
     """Sums over their denominators, where they have not been divided yet."""
     if problem.denominator == "complex":
         return linear.divide_complex(total)
     return linear.divide(total) if problem.terms and problem.denominator is not None else total
 
 
-def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
+def _streamed(problem: Problem, state: State) -> tuple[Tensor, State]:
     """The output of the next tokens of a stream, and the state after them."""
-    total, sums = linear.stream(_sums(problem))
-    total, after = with_terms_of_stream(total, problem)
-    after |= {f"sum{n}": x for n, x in enumerate(sums)}
+    values = values_of_terms(problem) if problem.terms else None
+    total, found = linear.stream(_sums(problem, values))
+    after = {f"sum{n}": x for n, x in enumerate(found)}
+    if values is not None:
+        total, of_terms = with_terms_of_stream(total, values, problem, state)
+        after |= of_terms
     if problem.decay is not None:
         after["decay"] = problem.decay[1][..., -1].expand(problem.of_keys).clone()  # a view would keep all tokens in memory
     if problem.segments is not None:
-        last = problem.segments[..., -1]
+        last = problem.segments[1][..., -1]
         after["segment"] = last.expand(torch.broadcast_shapes(last.shape, problem.of_keys[:-1])).clone()
     return _divided(total, problem), state.next(problem.kind, **after)

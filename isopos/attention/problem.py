@@ -1,8 +1,8 @@
 """What attention accepts: every check ends in one frozen value, before any work, and each has one clear error."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,20 +10,11 @@ from torch import Tensor
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.maps import Identity, TokenMap
-from isopos.ops.linear import Decays
+from isopos.ops.linear.features import Decays
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = [
-    "LinearOptions",
-    "LinearProblem",
-    "SoftmaxOptions",
-    "SoftmaxProblem",
-    "check_linear",
-    "check_softmax",
-    "group",
-    "ungroup",
-]
+__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "ungroup"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
@@ -57,55 +48,39 @@ class SoftmaxOptions(Options, total=False):
     segment_ids: SegmentPair
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """What both kinds of attention have, checked: arguments as they were given, pairs as pairs.
+class Problem(NamedTuple):
+    """Attention, checked: arguments as they were given, pairs as pairs. `g` and what follows belong to linear attention.
 
     Attributes:
-        streams: Whether a state is returned.
-        kind: Of the states that this attention writes.
         batch: Leading dimensions ``[*b h]`` of the output.
+        segments: Ids of queries and keys; those of queries may be those of all keys.
+        kind: Of the states that this attention writes.
+        g: Log decays of queries and keys that the sums have; those of segments are not those given.
+        before: That of the token before, in a stream.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    batch: torch.Size
     rho_q: TokenMap
     rho_k: TokenMap
     decay: Decays
     causal: bool
     terms: tuple[Term, ...]
     mask: Tensor | None
+    segments: tuple[Tensor, Tensor] | None
     state: State | None
-    streams: bool
-    kind: str
-    batch: torch.Size
-
-
-@dataclass(frozen=True, eq=False)
-class LinearProblem(Problem):
-    """Of linear attention.
-
-    Attributes:
-        g: Log decays of queries and keys that the sums have; those of segments are not those given.
-        before: That of the token before, in a stream.
-    """
-
-    phi: Phi
-    denominator: str | None
-    segments: Tensor | None
-    g: Decays
-    before: Tensor | None
+    kind: str = ""
+    g: Decays = None
+    before: Tensor | None = None
+    phi: Phi = identity
+    denominator: str | None = None
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to sum up."""
-        return 0 in (*self.batch, self.q.shape[-2], self.k.shape[-2])
-
-    @property
-    def plain(self) -> bool:
-        """Whether the denominator has other features than the sums."""
-        return self.denominator == "plain" and not (isinstance(self.rho_q, Identity) and isinstance(self.rho_k, Identity))
+        return 0 in self.batch or 0 in (self.q.shape[-2], self.k.shape[-2])
 
     @property
     def mask_of_keys(self) -> Tensor | None:
@@ -116,16 +91,6 @@ class LinearProblem(Problem):
     def of_keys(self) -> torch.Size:
         """Leading dimensions of keys and values, which those of a state are."""
         return broadcast(self.k.shape[:-2], self.v.shape[:-2])
-
-
-@dataclass(frozen=True, eq=False)
-class SoftmaxProblem(Problem):
-    """Of softmax attention; `own_segments` says whether queries have ids of their own, and not those of the last keys."""
-
-    scale: float
-    locality: Tensor | None
-    segments: tuple[Tensor, Tensor] | None
-    own_segments: bool
 
 
 def group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
@@ -143,84 +108,77 @@ def ungroup(out: Tensor, groups: int) -> Tensor:
     return out if groups == 1 else out.movedim(0, -3).flatten(-4, -3)
 
 
-def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
+def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> Problem:
     """The problem of linear attention; ValueError where its arguments have none."""
-    phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
-    common = _common(q, k, v, options, streams=streams)
-    state, decay, terms, causal = common["state"], common["decay"], common["terms"], common["causal"]
+    problem = _check_common(q, k, v, options, streams=streams)
+    phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
+    state, decay, causal = problem.state, problem.decay, problem.causal
     if denominator not in ("plain", "encoded", "complex", None):
         raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
     if denominator == "complex" and q.shape[-1] % 2:
         raise ValueError(
             f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
         )
-    _check_factors(terms, decay, denominator, segments, state is not None)
+    _check_factors(problem, denominator, options.get("segment_ids"))
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
-    _check_segments(segments, q, k, common["batch"])
+    _check_segments(options.get("segment_ids"), q, k, problem.batch)
     before = None if state is None else state["decay"]
     if segments is None:
         _check_order(decay, causal, before)
     phi = identity if phi is None else phi
+    if state is None:
+        q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (q, k, v))
+        return problem._replace(q=q, k=k, v=v, g=decay, phi=phi, denominator=denominator)
     name = phi.name if isinstance(phi, FeatureMap) else getattr(phi, "__name__", type(phi).__name__)
-    kind = _kind("linear", common, (name, f"denominator {denominator}"), packed=segments is not None)
-    problem = LinearProblem(**common, kind=kind, phi=phi, denominator=denominator, segments=segments, g=decay, before=before)
-    if state is not None and not problem.empty:
+    kind = _kind("linear", problem, (name, f"denominator {denominator}"))
+    if not problem.empty:
         state.expect(kind, problem.of_keys)
         if state.in_place and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("state: expected State(), or no gradients, got a state to update in place; use torch.no_grad()")
-    return problem
+    return problem._replace(kind=kind, g=decay, before=before, phi=phi, denominator=denominator)
 
 
-def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> SoftmaxProblem:
+def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> Problem:
     """The problem of softmax attention; ValueError where its arguments have none."""
-    segments, scale, locality = options.get("segment_ids"), options.get("scale"), options.get("locality")
-    state = options.get("state")
+    locality, state = options.get("locality"), options.get("state")
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
-    common = _common(q, k, v, options, streams=streams, seen=seen)
-    batch, t, s = common["batch"], q.shape[-2], k.shape[-2] + seen
-    _check_segments(segments, q, k, batch)
+    problem = _check_common(q, k, v, options, streams=streams, seen=seen)
+    t, s = q.shape[-2], k.shape[-2] + seen
+    _check_segments(options.get("segment_ids"), q, k, problem.batch)
     if state is not None and state.in_place:
         raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
     if locality is not None and not isinstance(locality, Tensor):
         raise TypeError(f"locality: expected factors [*b {t} {s}], got {type(locality).__name__}")
-    if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], batch[:-1])):
+    if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], problem.batch[:-1])):
         raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
-    own = isinstance(segments, tuple)
-    kind = _kind("softmax", common, (), packed=segments is not None)
-    if common["state"] is not None:
-        common["state"].expect(kind, broadcast(k.shape[:-2], v.shape[:-2]))
-    pair = segments if isinstance(segments, tuple) or segments is None else (segments, segments)
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return SoftmaxProblem(**common, kind=kind, scale=scale, locality=locality, segments=pair, own_segments=own)
+    if problem.state is None:
+        return problem
+    problem.state.expect(kind := _kind("softmax", problem, ()), problem.of_keys)
+    return problem._replace(kind=kind)
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool, seen: int = 0) -> dict[str, Any]:
-    """The fields of `Problem` but for the kind."""
-    state, causal, mask, terms = (
-        options.get("state"),
-        options.get("causal", False),
-        options.get("mask"),
-        options.get("terms"),
-    )
+def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool, seen: int = 0) -> Problem:
+    """What both kinds of attention check alike."""
+    state, terms, ids = options.get("state"), options.get("terms"), options.get("segment_ids")
+    causal, mask = options.get("causal", False), options.get("mask")
     expect_state(state)
     terms = () if terms is None else tuple(terms)
-    rho_q, rho_k = check(q, k, v, options.get("isometry"), mask, terms, seen)
+    batch, rho_q, rho_k = check(q, k, v, options.get("isometry"), mask, terms, seen)
     decay = check_decay(options.get("decay"), q, k)
     if state is not None or streams:
         _check_stream(causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
-    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    names = ("q", "k", "v", "rho_q", "rho_k", "decay", "causal", "terms", "mask", "state", "streams", "batch")
-    return dict(zip(names, (q, k, v, rho_q, rho_k, decay, causal, terms, mask, state, streams, batch), strict=True))
+    segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
+    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state)
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None, terms: Sequence[Term], seen: int = 0
-) -> tuple[TokenMap, TokenMap]:
-    """The isometries of queries and keys; ValueError where the arguments do not fit together, after `seen` keys."""
+) -> tuple[torch.Size, TokenMap, TokenMap]:
+    """Batch and isometries of queries and keys; ValueError where the arguments do not fit together, after `seen` keys."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():
             raise ValueError(f"{name}: expected a floating tensor [*b h t d], got {x.dtype} {list(x.shape)}")
@@ -258,7 +216,7 @@ def check(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
                 f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
             )
-    return rho_q, rho_k
+    return batch, rho_q, rho_k
 
 
 def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int) -> None:
@@ -295,10 +253,9 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     return pair
 
 
-def _check_factors(
-    terms: Sequence[Term], decay: DecayPair, denominator: str | None, segment_ids: SegmentPair, streamed: bool
-) -> None:
+def _check_factors(problem: Problem, denominator: str | None, segment_ids: SegmentPair) -> None:
     """ValueError where what comes together has no sum in linear time."""
+    terms = problem.terms
     for term in terms:
         if not isinstance(term, Clipped) or term.side != "query":
             raise ValueError(
@@ -309,13 +266,13 @@ def _check_factors(
         raise ValueError(
             "segment_ids: expected one tensor, of the keys, in linear attention, got a pair; use softmax_attention"
         )
-    if len(terms) > 0 and decay is not None:
+    if terms and problem.decay is not None:
         raise ValueError("decay: expected none beside clipped terms, whose far keys share one sum, got one")
-    if segment_ids is not None and any(getattr(term, "outside", 0) for term in terms):
+    if segment_ids is not None and any(isinstance(term, Clipped) and term.outside for term in terms):
         raise ValueError("segment_ids: expected none beside class tokens, the first rows of a whole tensor, got some")
-    if len(terms) > 0 and segment_ids is not None and streamed:
+    if terms and segment_ids is not None and problem.state is not None:
         raise ValueError("segment_ids: expected none beside clipped terms in a stream, which keeps one sum of far keys")
-    if len(terms) > 0 and denominator == "complex":
+    if terms and denominator == "complex":
         raise ValueError("denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'")
 
 
@@ -326,12 +283,12 @@ def _check_stream(causal: bool, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
 
 
-def _kind(name: str, common: dict[str, Any], choices: tuple[str, ...], *, packed: bool) -> str:
+def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
     """Which attention writes a state: all that must be the same for the next tokens."""
-    q, v, given = common["q"], common["v"], (("decay", common["decay"] is not None), ("segment_ids", packed))
-    parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(common["rho_k"]), *choices]
-    parts += [name for name, present in given if present]
-    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in common["terms"])])
+    q, v, given = problem.q, problem.v, (("decay", problem.decay), ("segment_ids", problem.segments))
+    parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
+    parts += [name for name, x in given if x is not None]
+    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in problem.terms)])
 
 
 def _structure(rho: TokenMap) -> str:

@@ -1,23 +1,22 @@
 """Packed sequences in linear attention: from one to the next log decays fall so far that no weight is left."""
 
-from dataclasses import replace
-
 import torch
 
-from isopos.attention.problem import LinearProblem
+from isopos.attention.problem import Problem
 from isopos.exact import broadcast
 
 JUMP = 1000.0  # of a log decay between segments: exp(-1000) is zero in every dtype
 
 
-def segmented(problem: LinearProblem) -> LinearProblem:
+def segmented(problem: Problem) -> Problem:
     """The problem with log decays that fall by a jump from segment to segment, and that of the token before: zero.
 
     Within a segment differences are those of the given decay. Queries are aligned with the last keys.
     """
-    ids, q, state = problem.segments, problem.q, problem.state
-    if ids is None or problem.empty:
+    q, state = problem.q, problem.state
+    if problem.segments is None or problem.empty:
         return problem
+    ids = problem.segments[1]
     t, s = q.shape[-2], problem.k.shape[-2]
     previous = state["segment"] if state is not None else None
     previous = ids[..., :1] if previous is None else previous[..., None]
@@ -37,4 +36,4 @@ def segmented(problem: LinearProblem) -> LinearProblem:
             raise ValueError("decay: expected log decays that do not increase along a segment; sort tokens by position")
     of_keys = torch.where(new.unsqueeze(-2), -JUMP, step).cumsum(-1)
     of_queries = of_keys[..., s - t :] + (query - key[..., s - t :])
-    return replace(problem, g=(of_queries, of_keys), before=torch.zeros_like(of_keys[..., -1]))
+    return problem._replace(g=(of_queries, of_keys), before=torch.zeros_like(of_keys[..., -1]))

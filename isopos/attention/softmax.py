@@ -1,7 +1,6 @@
 """Softmax attention with positions, through `scaled_dot_product_attention`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, Unpack, overload
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 from isopos.attention.problem import (
     DecayPair,
     IsometryPair,
+    Problem,
     SegmentPair,
     SoftmaxOptions,
-    SoftmaxProblem,
     check_softmax,
     group,
     ungroup,
 )
-from isopos.exact import broadcast, full_precision
+from isopos.exact import full_precision
 from isopos.maps import Identity
 from isopos.state import State
 from isopos.terms import Term
@@ -90,42 +89,42 @@ def softmax_attention(
     q, groups = group(q, k, v)
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
-    out = ungroup(_attend(problem), groups)
+    out = ungroup(_attend(problem, float(q.shape[-1] ** -0.5 if scale is None else scale), locality), groups)
     return (out, after) if return_state else out
 
 
-def _attend(problem: SoftmaxProblem) -> Tensor:
-    q, k, v, scale, causal, mask = problem.q, problem.k, problem.v, problem.scale, problem.causal, problem.mask
+def _attend(problem: Problem, scale: float, locality: Tensor | None) -> Tensor:
+    q, k, v, causal, mask = problem.q, problem.k, problem.v, problem.causal, problem.mask
     rho_q, rho_k, t, s = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2]
     if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # its factors may leave float16
-        return _attend(replace(problem, q=q.float(), k=k.float(), v=v.float())).to(q.dtype)
-    extra = (problem.decay, mask, problem.segments, problem.locality)
+        return _attend(problem._replace(q=q.float(), k=k.float(), v=v.float()), scale, locality).to(q.dtype)
+    extra = (problem.decay, mask, problem.segments, locality)
     if all(x is None for x in extra) and not problem.terms and (not causal or t == s):
         return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, is_causal=causal, scale=scale)
     if mask is not None:
         k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
-        problem = replace(problem, k=k, v=v)
+        problem = problem._replace(k=k, v=v)
     with full_precision(q.device):
-        bias = _bias(problem)
+        bias = _bias(problem, scale)
     takes_part = _takes_part(problem)
     alive = takes_part.any(-1, keepdim=True)
     # a row without keys attends everywhere, which keeps its gradient finite, and is then set to zero
     bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~takes_part, -torch.inf).masked_fill(~alive, 0)
     of_values = [term for term in problem.terms if term.side == "value"]
-    if problem.locality is None and not of_values:
-        bias = bias.to(q.dtype).expand(*broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2]), t, s)
+    if locality is None and not of_values:
+        bias = bias.to(q.dtype).expand(*problem.batch, t, s)
         out = F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, attn_mask=bias, scale=scale)
         return torch.where(alive, out, 0)
     wide = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
         logits = scale * rho_q(q.to(wide)) @ rho_k(k.to(wide)).mT
-        logits = logits if problem.locality is None else logits * problem.locality.unsqueeze(-3).to(wide)
+        logits = logits if locality is None else logits * locality.unsqueeze(-3).to(wide)
         weight = (logits + bias.to(wide)).softmax(-1)
         out = sum((term.values(weight) for term in of_values), weight @ v.to(wide))
     return torch.where(alive, out, 0).to(q.dtype)
 
 
-def _takes_part(problem: SoftmaxProblem) -> Tensor:
+def _takes_part(problem: Problem) -> Tensor:
     """Which keys take part, for which queries: bool ``[*b 1 t s]`` or what broadcasts to it."""
     t, s, ids = problem.q.shape[-2], problem.k.shape[-2], problem.segments
     found = torch.ones(t, s, dtype=torch.bool, device=problem.q.device)
@@ -133,11 +132,11 @@ def _takes_part(problem: SoftmaxProblem) -> Tensor:
     found = found if problem.mask is None else found & problem.mask[..., None, None, :]
     if ids is None:
         return found
-    of_queries = ids[0] if problem.own_segments else ids[0][..., ids[0].shape[-1] - t :]
+    of_queries = ids[0][..., ids[0].shape[-1] - t :]
     return found & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
 
 
-def _bias(problem: SoftmaxProblem) -> Tensor:
+def _bias(problem: Problem, scale: float) -> Tensor:
     """What is added to logits, ``[*b h t s]`` or what broadcasts to it: decays in float64 and relative terms."""
     q, k, g = problem.q, problem.k, problem.decay
     bias = torch.zeros((), dtype=torch.float64, device=q.device)
@@ -147,14 +146,14 @@ def _bias(problem: SoftmaxProblem) -> Tensor:
     for term in problem.terms:
         if term.side != "value":
             wide = torch.promote_types(q.dtype, torch.float32)
-            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(wide), k.to(wide))
+            bias = bias + (1 if term.side == "none" else scale) * term.scores(q.to(wide), k.to(wide))
     return bias
 
 
-def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, State]:
+def _cached(problem: Problem, state: State) -> tuple[Problem, State]:
     """The problem with all keys of the stream so far, mapped, and what belongs to them; and the state after its tokens."""
     k, v, mask, g, ids = problem.rho_k(problem.k), problem.v, problem.mask, problem.decay, problem.segments
-    batch, count = broadcast(k.shape[:-2], v.shape[:-2]), k.shape[-2]
+    batch, count = problem.of_keys, k.shape[-2]
     if mask is not None or state["mask"] is not None:
         mask = torch.ones(count, dtype=torch.bool, device=k.device) if mask is None else mask
         if state["mask"] is None and (old := state["keys"]) is not None:
@@ -173,5 +172,5 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
     k, v, mask = joined["keys"], joined["values"], joined["mask"]
     g = None if g is None else (g[0], joined["decays"])
     ids = None if ids is None else (ids[0], joined["segments"])
-    problem = replace(problem, k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
+    problem = problem._replace(k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
     return problem, state.next(problem.kind, **joined)

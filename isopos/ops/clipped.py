@@ -186,7 +186,7 @@ class _Box:
                 "distinct coordinates (and one before them); round them to a coarser grid, or use clipped_naive"
             )
 
-    def below(self, v: Tensor) -> Tensor:
+    def prefix(self, v: Tensor) -> Tensor:
         """Sums, float64 ``[h cells e]``, of the values ``[h s e]`` up to each cell."""
         sums = v.new_zeros(len(v), math.prod(self.shape), v.shape[-1], dtype=torch.float64)
         sums.index_add_(1, self.cell, v.double())
@@ -195,7 +195,7 @@ class _Box:
             grid.cumsum_(axis)
         return sums
 
-    def below_backward(self, grad: Tensor) -> Tensor:
+    def prefix_backward(self, grad: Tensor) -> Tensor:
         """Its transpose: a value is part of the sums of all cells from its own on."""
         grid = grad.view(len(grad), *self.shape, grad.shape[-1])
         for axis in range(1, grid.ndim - 1):
@@ -214,8 +214,8 @@ def _clipped_sum(weight: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int) ->
     out = v.new_empty(*weight.shape[:-1], v.shape[-1])
     for sample in range(len(v)):
         box = _Box(x[sample], y[sample], reach, weight.shape[-1])
-        for head, below in enumerate(box.below(v[sample])):
-            out[sample, head] = F.embedding_bag(box.corner, below, mode="sum", per_sample_weights=weight[sample, head])
+        for head, sums in enumerate(box.prefix(v[sample])):
+            out[sample, head] = F.embedding_bag(box.corner, sums, mode="sum", per_sample_weights=weight[sample, head])
     return out
 
 
@@ -235,14 +235,14 @@ def _clipped_sum_backward(
     for sample in range(len(v)):
         box = _Box(x[sample], y[sample], reach, corners)
         order, start = box.corners_by_cell()
-        grad_below = box.below(v[sample])  # read, then overwritten head by head
-        for head, below in enumerate(grad_below):
+        grad_sums = box.prefix(v[sample])  # read, then overwritten head by head
+        for head, sums in enumerate(grad_sums):
             upstream, weights = grad[sample, head].double(), weight[sample, head].flatten()[order]
             rows = zip(box.corner.split(block), upstream.split(block), grad_weight[sample, head].split(block), strict=True)
             for cells, row, out in rows:
-                torch.bmm(below[cells], row[..., None], out=out[..., None])
-            below.copy_(F.embedding_bag(order // corners, upstream, start, mode="sum", per_sample_weights=weights))
-        grad_v[sample] = box.below_backward(grad_below)
+                torch.bmm(sums[cells], row[..., None], out=out[..., None])
+            sums.copy_(F.embedding_bag(order // corners, upstream, start, mode="sum", per_sample_weights=weights))
+        grad_v[sample] = box.prefix_backward(grad_sums)
     return grad_weight, grad_v
 
 
@@ -251,7 +251,7 @@ def _(grad: Tensor, weight: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int)
     return weight.new_empty(weight.shape), v.new_empty(v.shape)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.reach = inputs[4]
 
@@ -260,7 +260,7 @@ def _clipped_sum_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *_clipped_sum_backward(grad, *ctx.saved_tensors, ctx.reach), None, None, None
 
 
-_clipped_sum.register_autograd(_clipped_sum_autograd, setup_context=_keep_inputs)
+_clipped_sum.register_autograd(_clipped_sum_autograd, setup_context=_save_inputs)
 
 
 def _check_positions(x: Tensor, y: Tensor, reach: int, outside: int) -> None:

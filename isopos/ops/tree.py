@@ -21,8 +21,8 @@ def path_naive(generator: Tensor, position: Tensor) -> Tensor:
     """The operators ``[*b h n d d]`` of nodes ``[*b n 2]``: each node is walked to its root. Twice differentiable.
 
     Example:
-        >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
-        >>> path_naive(turn.view(1, 1, 2, 2), torch.tensor([[-1, -1], [0, 0], [1, 0]]))[0, 2].tolist()
+        >>> quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+        >>> path_naive(quarter.view(1, 1, 2, 2), torch.tensor([[-1, -1], [0, 0], [1, 0]]))[0, 2].tolist()
         [[-1.0, 0.0], [0.0, -1.0]]
     """
     *batch, n, _ = position.shape
@@ -133,21 +133,21 @@ def _(generator: Tensor, position: Tensor) -> Tensor:
 
 @torch.library.custom_op("isopos::tree_path_backward", mutates_args=())
 def _path_backward(grad: Tensor, out: Tensor, generator: Tensor, position: Tensor) -> Tensor:
-    """The gradient of the generators, from the deepest nodes to the roots; only two levels' gradients are held at a time."""
+    """The gradient of the generators, from the deepest nodes to the roots; two levels' gradients are in memory at a time."""
     forest, grad_generator = _Forest(generator, position), generator.new_zeros(generator.shape)
-    grads, operators, below = _square(grad), _square(out), None
+    grads, operators, deeper = _square(grad), _square(out), None
     with full_precision(out.device):
         for nodes, count in zip(reversed(forest.levels), reversed(forest.counts[:-1]), strict=True):
             above = generator.new_zeros(forest.heads, count, *generator.shape[2:])
             for part in nodes:
                 own = forest.take(grads, part.rows)
-                if below is not None:
-                    own += below[:, part.places].flatten(1, 2)
+                if deeper is not None:
+                    own += deeper[:, part.places].flatten(1, 2)
                 grad_generator[:, part.branch] += torch.bmm(forest.take(operators, part.parents).mT, own)
                 if count:
                     passed = torch.bmm(own, generator[:, part.branch].mT)
                     above.index_add_(1, forest.place[part.parents], passed.unflatten(1, (-1, forest.features)))
-            below = above
+            deeper = above
     return grad_generator
 
 
@@ -156,7 +156,7 @@ def _(grad: Tensor, out: Tensor, generator: Tensor, position: Tensor) -> Tensor:
     return generator.new_empty(generator.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     generator, position = inputs
     ctx.save_for_backward(output, generator, position)
 
@@ -165,4 +165,4 @@ def _path_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _path_backward(grad, *ctx.saved_tensors), None
 
 
-_path.register_autograd(_path_autograd, setup_context=_keep)
+_path.register_autograd(_path_autograd, setup_context=_save_inputs)

@@ -19,38 +19,18 @@ it. `Sums` is a problem, checked and complete; a *backend* serves it or says why
 *kernel*.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from isopos.ops.linear.autograd import Backend, Kernel
-from isopos.ops.linear.division import Clamped, clamp, divide, divide_complex
-from isopos.ops.linear.features import ALL_READY, Decays, Features, Opaque, Step, Stream, Sums
+from isopos.ops.linear.autograd import Backend
+from isopos.ops.linear.division import Clamped, divide, divide_complex
+from isopos.ops.linear.features import Stream, Sums
 from isopos.ops.linear.graph import GRAPH
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.naive import naive
 
-__all__ = [
-    "ALL_READY",
-    "BACKENDS",
-    "Backend",
-    "Clamped",
-    "Decays",
-    "Explanation",
-    "Features",
-    "Kernel",
-    "Opaque",
-    "Step",
-    "Stream",
-    "Sums",
-    "clamp",
-    "divide",
-    "divide_complex",
-    "explain",
-    "linear",
-    "naive",
-    "stream",
-]
+__all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear", "naive"]
 
 BACKENDS: tuple[Backend, ...] = (*KERNELS, GRAPH)
 
@@ -77,7 +57,7 @@ def explain(sums: Sums) -> Explanation:
         chunks serves
         cpu does not: it sums up float32, not torch.float64
     """
-    sums, refusals = _lifted(sums), {}
+    sums, refusals = sums.lifted(), {}
     for backend in BACKENDS:
         if not (why := backend.serves(sums)):
             return Explanation(backend.name, refusals)
@@ -87,20 +67,9 @@ def explain(sums: Sums) -> Explanation:
 
 def linear(sums: Sums) -> Tensor:
     """The sums ``[*b h t e]``, or ``[*b h t e+1]`` with a column, in `Sums.dtype`. Differentiable once."""
-    return linear(_lifted(sums))[0] if sums.q.ndim == 3 else _served(sums).run(sums)[0]
+    return linear(sums.lifted())[0] if sums.q.ndim == 3 else stream(sums)[0]
 
 
 def stream(sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`linear` of the next tokens of a stream, and its sums after them."""
-    return _served(sums).run(sums)
-
-
-def _served(sums: Sums) -> Backend:
-    return next(backend for backend in BACKENDS if not backend.serves(sums))
-
-
-def _lifted(sums: Sums) -> Sums:
-    """With an axis of samples."""
-    if sums.q.ndim > 3 or sums.stream is not None:
-        return sums
-    return replace(sums, q=sums.q[None], k=sums.k[None], v=sums.v[None])
+    return next(backend for backend in BACKENDS if not backend.serves(sums)).run(sums)

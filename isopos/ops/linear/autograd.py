@@ -85,6 +85,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, kernel: Kernel, sums: Sums, *given: Tensor | None) -> Tensor:
         needs = ctx.needs_input_grad[2:]
         out, saved = kernel.forward(sums, needs)
+        if not any(needs):
+            return out
         ctx.save_for_backward(*given, *saved)
         none = torch.empty(0)
         ctx.kernel, ctx.count = kernel, len(given)

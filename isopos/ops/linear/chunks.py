@@ -10,7 +10,8 @@ batched product at a time, into buffers that the next group uses again; only the
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -19,9 +20,7 @@ from torch import Tensor
 
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
-from isopos.ops.linear.walk import Layout, Operand, Plan, Span, Upstream, Walk, Walking
-
-__all__ = ["CHUNKS", "ChunkWalk", "walks"]
+from isopos.ops.linear.walk import Groups, Layout, Operand, Plan, Span, Upstream, Walk, Walking
 
 
 def _back(rows: Tensor) -> Tensor:
@@ -178,21 +177,11 @@ class Fading(Weights):
         return self.inside.expand(shape).reshape(-1, *shape[-2:])
 
 
+@dataclass(eq=False)
 class ChunkWalk(Walk):
     """Causal sums forward, and those over later tokens in reverse."""
 
-    def __init__(
-        self,
-        operands: Sequence[Operand],
-        plan: Plan,
-        g: Decays,
-        buffers: Buffers,
-        *,
-        denominator: bool,
-        reverse: bool = False,
-    ):
-        super().__init__(operands, plan, g, buffers, denominator=denominator, reverse=reverse)
-        self.weights: dict[Layout, list[Weights]] = {}
+    weights: dict[Layout, list[Weights]] = field(default_factory=dict)
 
     def _weights(self, span: Span) -> Weights:
         """Those of a group, or of one before that had the same: steady decays, and none at all inside packed sequences."""
@@ -222,9 +211,7 @@ class ChunkWalk(Walk):
         q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
         return self._weights(span), tuple(q), tuple(k), v
 
-    def forward(
-        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
-    ) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
+    def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
         for n in self.order:
             weights, q, k, v = self._read(n)
@@ -314,13 +301,14 @@ class ChunkWalk(Walk):
 class Whole(Walk):
     """Sums over every key without decay: two products, group by group, with one state."""
 
-    def __init__(self, operands: Sequence[Operand], plan: Plan, buffers: Buffers, *, denominator: bool):
-        super().__init__(operands, plan, None, buffers, denominator=denominator, of_keys=Plan(operands[1].x))
-        self.states = 1
+    @property
+    def states(self) -> int:
+        return 1
 
-    def forward(
-        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
-    ) -> Iterator[tuple[int, Tensor, Tensor | None, list[Tensor]]]:
+    def plan_of_keys(self) -> Plan:
+        return Plan(self.operands[1].x)
+
+    def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
         for n, span in enumerate(self.of_keys.spans):
             k, (v,) = (operand.read(n, span) for operand in self.operands[1:])
@@ -355,15 +343,6 @@ class Whole(Walk):
             values.pull(n, span, [dv])
 
 
-def walks(operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
-    """The walks over some heads whose results add up."""
-    denominator = sums.denominator is not None
-    if not sums.causal and g is None:
-        return [Whole(operands, plan, buffers, denominator=denominator)]
-    directions = (False,) if sums.causal else (False, True)
-    return [ChunkWalk(operands, plan, g, buffers, denominator=denominator, reverse=reverse) for reverse in directions]
-
-
 class Chunks(Walking):
     """PyTorch's operations, chunk by chunk: any device, any floating dtype."""
 
@@ -373,7 +352,11 @@ class Chunks(Walking):
         return refusal(sums)
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
-        return walks(operands, plan, g, buffers, sums)
+        denominator = sums.denominator is not None
+        if not sums.causal and g is None:
+            return [Whole(operands, plan, None, buffers, denominator)]
+        directions = (False,) if sums.causal else (False, True)
+        return [ChunkWalk(operands, plan, g, buffers, denominator, reverse) for reverse in directions]
 
 
 CHUNKS = Chunks()

@@ -4,23 +4,21 @@ Features in closed form are made on the way. Those of `ROWS`, of opaque maps, of
 made by PyTorch and read as they are. What sums over later tokens is left to PyTorch's walk.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from isopos.feature_maps import FEATURE_MAPS, FeatureMap
+from isopos.feature_maps import FEATURE_MAPS, FeatureMap, Phi
 from isopos.ops import library
 from isopos.ops.library import KIND, Call, Input, View, flat, view
-from isopos.ops.linear import chunks
 from isopos.ops.linear.autograd import refusal
+from isopos.ops.linear.chunks import CHUNKS, ChunkWalk
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Opaque, Sums
-from isopos.ops.linear.walk import Operand, Plan, Span, Upstream, Walk, Walking
+from isopos.ops.linear.walk import Groups, Operand, Plan, Span, Upstream, Walk, Walking
 from isopos.ops.place import Place
-
-__all__ = ["CPU"]
 
 PHI = {name: n for n, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp"))}
 ROWS = ("favor",)  # feature maps that cpu.c does not know, but whose features it sums up
@@ -90,13 +88,11 @@ def _widths(features: Features, x: Tensor) -> list[int]:
         return [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
 
 
-def _unknown(sums: Sums) -> str:
-    """Why cpu.c does not make or read these features, or ""."""
-    for own in sums.features:
-        phi = own.phi
-        if isinstance(phi, FeatureMap) and phi.name not in ROWS and not (phi.name in PHI and FEATURE_MAPS[phi.name] == phi):
-            return f"it does not know the feature map {phi.name!r}, only {', '.join((*PHI, *ROWS))} of isopos.feature_maps"
-    return ""
+def _unknown(phi: Phi) -> str:
+    """The name of a feature map that cpu.c neither makes nor reads, or ""."""
+    if not isinstance(phi, FeatureMap) or phi.name in ROWS or (phi.name in PHI and phi in (FEATURE_MAPS[phi.name],)):
+        return ""
+    return phi.name
 
 
 class Group:
@@ -226,9 +222,7 @@ class Group:
 class CpuWalk(Walk):
     """Causal sums, a call of the library a chunk group."""
 
-    def forward(
-        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
-    ) -> Iterator[tuple[int, None, None, list[Tensor]]]:
+    def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
         for n in self.order:
             group = Group(self.operands, n, self.plan.spans[n], self.buffers)
@@ -255,8 +249,10 @@ class Cpu(Walking):
     def serves(self, sums: Sums) -> str:
         if sums.dtype != torch.float32:
             return f"it sums up float32, not {sums.dtype}"
-        if why := _unknown(sums):
-            return why
+        for own in sums.features:
+            if unknown := _unknown(own.phi):
+                known = ", ".join((*PHI, *ROWS))
+                return f"it does not know the feature map {unknown!r}, only {known} of isopos.feature_maps"
         if sums.stream is not None:
             return self._refuses_step(sums)
         if why := refusal(sums):
@@ -311,12 +307,12 @@ class Cpu(Walking):
         if "unreadable" not in sums.notes:
             sums.notes["unreadable"] = library.unreadable(*sums.tensors)
         if sums.notes["unreadable"]:
-            return chunks.walks(operands, plan, g, buffers, sums)  # a backward pass that is watched
+            return CHUNKS.walks(operands, plan, g, buffers, sums)  # a backward pass that is watched
         denominator = sums.denominator is not None
-        first = CpuWalk(operands, plan, g, buffers, denominator=denominator)
+        first = CpuWalk(operands, plan, g, buffers, denominator)
         if sums.causal:
             return [first]
-        return [first, chunks.ChunkWalk(operands, plan, g, buffers, denominator=denominator, reverse=True)]
+        return [first, ChunkWalk(operands, plan, g, buffers, denominator, reverse=True)]
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         return super().run(sums) if sums.stream is None else self._step(sums)

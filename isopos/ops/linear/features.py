@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.ops.place import Place
 from isopos.ops.rotate import lift, permute, reflect, rotate, unlift, unpermute, unrotate
-
-__all__ = ["Decays", "Features", "Opaque", "Step", "Stream", "Sums"]
 
 Decays = tuple[Tensor, Tensor] | None
 
@@ -216,6 +213,12 @@ READY = Features()
 ALL_READY = (READY, READY, READY)
 
 
+def with_ones(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Values with a column of ones; zero where a mask is False."""
+    values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
+    return values if mask is None else torch.where(mask, values, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """The tokens before those of `Sums`, of a causal stream.
@@ -257,10 +260,10 @@ class Sums:
     denominator: str | None = None
     stream: Stream | None = None
 
-    @cached_property
+    @property
     def notes(self) -> dict[str, Any]:
         """What a backend found out when it was asked, for when it runs."""
-        return {}
+        return self.__dict__.setdefault("notes", {})
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,6 +285,12 @@ class Sums:
     def dtype(self) -> torch.dtype:
         """Of sums."""
         return torch.promote_types(self.q.dtype, torch.float32)
+
+    def lifted(self) -> "Sums":
+        """With an axis of samples."""
+        if self.q.ndim > 3 or self.stream is not None:
+            return self
+        return replace(self, q=self.q[None], k=self.k[None], v=self.v[None])
 
     def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """All features, with a graph."""

@@ -1,7 +1,6 @@
 """Sums as a graph of PyTorch's operations, for what kernels refuse: under a compiler, in streams, with any phi."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +53,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Te
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] + decays
 
 
-def _keep_inputs(ctx, inputs, output: Tensor) -> None:
+def _save_inputs(ctx, inputs, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.causal = inputs[5]
 
@@ -64,7 +63,7 @@ def _linear_sum_autograd(ctx, grad: Tensor):
     return *grads, *(None,) * (6 - len(grads))
 
 
-_linear_sum.register_autograd(_linear_sum_autograd, setup_context=_keep_inputs)
+_linear_sum.register_autograd(_linear_sum_autograd, setup_context=_save_inputs)
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
@@ -100,7 +99,7 @@ class Graph(Backend):
     def _alone(self, sums: Sums) -> Tensor:
         """By the first kernel that serves, if one does."""
         if sums.q.ndim == 3:
-            return self._alone(replace(sums, q=sums.q[None], k=sums.k[None], v=sums.v[None]))[0]
+            return self._alone(sums.lifted())[0]
         return (_kernel(sums) or self).run(sums)[0]
 
     def _sum(self, sums: Sums) -> Tensor:

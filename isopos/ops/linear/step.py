@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isopos.exact import broadcast
 from isopos.ops.linear.division import divide
-from isopos.ops.linear.features import ALL_READY, Decays, Stream, Sums
+from isopos.ops.linear.features import ALL_READY, Decays, Stream, Sums, with_ones
 
 
 def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -19,8 +19,7 @@ def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[T
     assert stream is not None
     queries, keys, values = sums.made()
     if sums.denominator is not None:
-        mask, values = sums.features[2].mask, torch.cat((values, torch.ones_like(values[..., :1])), -1)
-        values = values if mask is None else torch.where(mask, values, 0)
+        values = with_ones(values, sums.features[2].mask)
     parts = [values] if len(queries) == 1 else values.split((values.shape[-1] - 1, 1), -1)
     totals, after = [], []
     for n, operands in enumerate(zip(queries, keys, parts, strict=True)):

@@ -195,36 +195,41 @@ class Upstream:
         return layout.rows(sums), layout.rows(less.masked_fill_(denominator.abs() <= EPS, 0))
 
 
+Groups = Iterator[tuple[int, Tensor | None, Tensor | None, list[Tensor]]]
+
+
+@dataclass(eq=False)
 class Walk(ABC):
     """One walk over the tokens of some heads, forward and back.
 
     `reverse` goes from the last token to the first, without the diagonal. Gradients go to the operands.
     """
 
-    def __init__(
-        self,
-        operands: Sequence[Operand],
-        plan: Plan,
-        g: Decays,
-        buffers: Buffers,
-        *,
-        denominator: bool,
-        reverse: bool = False,
-        of_keys: Plan | None = None,
-    ):
-        self.operands, self.plan, self.g, self.buffers = operands, plan, g, buffers
-        self.of_keys = plan if of_keys is None else of_keys
-        self.denominator, self.reverse = denominator, reverse
-        self.leading = tuple(operands[0].x.shape[:-2])
-        self.states = len(plan.spans)
-        self.order = range(len(plan.spans))[:: -1 if reverse else 1]
-        for operand, own in zip(operands, (plan, self.of_keys, self.of_keys), strict=True):
+    operands: Sequence[Operand]
+    plan: Plan
+    g: Decays
+    buffers: Buffers
+    denominator: bool
+    reverse: bool = False
+
+    def __post_init__(self) -> None:
+        self.leading = tuple(self.operands[0].x.shape[:-2])
+        self.order = range(len(self.plan.spans))[:: -1 if self.reverse else 1]
+        self.of_keys = self.plan_of_keys()
+        for operand, own in zip(self.operands, (self.plan, self.of_keys, self.of_keys), strict=True):
             operand.split(own.sizes)
 
+    def plan_of_keys(self) -> Plan:
+        """How keys and values are cut."""
+        return self.plan
+
+    @property
+    def states(self) -> int:
+        """How many `forward` yields."""
+        return len(self.plan.spans)
+
     @abstractmethod
-    def forward(
-        self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool
-    ) -> Iterator[tuple[int, Tensor | None, Tensor | None, list[Tensor]]]:
+    def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         """Number, sums ``[*b h t e]`` and denominators ``[*b h t 1]`` of each group, in buffers, and the states before it.
 
         Instead of sums None, where they are in `outs` and `denominators` already, and divided if they are to be.
