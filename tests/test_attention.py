@@ -182,7 +182,9 @@ def test_absorbing_a_basis_keeps_what_a_layer_computes(make):
     at = torch.randint(-50, 50, (2, 9, 1)).cumsum(1)
     before = layer(x, scheme.at(at, dtype=torch.float64))
     weight, kept = layer.query.weight.detach().clone(), copy.deepcopy(scheme)
+    fingerprint = scheme.fingerprint
     absorbed = absorb(scheme, layer.query, layer.key)
+    assert absorbed.fingerprint != fingerprint == scheme.fingerprint
     close(layer(x, absorbed.at(at, dtype=torch.float64)), before, dtype=torch.float32, roundings=8)
     assert not torch.allclose(layer.query.weight, weight)
     assert isinstance(absorbed.encoding, encodings.Rotary)

@@ -87,6 +87,9 @@ def test_a_registered_map_has_its_name_everywhere(monkeypatch):
     monkeypatch.setattr(feature_maps, "FEATURE_MAPS", dict(FEATURE_MAPS))
     with pytest.raises(ValueError, match="name: expected one that no feature map has, got 'relu'"):
         register(FeatureMap("relu", F.relu))
+    for name in ("auto", "favor"):  # which schemes have of their own
+        with pytest.raises(ValueError, match="expected one that no feature map has"):
+            register(FeatureMap(name, F.relu))
     assert register(SOFTPLUS) is feature_maps.FEATURE_MAPS["softplus"]
     with pytest.raises(ValueError, match="'softplus'"):
         register(SOFTPLUS)

@@ -1,6 +1,10 @@
 """The seam of tasks: the one of tests/extension in every command, and names, fields and figures that there are not."""
 
+import dataclasses
 import json
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,5 +73,53 @@ def test_figures_and_views_that_a_task_does_not_have():
     with pytest.raises(ValueError, match="figure: expected one of bits_per_byte, perplexity, nats, tokens, got 'accuracy'"):
         task.figure("accuracy")
     task.check_view(View(multiple=8, scored=0.5))
-    with pytest.raises(ValueError, match=r"length: expected none.* it takes limit$"):
+    with pytest.raises(ValueError, match=r"length: expected none.* it takes no choice$"):
         tasks.find("bidirectional")().check_view(View(multiple=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--steps=5", "listops"), "recipe: expected it first, isopos train listops"),
+        (("train", "--name", "listops", "typo"), "recipe: expected it first, isopos train typo"),
+        (("train", "bidirectional", "--scale=tiny"), "scale: expected none beside a task"),
+    ],
+)
+def test_the_recipe_that_is_named_is_trained_or_none(isopos, tmp_path, arguments, message):
+    code, _, err = isopos(*arguments)
+    assert code == 2
+    assert err.startswith(f"isopos: {message}")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_file_of_the_working_folder_takes_the_place_of_a_library(own, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    tasks.find("language")
+    assert "" not in sys.path
+    tasks.find("toy_task:Order")
+    assert sys.path[-1] == ""
+
+
+@pytest.mark.parametrize("name", ["scale", "seeds", "resume"])
+def test_a_field_is_not_called_as_an_option_of_a_command(name):
+    kind = dataclasses.make_dataclass("Own", [(name, int, 1)], bases=(type(Recipe().task),), frozen=True)
+    with pytest.raises(ValueError, match=f"task: expected fields with names of their own, got {name}"):
+        Recipe(task=kind())
+
+
+def test_a_damaged_run_is_named_and_hides_no_other(isopos, tmp_path):
+    train = ("train", "toy_task:Order", "--steps=2", *TINY)
+    shutil.copy(Path(__file__).parent / "extension" / "toy_task.py", tmp_path)
+    for name in ("a", "b"):
+        assert isopos(*train, f"--name={name}")[0] == 0
+    weights = tmp_path / "runs" / "a" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    code, _, err = isopos("eval", "runs/a")
+    assert code == 2
+    assert "model.safetensors: expected the weights of this run's model" in err
+    recipe = tmp_path / "runs" / "a" / "recipe.json"
+    recipe.write_text(recipe.read_text().replace("toy_task", "toy_gone"))
+    code, out, _ = isopos("runs")
+    assert code == 0
+    assert "cannot be read" in out
+    assert "% accuracy" in out

@@ -49,6 +49,8 @@ def default(arguments: Sequence[str]) -> Options:
     words = " ".join(arguments[1:]).replace("=", " ").split()
     recipe = words[0] if words and not words[0].startswith("-") else Options.recipe
     scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), "small")
+    if "--scale" in words and recipe not in RECIPES:
+        raise ValueError(f"scale: expected none beside a task, which has one recipe of its own, got one for {recipe}")
     change = preset(recipe, scale)
     for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
         own = name.removeprefix("no-").replace("-", "_")

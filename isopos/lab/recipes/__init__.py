@@ -39,7 +39,5 @@ def preset(name: str, scale: str) -> Recipe:
         near = difflib.get_close_matches(name, RECIPES, 1)
         meant = f", did you mean {near[0]}?" if near else ""
         raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, or MODULE:NAME of a task, got {name!r}{meant}")
-    if scale != "small":
-        raise ValueError(f"scale: expected none beside a task, which has one recipe, got {scale!r} for {name}")
     task = tasks.find(name)()
     return Recipe(task=task).edit(**task.edits)
