@@ -174,6 +174,8 @@ class TokenMap(ABC):
         """Raise ValueError where x is not ``[*b h t d]`` of this map's tokens and features."""
         if x.ndim < 3:
             raise ValueError(f"{name}: expected [*b h t d], got {list(x.shape)}")
+        if not (self._tensors or self._maps):
+            return  # it maps tokens of any width
         features, length = self.features, self.length
         if features is not None and features != x.shape[-1]:
             raise ValueError(

@@ -105,12 +105,15 @@ class Graph(Backend):
     def _sum(self, sums: Sums) -> Tensor:
         t, g = sums.q.shape[-2], sums.g
         queries, keys, values = sums.made()
-        ones = torch.ones_like(values[..., :1])
-        parts = [values if sums.denominator is None or len(queries) > 1 else torch.cat((values, ones), -1), ones]
+        parts = [values]
+        if sums.denominator is not None:
+            ones = torch.ones_like(values[..., :1])
+            parts = [torch.cat((values, ones), -1)] if len(queries) == 1 else [values, ones]
         operands = [list(each) for each in zip(queries, keys, parts, strict=False)]
         if sums.causal and t != sums.k.shape[-2]:
             operands, g = _aligned(operands, g)
-        total = torch.cat([_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands], -1)[..., -t:, :]
+        totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
+        total = (totals[0] if len(totals) == 1 else torch.cat(totals, -1))[..., -t:, :]
         return divide(total) if sums.denominator == "divide" else total
 
 
