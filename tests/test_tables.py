@@ -1,5 +1,6 @@
 """Tables of papers: the data files, claims, ranks, and `isopos table` end to end."""
 
+import functools
 import json
 import os
 import platform
@@ -209,7 +210,9 @@ def _start(folder, *arguments):
     command = [sys.executable, "-m", "isopos", "table", "permuteformer-4", "--scale", "tiny", "--data", _text(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     options = {"cwd": folder, "env": environment, "text": True, "start_new_session": True}
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where the tests run in the background
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "preexec_fn": heed}
+    return subprocess.Popen([*command, *arguments], **options)
 
 
 @pytest.mark.slow
