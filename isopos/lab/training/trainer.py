@@ -290,6 +290,8 @@ def fit(
         )
         training.take_signals()
         trainer.fit(training)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads would now and then abort a process that ends
     stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
 
