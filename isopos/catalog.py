@@ -5,12 +5,14 @@ It is said once, at each scheme's function in `isopos/schemes/`, and read here f
 
 import ast
 import difflib
+import importlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["CATALOG", "Entry", "at_least", "closest", "expect"]
+__all__ = ["CATALOG", "Entry", "at_least", "closest", "expect", "own_module"]
 
 
 class Entry(NamedTuple):
@@ -60,3 +62,13 @@ def at_least(name: str, value: int, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
     return value
+
+
+def own_module(name: str, what: str) -> ModuleType:
+    """A module of the user's, from the working folder or installed; ValueError, of `what`, where it cannot be imported."""
+    if not name.startswith("isopos.") and "" not in sys.path:
+        sys.path.append("")  # last, so that no file here takes the place of a library
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(f"{what}: cannot import {name}: {type(error).__name__}: {error}") from None

@@ -1,15 +1,13 @@
 """What makes a function a named scheme, and what finds one by its name and options as text."""
 
 import functools
-import importlib
 import inspect
 import re
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from isopos.catalog import CATALOG, Entry, at_least, closest, expect
+from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
 from isopos.encodings import Coupling
 from isopos.scheme import Choices, Scheme, choices_of
 
@@ -142,12 +140,7 @@ def resolve(name: str) -> str:
     """
     module, dot, own = name.rpartition(".")
     if dot:
-        if "" not in sys.path:
-            sys.path.insert(0, "")
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # whatever the user's module does
-            raise ValueError(f"scheme {name}: cannot import {module}: {type(error).__name__}: {error}") from None
+        own_module(module, f"scheme {name}")
         if own not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
             found = ", ".join(known) or "none"
             raise ValueError(

@@ -1,14 +1,12 @@
 """`isopos check`."""
 
-import importlib
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
-from isopos.catalog import CATALOG
+from isopos.catalog import CATALOG, own_module
 from isopos.lab.recipes import split_spec
 
 if TYPE_CHECKING:
@@ -57,11 +55,7 @@ def _subject(options: Options) -> "Encoding | Scheme":
     if name in CATALOG or not attribute or "=" in attribute:
         scheme, choices = split_spec(options.subject)
         return build(scheme, options.head_dim, options.heads, choices)
-    sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:  # whatever the user's module does
-        raise ValueError(f"subject: cannot import {name}: {type(error).__name__}: {error}") from None
+    module = own_module(name, "subject")
     own = {name: None for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)}
     if not hasattr(module, attribute):
         raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own or {'nothing': None})}")

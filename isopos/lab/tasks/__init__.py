@@ -1,9 +1,8 @@
 """Tasks by name. One of your own is MODULE:NAME, of a module in the working folder or installed."""
 
 import difflib
-import importlib
-import sys
 
+from isopos.catalog import own_module
 from isopos.lab.tasks.task import Task
 
 __all__ = ["TASKS", "find", "spec"]
@@ -28,12 +27,7 @@ def find(name: str) -> type[Task]:
         near = difflib.get_close_matches(name, TASKS, 1)
         meant = f", did you mean {near[0]}?" if near else ""
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, or MODULE:NAME, got {name!r}{meant}")
-    if name not in TASKS and "" not in sys.path:
-        sys.path.append("")  # last, so that no file here takes the place of a library
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # whatever the user's module does
-        raise ValueError(f"task: cannot import {module}: {type(error).__name__}: {error}") from None
+    found = getattr(own_module(module, "task"), attribute, None)
     if not isinstance(found, type) or not issubclass(found, Task):
         raise ValueError(f"task: expected {name} to be a subclass of isopos.lab.tasks.task.Task, got {found!r}")
     return found
