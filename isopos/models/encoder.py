@@ -2,13 +2,13 @@
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from isopos.models.blocks import Options, Trunk
-from isopos.models.heads import mean
 from isopos.scheme import Scheme
 
-__all__ = ["Classifier", "Encoder"]
+__all__ = ["Classifier", "Encoder", "mean"]
 
 
 class Encoder(Trunk):
@@ -17,7 +17,6 @@ class Encoder(Trunk):
     Arguments are those of `Trunk`.
 
     Example:
-        >>> import torch
         >>> import isopos
         >>> model = Encoder(256, 32, 2, isopos.rope(8, 4))
         >>> model(torch.arange(10)[None]).shape
@@ -45,7 +44,6 @@ class Classifier(Trunk):
         classes: Number of classes.
 
     Example:
-        >>> import torch
         >>> import isopos
         >>> model = Classifier(20, 10, 32, 2, isopos.ape_tree(8, 4, branches=3))
         >>> nodes = isopos.tree("(MAX 2 9 (MIN 4 7))")
@@ -62,3 +60,15 @@ class Classifier(Trunk):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
         return self.head(mean(self.features(tokens, positions, mask=mask), mask))
+
+
+def mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean ``[b m]`` of a sample's tokens ``[b t m]``, of those of the mask ``[b t]`` where there is one.
+
+    Example:
+        >>> mean(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[True, True, False]])).tolist()
+        [[2.0]]
+    """
+    if mask is None:
+        return x.mean(1)
+    return torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True)
