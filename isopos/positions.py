@@ -106,11 +106,6 @@ class Group(ABC):
         """The identity element, ``[*shape c]``."""
         return torch.zeros(*shape, self.columns, dtype=torch.int64, device=device)
 
-    def _fill(self, x: Tensor, rows: int) -> Tensor:
-        """The elements x with so many rows of the identity before them."""
-        identity = self.origin(*x.shape[:-2], rows, device=x.device)
-        return torch.cat((identity, renumber(x, self._parents, lambda parent: parent + rows)), -2)
-
 
 @dataclass(frozen=True)
 class Line(Group):
@@ -343,8 +338,11 @@ class Product(Group):
         return self._join([part.shift(a, b) for part, a, b in zip(self.parts, self.split(x), self.split(y), strict=True)])
 
     def _join(self, elements: Sequence[Tensor]) -> Tensor:
-        rows = max(a.shape[-2] for a in elements)
-        filled = [part._fill(a, rows - a.shape[-2]) for part, a in zip(self.parts, elements, strict=True)]
+        rows, filled = max(a.shape[-2] for a in elements), []
+        for part, a in zip(self.parts, elements, strict=True):
+            identity = part.origin(*a.shape[:-2], rows - a.shape[-2], device=a.device)
+            own = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
+            filled.append(torch.cat((identity, own), -2))
         return torch.cat(filled, -1)
 
     def inverse(self, x: Tensor) -> Tensor:

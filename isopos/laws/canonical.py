@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from isopos import bases, biases, couplings, encodings, feature_maps
-from isopos.decays import Decay
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant
 from isopos.feature_maps import Phi, sides
@@ -116,7 +115,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
     locality = 1.0 if scheme.locality is None else scheme.locality
-    rate = torch.zeros(1, 1, 1, dtype=torch.float64) if scheme.decay is None else _rate(scheme.decay)
+    rate = torch.zeros(1, dtype=torch.float64) if scheme.decay is None else constant(scheme.decay.rate)
+    rate = rate[:, None, None]  # nats a step
     inner = torch.zeros_like(rate) if softmax else rate
 
     def scaled(kernel: Kernel) -> Kernel:
@@ -133,12 +133,6 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         replace(p, **{name: getattr(p, name).expand(scheme.heads, *getattr(p, name).shape[1:]) for name in "AaBb"})
         for p in primitives
     )
-
-
-def _rate(decay: Decay) -> Tensor:
-    """Nats a step, ``[h 1 1]``."""
-    rate = decay.initial_rate if decay.log_rate is None else constant(decay.log_rate).exp()
-    return rate[:, None, None]
 
 
 def _content(d: int) -> Side:

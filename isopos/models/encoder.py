@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from isopos.models.blocks import Options, Trunk
 from isopos.scheme import Scheme
 
-__all__ = ["Classifier", "Encoder", "mean"]
+__all__ = ["Classifier", "Encoder"]
 
 
 class Encoder(Trunk):
@@ -59,16 +59,7 @@ class Classifier(Trunk):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
-        return self.head(mean(self.features(tokens, positions, mask=mask), mask))
-
-
-def mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean ``[b m]`` of a sample's tokens ``[b t m]``, of those of the mask ``[b t]`` where there is one.
-
-    Example:
-        >>> mean(torch.tensor([[[1.0], [3.0], [8.0]]]), torch.tensor([[True, True, False]])).tolist()
-        [[2.0]]
-    """
-    if mask is None:
-        return x.mean(1)
-    return torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True)
+        x = self.features(tokens, positions, mask=mask)
+        if mask is None:
+            return self.head(x.mean(1))
+        return self.head(torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True))
