@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from isopos.lab.bench import accuracy, peers, processes, races, results, timing, works
-from isopos.lab.bench.rows import Row
-from isopos.lab.bench.timing import at_least, at_most, rounds_of
+from isopos.lab.bench.timing import Row, at_least, at_most, rounds_of
 from isopos.lab.commands import bench
 from tools import performance_page as page
 
@@ -74,9 +73,11 @@ def test_short_works_are_repeated(monkeypatch):
         ([2.0, 3.0, 4.0], None, "faster"),
         ([0.5, 2.0, 0.5], None, "within the spread"),
         ([0.5, 0.4, 0.5], None, "slower"),
+        ([0.5, 1.3, 1.4], at_least(1.2), "within the spread"),
         ([2.0, 3.0, 4.0], at_least(3), "met"),
         ([2.0, 3.0, 4.0], at_least(3.1), "not met"),
         ([1.0, 0.9, 1.0], at_most(1.05), "met"),
+        ([0.5, 1.0, 1.5], at_most(1.05), "met"),
         ([0.5, 0.5, 0.5], at_most(1.05), "not met"),
     ],
 )
@@ -151,7 +152,7 @@ def test_both_states_of_the_allocator_are_below_each_other(here):
 
 
 def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
-    monkeypatch.setattr(peers.FastTransformers, "module", "no_such_module")
+    monkeypatch.setitem(peers.PEERS, "fast-transformers", peers.PEERS["fast-transformers"]._replace(module="no_such_module"))
     (row, *_) = races.race("attention", races.RACES["attention"][0].limited(SMALL), 1)
     absence = "pytorch-fast-transformers is not installed: pip install pytorch-fast-transformers, needs a compiler"
     assert absence in row.cells()

@@ -19,8 +19,7 @@ import torch
 
 from isopos.attention import linear_attention
 from isopos.lab.bench import races
-from isopos.lab.bench.rows import Row
-from isopos.lab.bench.timing import at_most, rounds_of
+from isopos.lab.bench.timing import Row, at_most, rounds_of
 from isopos.lab.bench.works import Shape, scheme_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY

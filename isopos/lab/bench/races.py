@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.rows import Row
-from isopos.lab.bench.timing import Goal, at_least, at_most, rounds_of
+from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of
 from isopos.lab.bench.works import Shape, work_of
 
 __all__ = ["LENGTHS", "RACES", "Race", "growth", "once", "race"]

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from isopos import __version__
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.rows import Row
+from isopos.lab.bench.timing import Row
 from isopos.lab.runs.files import write_json
 from isopos.ops.library import libraries
 

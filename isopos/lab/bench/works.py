@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 def work_of(name: str, shape: Shape) -> Callable[..., Any]:
     """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
-    return PEERS[name].work(shape.length, shape.head_dim) if name in PEERS else WORKS[name](shape)
+    return PEERS[name].work(torch.empty(shape.length, shape.head_dim)) if name in PEERS else WORKS[name](shape)
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
