@@ -47,10 +47,6 @@ def generate(options: Options) -> Iterator[str]:
     from isopos.models import Decoder
 
     folder, prompt, tokens = Path(options.run), options.prompt, options.tokens
-    if not (folder / weights.FILE).is_file():
-        runs = sorted(str(path.parent) for path in folder.glob(f"*/{weights.FILE}"))
-        remedy = f"it holds {', '.join(runs)}" if runs else "isopos compare makes some under runs/"
-        raise ValueError(f"run: expected a folder with a trained model, got {options.run}; {remedy}")
     temperature, top_p = options.temperature, options.top_p
     expect("tokens", tokens, "at least 1", tokens >= 1)
     expect("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
