@@ -8,12 +8,13 @@ import torch
 from cases import close, gradients
 from torch.autograd import gradcheck, gradgradcheck
 
-from isopos.feature_maps import FeatureMap, elu1
+from isopos.feature_maps import FeatureMap, elu1, identity
+from isopos.maps import Chain, Gather, Reflection, Scaling, TokenMap, axes
 from isopos.ops import linear as ops
 from isopos.ops.linear import walk
 from isopos.ops.linear.autograd import Backend
 from isopos.ops.linear.division import clamp
-from isopos.ops.linear.features import READY, Features, Opaque, Step
+from isopos.ops.linear.features import READY, Features
 from isopos.ops.linear.graph import GRAPH
 
 N = (2, 3)  # batch, heads
@@ -33,21 +34,27 @@ def decays(g, t, s):
     return (g[0][..., max(t, s) - t :], g[0][..., max(t, s) - s :]) if g else None
 
 
-def rows(*tensors):
-    """A map that multiplies features by numbers, one a token, in no closed form."""
+class Rows(TokenMap):
+    """Features times numbers, one a token, and others, in no closed form and without an adjoint."""
 
-    def apply(x, parts):
-        return x * math.prod(part[: x.shape[-2]] for part in parts)  # PLACES has rows for any length
+    first: torch.Tensor = axes("t 1")
+    second: torch.Tensor | None = axes("t 1", default=None)
 
-    return Opaque(tensors, apply, lambda parts, place: tuple(place.of(part, None, -2) for part in parts))
+    def apply(self, x):
+        parts = (part[: x.shape[-2]] for part in (self.first, self.second) if part is not None)  # PLACES has any length
+        return x * math.prod(parts)
+
+
+def rows(*tensors, own=False, phi=identity):
+    return Features(phi, Rows(*tensors), None, own=own)
 
 
 PLACES = torch.arange(1, 1000, dtype=torch.float64)[:, None].cos()
 POSITIVE = FeatureMap("positive", torch.exp)
-by_place, positive, twice = Features(map=rows(PLACES)), Features(POSITIVE), Features(POSITIVE, rows(PLACES), own=True)
-swap = Step("gather", torch.tensor([[[2, 0, 1, 3]]]), -3, None)
-mirror = Step("reflection", torch.tensor([[[0.6, 0.0, 0.8, 0.0]]], dtype=torch.float64), -3, None)
-closed = Features(elu1, (mirror, swap), own=True)
+by_place, positive, twice = rows(PLACES), Features(POSITIVE), rows(PLACES, own=True, phi=POSITIVE)
+swap = Gather(torch.tensor([[[2, 0, 1, 3]]]), constant=True)
+mirror = Reflection(torch.tensor([[[0.6, 0.0, 0.8, 0.0]]], dtype=torch.float64))
+closed = Features(elu1, Chain(mirror, swap), ("reflection", "gather"), own=True)
 FEATURES = {  # and what becomes of the denominator
     "sum": ((READY, READY, READY), None),
     "places": ((by_place, by_place, by_place), None),
@@ -95,8 +102,7 @@ def test_gradients_reach_what_features_hold(small, causal, decay):
     q, k, v, *g = tensors(130, decay=decay)
     learned, fixed = torch.randn(130, 1, dtype=torch.float64, requires_grad=True), torch.randn(130, 1, dtype=torch.float64)
     shared = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
-    of_all = Opaque((shared,), lambda x, parts: x * parts[0], lambda parts, place: tuple(parts))
-    features = (Features(map=rows(learned, fixed)), Features(map=of_all), Features(map=rows(learned)))
+    features = (rows(learned, fixed), Features(map=Scaling(shared[None]), kinds=None), rows(learned))
     agree(ops.Sums(q, k, v, features, decays(g, 130, 130), causal), [q, k, v, *g, learned, shared])
 
 

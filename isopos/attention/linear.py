@@ -23,7 +23,7 @@ from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
-from isopos.ops.linear.features import ALL_READY, READY, Features, Opaque, Step, Stream, Sums, with_ones
+from isopos.ops.linear.features import ALL_READY, READY, Features, Stream, Sums, with_ones
 from isopos.state import State
 from isopos.terms import Term
 
@@ -170,12 +170,13 @@ def naive_linear_attention(
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:
     """The problem as the engine has it; `values` are those of a stream with terms, complete."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
+    rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
     wide = torch.promote_types(problem.q.dtype, torch.float32)
-    own = form == "plain" and not (isinstance(problem.rho_q, Identity) and isinstance(problem.rho_k, Identity))
+    own = form == "plain" and (rho_q is not None or rho_k is not None)
     features = (
-        Features(phi_q, _as_data(problem.rho_q), None, own, wide),
-        Features(phi_k, _as_data(problem.rho_k), mask, own, wide),
-        Features(identity, (), mask, False, wide),  # in full: compilers do not know where a default comes from
+        Features(phi_q, rho_q, _kinds(rho_q), None, own, wide),
+        Features(phi_k, rho_k, _kinds(rho_k), mask, own, wide),
+        Features(identity, None, (), mask, False, wide),  # in full: compilers do not know where a default comes from
     )
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:
@@ -201,31 +202,19 @@ def _complex(sums: Sums) -> Sums:
     return Sums(query, key, value, ALL_READY, sums.g, sums.causal, None, sums.stream)
 
 
-def _as_data(rho: TokenMap) -> tuple[Step, ...] | Opaque:
-    """What a map does, in closed form where the engine knows one."""
-    steps = _steps(rho)
-    if steps is not None:
-        return steps
-    return Opaque(
-        tuple(rho.tensors()),
-        lambda x, tensors: rho.replace(tensors)(x),
-        lambda tensors, place: tuple(rho.replace(tensors).part(place).tensors()),
-        (lambda x, tensors: rho.replace(tensors).adjoint(x)) if rho.linear else None,
-    )
-
-
-def _steps(rho: TokenMap) -> tuple[Step, ...] | None:
+def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
+    """The closed forms that a map is made of, as the engine names them; None where it is made of others, too."""
     match rho:
-        case Identity():
+        case None | Identity():
             return ()
         case Rotation():
-            return (Step("lift" if rho.lifted else "rotation", rho.table, -4, -3),)
+            return ("lift" if rho.lifted else "rotation",)
         case Gather():
-            return (Step("gather", rho.index, -3, None if rho.constant else -2),)
+            return ("gather",)
         case Reflection():
-            return (Step("reflection", rho.normal, -3, None),)
+            return ("reflection",)
         case Chain():
-            first, second = _steps(rho.first), _steps(rho.second)
+            first, second = _kinds(rho.first), _kinds(rho.second)
             return None if first is None or second is None else first + second
     return None
 

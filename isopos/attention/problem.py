@@ -206,8 +206,9 @@ def check(
     for term in terms:
         _check_term(term, q, k, v, batch, seen)
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
-    rho_q, rho_k = rho_q or Identity(), rho_k or Identity()
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
+        if rho is None:
+            continue
         if not isinstance(rho, TokenMap):
             raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
@@ -216,7 +217,7 @@ def check(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
                 f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
             )
-    return batch, rho_q, rho_k
+    return batch, rho_q or Identity(), rho_k or Identity()
 
 
 def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int) -> None:
@@ -292,8 +293,8 @@ def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
 
 
 def _structure(rho: TokenMap) -> str:
-    inner = [_structure(x) for x in vars(rho).values() if isinstance(x, TokenMap)]
-    inner += [_structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, TokenMap)]
+    values = [x for value in vars(rho).values() for x in (value if isinstance(value, tuple) else (value,))]
+    inner = [_structure(x) for x in values if isinstance(x, TokenMap)]
     return type(rho).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 
