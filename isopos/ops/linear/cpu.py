@@ -39,8 +39,9 @@ class Closed(NamedTuple):
     @classmethod
     def of(cls, features: Features, x: Tensor) -> "Closed | None":
         """What makes features of x, if cpu.c knows it and its widths fit; PyTorch says what is wrong with others."""
-        phi, kinds, table, normal, last = features.phi, features.kinds, None, None, "none"
-        if not isinstance(phi, FeatureMap) or phi not in PHI or kinds is None:
+        phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
+        kinds, table, normal, last = features.kinds, None, None, "none"
+        if phi is None or kinds is None:
             return None
         if x.dtype != torch.float32 or features.dtype not in (None, torch.float32):
             return None
@@ -55,7 +56,7 @@ class Closed(NamedTuple):
                 normal = tensor
             else:
                 last, table = kind, tensor
-        return cls(PHI[phi], last, table, normal, features.mask, features.own)
+        return cls(phi, last, table, normal, features.mask, features.own)
 
     @property
     def doubled(self) -> int:
@@ -245,12 +246,12 @@ class Cpu(Walking):
     def serves(self, sums: Sums) -> str:
         if sums.dtype != torch.float32:
             return f"it sums up float32, not {sums.dtype}"
+        if sums.stream is not None:
+            return self._refuses_step(sums)
         for phi, *_ in sums.features:
             if isinstance(phi, FeatureMap) and phi not in PHI and phi.name not in ROWS:
                 known = ", ".join((*(phi.name for phi in PHI), *ROWS))
                 return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
-        if sums.stream is not None:
-            return self._refuses_step(sums)
         if why := refusal(sums):
             return why
         if not sums.causal and sums.g is None:
