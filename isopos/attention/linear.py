@@ -1,11 +1,12 @@
 """Linear attention with positions: check, group, segment, sum, divide."""
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from isopos.attention import reference
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import (
     DecayPair,
@@ -14,6 +15,7 @@ from isopos.attention.problem import (
     Problem,
     check,
     check_decay,
+    check_denominator,
     check_linear,
     group,
     ungroup,
@@ -142,7 +144,7 @@ def naive_linear_attention(
 ) -> Tensor:
     """`linear_attention` by its definition: every weight is formed. Quadratic; any number of derivatives, and `torch.func`.
 
-    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
+    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states.
 
     Example:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
@@ -150,21 +152,9 @@ def naive_linear_attention(
         True
     """
     _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
-    g = check_decay(decay, q, k)
-    if denominator not in ("plain", "encoded", None):
-        raise ValueError(f"denominator: expected 'plain', 'encoded' or None, got {denominator!r}")
-    keys = None if mask is None else mask[..., None, :, None]
-    k, v = (k, v) if keys is None else (torch.where(keys, x, 0) for x in (k, v))
-    phi_q, phi_k = sides(identity if feature_map is None else feature_map)
-    q, k = phi_q(q), phi_k(k)
-    k = k if keys is None else torch.where(keys, k, 0)
-    mapped = rho_q.apply(q), rho_k.apply(k)
-    total = linear.naive(*mapped, v, g, causal=causal)
-    if denominator is None:
-        return total
-    ones = torch.ones_like(v[..., :1]) if keys is None else keys.to(v.dtype)
-    weights = linear.naive(*(mapped if denominator == "encoded" else (q, k)), ones, g, causal=causal)
-    return linear.divide(torch.cat((total, weights), -1))
+    check_denominator(denominator, q)
+    options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
+    return reference.linear(q, k, v, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:

@@ -113,12 +113,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     problem = _check_common(q, k, v, options, streams=streams)
     phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
     state, decay, causal = problem.state, problem.decay, problem.causal
-    if denominator not in ("plain", "encoded", "complex", None):
-        raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
-    if denominator == "complex" and q.shape[-1] % 2:
-        raise ValueError(
-            f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
-        )
+    check_denominator(denominator, q)
     _check_factors(problem, denominator, options.get("segment_ids"))
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
@@ -252,6 +247,16 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
             expected = [*x.shape[:-2], x.shape[-2]]
             raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
     return pair
+
+
+def check_denominator(denominator: str | None, q: Tensor) -> None:
+    """ValueError where there is no such denominator, of these features."""
+    if denominator not in ("plain", "encoded", "complex", None):
+        raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
+    if denominator == "complex" and q.shape[-1] % 2:
+        raise ValueError(
+            f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
+        )
 
 
 def _check_factors(problem: Problem, denominator: str | None, segment_ids: SegmentPair) -> None:
