@@ -40,7 +40,6 @@ def test_no_more_is_refused_than_known(found):
     assert refused == softmax_only | far
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's tracer
 def test_compiled_too():
     for error in exactness.measure(["retnet"], ["graph"], ["float32"]).values():
         assert error < BOUNDS["float32"]

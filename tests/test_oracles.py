@@ -17,12 +17,7 @@ from isopos.feature_maps import Favor
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.peers import ROTARY
 
-pytestmark = [
-    pytest.mark.oracles,
-    # what the peers' own modules do when they are imported
-    pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning:performer_pytorch"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.oracles
 HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
 OFFSETS = torch.arange(-2000, 2001)  # key position minus query position
 DRAWS = 4000
