@@ -133,7 +133,8 @@ class TokenMap(ABC):
         for name, own in self._tensors:
             if (place := getattr(own, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
                 return value.shape[place]
-        return next((size for part in self._parts() if (size := getattr(part, of_part)) is not None), None)
+        sizes = [getattr(part, of_part) for part in self._parts()]
+        return next((size for size in sizes if size is not None), None)
 
     @property
     def leading(self) -> torch.Size:

@@ -71,10 +71,10 @@ class Problem(NamedTuple):
     mask: Tensor | None
     segments: tuple[Tensor, Tensor] | None
     state: State | None
+    phi: Phi
     kind: str = ""
     g: Decays = None
     before: Tensor | None = None
-    phi: Phi = identity
     denominator: str | None = None
 
     @property
@@ -167,7 +167,7 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: boo
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state)
+    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity)
 
 
 def check(
