@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from cases import (
     HEAD_DIM,
     HEADS,
+    LEARNED,
     PRESETS,
     SCHEMES,
     SOFTMAX_ONLY,
+    STORED,
     TOLERANCE,
     close,
     gradients,
@@ -240,30 +242,6 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert grad.isfinite().all()
             heads = grad if grad.ndim == 1 else grad.flatten(1).abs().sum(1)
             assert (heads != 0).all()
-
-
-LEARNED = {  # names of weights in files: they stay what they are
-    "learned": {"embedding.weight"},
-    "shaw": {"bias.keys.weight", "bias.values.weight"},
-    "transformer-xl": {"encoding.content.weight", "encoding.location.weight", "encoding.projection"},
-    "t5": {"bias.weight"},
-    "deberta": {"bias.keys.weight", "bias.queries.weight"},
-    "horn-constrained": {"encoding.projection"},
-    "horn-clipped": {"bias.weight"},
-    "spe-sine": {"encoding.frequency", "encoding.gain.weight", "encoding.phase.weight"},
-    "spe-conv": {"encoding.filters"},
-    "shiv-quirk": {"embedding.decay"},
-    "ape-sequence": {"encoding.generator"},
-    "ape-absolute": {"encoding.encoding.generator"},
-    "ape-ring": {"encoding.basis.generator"},
-    "ape-tree": {"encoding.generator"},
-}
-STORED = {  # of options
-    "rope-learned": {"encoding.frequency"},
-    "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
-    "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
-    "lrpe-orthogonal-learned": {"encoding.encoding.frequency"},
-}
 
 
 @every
