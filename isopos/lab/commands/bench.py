@@ -61,6 +61,5 @@ def run(options: Options, console: Console) -> int:
             written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)
     if section in ("all", "accuracy"):
         console.print(accuracy.accuracy())
-    for path in written:
-        console.print(f"wrote {path}")
+    grids.say(console, *(f"wrote {path}" for path in written))
     return 0

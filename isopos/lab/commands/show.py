@@ -6,6 +6,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from isopos.lab.runs.files import printable
+
 __all__ = ["Options", "run"]
 
 
@@ -25,5 +27,5 @@ def run(options: Options, console: Console) -> int:
     """Draw it, and print the file's path."""
     from isopos.lab.reports import plots
 
-    print(plots.show(**vars(options)))
+    print(printable(str(plots.show(**vars(options)))))
     return 0

@@ -18,7 +18,9 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.recipes import Recipe
+from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
+from isopos.lab.runs import signals
 from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import recipe_of, same_recipe
@@ -77,7 +79,7 @@ def run(options: Options, console: Console) -> int:
     if options.dry_run:
         lacking = _lacking(rows, folder) if table.kind == "speed" else [cell.folder.name for cell in cells if not cell.done]
         said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
-        console.print(*lacking, said, sep="\n", markup=False)
+        grids.say(console, *lacking, said)
         return 0
     for _, recipe in planned[: len(rows) * len(recipes)]:
         check_recipe(recipe)
@@ -95,14 +97,14 @@ def run(options: Options, console: Console) -> int:
             _train_cells([cell for cell in cells if not cell.done], sets, console)
     except KeyboardInterrupt as stop:
         console.print("[yellow]interrupted: what is finished stays, and the same command goes on")
-        status = getattr(stop, "code", 130)
+        status = signals.status(stop)
     shown, said = paper.write(table, folder)
     console.print(shown)
-    console.print("\n".join(said), markup=False, soft_wrap=True)
+    grids.say(console, *said)
     for cell in cells:
         if who := holder(cell.claim):
-            console.print(f"{cell.folder.name} is being computed by {who}", markup=False)
-    console.print(f"written: {folder / 'table.md'}, {folder / 'curves.svg'}", markup=False, soft_wrap=True)
+            grids.say(console, f"{cell.folder.name} is being computed by {who}")
+    grids.say(console, f"written: {folder / 'table.md'}, {folder / 'curves.svg'}")
     return status
 
 
@@ -187,6 +189,7 @@ def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Conso
     total, done = sum(cell.recipe.training.steps for cell in cells), 0
     with Bars(console, total=total) as bars:
         for n, cell in enumerate(cells):
+            signals.heed()
             task, steps = cell.recipe.task, cell.recipe.training.steps
             with claimed(cell.claim) as mine:
                 if mine and not cell.done:
@@ -232,6 +235,7 @@ def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Seq
         with Bars(console, total=left) as bars:
             show = bars.add("rounds of all schemes", left)
             for n, seconds in enumerate(step_times(recipe, data, timed, left), 1):
+                signals.heed()
                 rounds.append(seconds)
                 write_json(folder / TIMING, rounds)
                 show(n)

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, unknown_field
+from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 
 __all__ = ["Options", "default", "run"]
@@ -79,9 +79,8 @@ def run(options: Options, console: Console) -> int:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
     recipe = data.settle(recipe)
-    console.print(f"data: {data.name}, {data.summary}", markup=False, soft_wrap=True)
-    for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    grids.say(console, f"data: {data.name}, {data.summary}")
+    grids.warn(console, *warnings)
     task = recipe.task
     with Bars(console) as bars:
         show = bars.add(recipe.scheme, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
@@ -89,5 +88,5 @@ def run(options: Options, console: Console) -> int:
     if result is None:
         return 0
     scores = ", ".join(f"{metric.title} {metric.text(result.scores[metric.title])}" for metric in task.metrics)
-    console.print(f"{result.status}: {scores}; {folder}", markup=False)
+    grids.say(console, f"{result.status}: {scores}; {folder}")
     return 0 if result.status == "finished" else 1

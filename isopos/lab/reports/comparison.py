@@ -17,8 +17,9 @@ from isopos.lab.runs.folders import read_rows, recipe_of
 from isopos.lab.runs.outcomes import Result
 from isopos.lab.tasks.task import Task
 
-__all__ = ["Ranking", "Row", "Run", "about", "ranking", "read_runs"]
+__all__ = ["FILE", "Ranking", "Row", "Run", "about", "ranking", "read_runs"]
 
+FILE = "comparison.json"
 WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
 
 
@@ -50,7 +51,7 @@ class Row:
 
 def about(folder: Path) -> dict[str, Any]:
     """comparison.json, also of before there were tasks."""
-    found = json.loads((folder / "comparison.json").read_text())
+    found = json.loads((folder / FILE).read_text())
     if "text" in found:
         found |= {"task": "language", "data": found["text"], "summary": f"{found['bytes']:,} bytes"}
     return found

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["flush_folder", "replacing", "write_json", "write_text"]
+__all__ = ["flush_folder", "printable", "replacing", "write_json", "write_text"]
 
 
 @contextlib.contextmanager
@@ -51,3 +51,13 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def printable(text: str) -> str:
+    r"""A text in one line: characters that would move a cursor, hide others or cannot be encoded are written as escapes.
+
+    Example:
+        >>> print(printable("a\x1b[2Jb\n±"))
+        a\x1b[2Jb\n±
+    """
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
