@@ -1,6 +1,7 @@
 """The command line dispatches: a command is `Options` and `run(options, console)`, in a file of `isopos.lab.commands`.
 
-Nothing here imports torch, nor, until `main` is called, anything that only the extra `lab` installs.
+Nothing here imports torch, nor, until `main` is called, anything that takes time or that only the extra `lab` installs: what
+interrupts `main` is heeded there.
 """
 
 import contextlib
@@ -10,8 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Union
-
-from isopos.lab.runs.files import printable
 
 __all__ = ["main"]
 
@@ -65,6 +64,8 @@ def _status(arguments: list[str]) -> int:
             raise
         said = f"expected sizes that fit into memory; choose smaller ones: {error or 'MemoryError'}"
     if said:
+        from isopos.lab.runs.files import printable
+
         print(f"isopos: {printable(said)}", file=sys.stderr)
     return code
 

@@ -162,3 +162,46 @@ def test_show_names_what_does_not_fit(isopos, tmp_path, arguments, message):
     assert message in err
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+RAISING = """
+import sys
+from mine import Good
+
+class Raises(Good):
+    def forward(self, x, dtype=None):
+        return {}["key"]
+
+class Exits(Good):
+    def forward(self, x, dtype=None):
+        sys.exit(0)
+
+class Empty(Good):
+    def forward(self, x, dtype=None):
+        return None
+
+def factory():
+    return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("subject", "said"),
+    [
+        ("raising:Raises", 'KeyError: \'key\' (FILE, line 7: return {}["key"])'),
+        ("raising:Exits", "SystemExit: 0 (FILE, line 11: sys.exit(0))"),
+        ("raising:Empty", "AttributeError: 'NoneType' object has no attribute"),
+        ("raising:factory", "ZeroDivisionError: division by zero (FILE, line 18: return 1 / 0)"),
+        ("exits:Good", "SystemExit: 0 (EXITS, line 1: raise SystemExit(0))"),
+    ],
+)
+def test_what_raises_could_not_be_measured(isopos, monkeypatch, tmp_path, subject, said):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in (("mine", OWN), ("raising", RAISING), ("exits", "raise SystemExit(0)\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    code, out, err = isopos("check", subject)
+    assert (code, err) == (3, "")
+    said = said.replace("FILE", str(tmp_path / "raising.py")).replace("EXITS", str(tmp_path / "exits.py"))
+    assert out.startswith(f"{subject}: could not be measured: {said}")
+    assert len(out.splitlines()) == 1

@@ -1,5 +1,8 @@
 """`isopos check`."""
 
+import linecache
+import sys
+import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -8,17 +11,23 @@ from rich.console import Console
 
 from isopos.catalog import CATALOG, own_module
 from isopos.lab.recipes import split_spec
+from isopos.lab.runs.files import printable
 
 if TYPE_CHECKING:
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
 
-__all__ = ["Options", "run"]
+__all__ = ["UNMEASURED", "Options", "run"]
+
+UNMEASURED = 3  # the exit status where the user's own code raises
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure the laws of a scheme, or of your own encoding. Exits with 1 where one is broken, naming it with an example."""
+    """Measure the laws of a scheme, or of your own encoding.
+
+    Exits with 1 where one is broken, naming it with an example, and with 3 where what your code raises leaves it open.
+    """
 
     subject: Annotated[str, tyro.conf.Positional]
     """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
@@ -34,15 +43,30 @@ def run(options: Options, console: Console) -> int:
 
     from isopos import laws
 
-    subject = _subject(options)
+    subject = None
     try:
+        subject = _subject(options)
         report = laws.check(subject, dtype=getattr(torch, options.dtype))
-    except (TypeError, AttributeError, RuntimeError, NotImplementedError, LookupError) as error:  # of the user's encoding
-        raise ValueError(
-            f"subject: expected forward(x, dtype) to return an isometry, got {type(error).__name__}: {error}"
-        ) from None
-    print(replace(report, subject=options.subject))
+    except (Exception, SystemExit) as error:  # whatever the user's code does
+        where = _raised_at(error)
+        if not where and (subject is None or str(error).startswith("subject:")):
+            raise  # an answer of ours
+        what = f"{type(error).__name__}: {error}"
+        print(printable(f"{options.subject}: could not be measured: {what}{where}"))
+        return UNMEASURED
+    print(replace(report, subject=printable(options.subject)))
     return 0 if report.holds else 1
+
+
+def _raised_at(error: BaseException) -> str:
+    """The innermost line that an exception passed of neither isopos nor what it stands on; empty where there is none."""
+    below = {"isopos", "torch", "numpy", *sys.stdlib_module_names}
+    lines = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in below:
+            file = frame.f_code.co_filename
+            lines = f" ({file}, line {number}: {linecache.getline(file, number).strip()})"
+    return lines
 
 
 def _subject(options: Options) -> "Encoding | Scheme":

@@ -13,7 +13,7 @@ from rich.table import Table
 from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
-from isopos.lab.reports.plots import line_style, plain
+from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.cells import SCORES, cell_name, speed_rounds
@@ -252,8 +252,10 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     for axes, corpus in zip(panels, names, strict=False):
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
-                axes.plot(list(curve), list(curve.values()), label=row.line.name, **line_style(n))
-        axes.set(xlabel="updates", ylabel=f"validation, {_main(table).title}", title=f"{corpus}: {_short(names[corpus])}")
+                axes.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
+        axes.set(
+            xlabel="updates", ylabel=f"validation, {_main(table).title}", title=literal(f"{corpus}: {_short(names[corpus])}")
+        )
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:
         panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
@@ -270,8 +272,8 @@ def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
         axes.errorbar(median, -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
         if row.line.figures:
             axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
-    axes.set_yticks([-n for n in range(len(drawn))], [row.line.name for row in drawn])
-    axes.set(xlabel=title)
+    axes.set_yticks([-n for n in range(len(drawn))], [literal(row.line.name) for row in drawn])
+    axes.set(xlabel=literal(title))
     if drawn:
         axes.legend(frameon=False)
     plain(axes)
