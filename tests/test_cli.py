@@ -188,7 +188,7 @@ def factory():
 @pytest.mark.parametrize(
     ("subject", "said"),
     [
-        ("raising:Raises", 'KeyError: \'key\' (FILE, line 7: return {}["key"])'),
+        ("raising:Raises", "KeyError: 'key' (FILE, line 7: return {}[\"key\"])"),
         ("raising:Exits", "SystemExit: 0 (FILE, line 11: sys.exit(0))"),
         ("raising:Empty", "AttributeError: 'NoneType' object has no attribute"),
         ("raising:factory", "ZeroDivisionError: division by zero (FILE, line 18: return 1 / 0)"),

@@ -76,9 +76,12 @@ def run(options: Options, console: Console) -> int:
     """Run a comparison and return the exit status: 0, or 130 after Ctrl-C (143: SIGTERM): a report has what is finished."""
     import torch
 
+    from isopos.lab.training.memory import check_memory
+
     recipes, folder, warnings = _check(options)
     data = options.settings.load(recipes[0], console)
     recipes = [data.settle(recipe) for recipe in recipes]
+    check_memory(recipes[0])
     grids.say(console, f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}")
     grids.warn(console, *warnings)
     about = {

@@ -62,6 +62,7 @@ def run(options: Options, console: Console) -> int:
     table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
     from isopos.lab.training.checks import check_recipe, run_place, usable_device
+    from isopos.lab.training.memory import check_memory
 
     folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
     folder = folder.parent / "tables" / folder.name
@@ -83,6 +84,7 @@ def run(options: Options, console: Console) -> int:
         return 0
     for _, recipe in planned[: len(rows) * len(recipes)]:
         check_recipe(recipe)
+        check_memory(recipe)
     sets = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
     for cell in cells:  # those that are there were trained on the same
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):

@@ -64,6 +64,7 @@ def run(options: Options, console: Console) -> int:
     from isopos.lab.runs.folders import check_vacant, recipe_of, same_recipe
     from isopos.lab.training import run as training
     from isopos.lab.training.checks import check_recipe, run_place
+    from isopos.lab.training.memory import check_memory
 
     first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
     console.quiet = not first
@@ -79,6 +80,7 @@ def run(options: Options, console: Console) -> int:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
     recipe = data.settle(recipe)
+    check_memory(recipe)
     grids.say(console, f"data: {data.name}, {data.summary}")
     grids.warn(console, *warnings)
     task = recipe.task
