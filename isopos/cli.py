@@ -62,7 +62,7 @@ def _status(arguments: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in MEMORY):
             raise
-        said = f"expected sizes that fit into memory; choose smaller ones: {error or 'MemoryError'}"
+        said = f"expected sizes that fit into memory; choose smaller ones: {str(error) or 'MemoryError'}"
     if said:
         from isopos.lab.runs.files import printable
 

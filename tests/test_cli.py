@@ -49,6 +49,27 @@ def test_help_does_not_import_torch(arguments, monkeypatch):
     assert " torch" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check rope --head-dim 10000000",
+        "check rope --heads 10000000",
+        "show rope --reach 10000000",
+        "bench --rounds 10000000",
+        "compare --seeds 10000000",
+        "table permuteformer-4 --seeds 10000000",
+        "generate runs/one --tokens 10000000000",
+    ],
+)
+def test_a_number_beyond_reason_is_refused_by_its_name(isopos, tmp_path, line):
+    code, out, err = isopos(*line.split())
+    *_, name, number = line.split()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"isopos: {name.removeprefix('--').replace('-', '_')}: expected at most ")
+    assert err.endswith(f", got {number}\n")
+    assert not list(tmp_path.iterdir())
+
+
 TYPOS = [
     "compre",
     "compare --step x",

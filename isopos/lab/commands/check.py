@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from isopos.catalog import CATALOG, own_module
+from isopos.lab.commands import bounded
 from isopos.lab.recipes import split_spec
 from isopos.lab.runs.files import printable
 
@@ -43,6 +44,7 @@ def run(options: Options, console: Console) -> int:
 
     from isopos import laws
 
+    bounded(options, head_dim=65_536, heads=4_096)
     subject = None
     try:
         subject = _subject(options)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isopos.lab import tasks
+from isopos.lab.commands import bounded
 from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes, split_spec
 from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
@@ -131,6 +132,7 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     from isopos.lab.training.checks import check_recipe, run_place, usable_device
 
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    bounded(options, seeds=10_000)
     for name in ("devices", "nodes"):
         count = getattr(options.training, name)
         expect(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from isopos.lab.commands import bounded
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
@@ -68,6 +69,7 @@ def run(options: Options, console: Console) -> int:
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows), _sources(table, options)
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
         recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=device)
