@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from isopos.lab.recipes import Recipe
+from isopos.lab.reports.comparison import ranking
 from isopos.lab.runs import folders
 from isopos.lab.tasks.language import Text
 from isopos.lab.training import memory
@@ -59,7 +60,9 @@ def test_a_comparison_end_to_end(isopos, tmp_path):
     assert runs == sorted(f"{name}-seed{seed}" for name in names for seed in range(2))
     page, text = _check_page(folder / "report.html")
     assert sum(i.startswith("curve-") for i in page.ids) == 8
-    assert sum(i.startswith("kernel-") for i in page.ids) == 4
+    best_first = [f"kernel-{row.scheme}" for row in ranking(folder).rows]
+    assert [name for name in page.ids if name.startswith("kernel-")] == best_first
+    assert len(best_first) == 4
     about = json.loads((folder / "comparison.json").read_text())
     assert about["complete"]
     assert about["sha256"][:12] in out
