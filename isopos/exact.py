@@ -79,4 +79,4 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, at no cost where all are equal."""
-    return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
+    return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)

@@ -1,5 +1,6 @@
 """What a command prints, to whom, and what becomes of its work where nobody can read it."""
 
+import contextlib
 import errno
 import io
 import json
@@ -52,6 +53,20 @@ def test_other_commands_end_where_the_reader_has_gone(tmp_path, command):
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "recipe.json").write_text("{}")
     assert _shell(f"set -o pipefail; isopos {command} | true", tmp_path)[::2] == (141, "")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_only_commands_that_leave_files_go_on(goes_on):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream:
+        out = cli._Output(stream, goes_on=goes_on)
+        with contextlib.nullcontext() if goes_on else pytest.raises(SystemExit, match="141"):
+            print("lost", file=out, flush=True)
+            out.flush()
+            print("too", file=out, flush=True)
+        assert out.lost == 141
+        assert os.fstat(write).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def test_a_full_disk_is_said(tmp_path):

@@ -12,13 +12,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from isopos.attention import linear_attention, softmax_attention
+from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.catalog import CATALOG
 from isopos.encodings import Encoding
 from isopos.lab.bench import accuracy
 from isopos.lab.reports import grids
 from isopos.lab.reports.kernels import fill_zeros
-from isopos.laws import reference
 from isopos.positions import Group, Line, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State

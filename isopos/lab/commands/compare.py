@@ -20,7 +20,8 @@ from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs import folders, signals
 from isopos.lab.runs.files import printable, write_json
-from isopos.lab.tables.cells import cell_name
+from isopos.lab.runs.folders import run_place
+from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
 
@@ -70,6 +71,7 @@ def default(arguments: Sequence[str]) -> Options:
     name = next((after for word, after in itertools.pairwise(words) if word == "--task"), "language")
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
+    recipe.check_names(Options.__dataclass_fields__)
     return Options(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
 
 
@@ -129,7 +131,7 @@ def _finish(folder: Path, console: Console, *, complete: bool) -> None:
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
-    from isopos.lab.training.checks import check_recipe, run_place, usable_device
+    from isopos.lab.training.run import check_recipe, usable_device
 
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
     bounded(options, seeds=10_000)
@@ -167,7 +169,7 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
 def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
     """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
     from isopos.lab.tasks.build import build_scheme
-    from isopos.lab.training.speed import step_times
+    from isopos.lab.training.run import step_times
 
     first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
     bases = {

@@ -43,8 +43,8 @@ def generate(options: Options) -> Iterator[str]:
     import torch
 
     from isopos.lab.data.tokenizers import Bytes, load_tokenizer
-    from isopos.lab.runs import weights
-    from isopos.lab.tasks.generation import pieces
+    from isopos.lab.runs import checkpoints
+    from isopos.lab.tasks.decoding import pieces
     from isopos.models import Decoder
 
     folder, prompt, tokens = Path(options.run), options.prompt, options.tokens
@@ -55,7 +55,7 @@ def generate(options: Options) -> Iterator[str]:
     expect("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
     expect("top_p", top_p, "a probability above 0 and at most 1", 0 < top_p <= 1)
     expect("prompt", "none", "at least one character", bool(prompt))
-    recipe, model = weights.load_run(folder)
+    recipe, model = checkpoints.load_run(folder)
     if not isinstance(model, Decoder):
         raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}, which writes no text")
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else Bytes()

@@ -24,10 +24,8 @@ from isopos.lab.reports.progress import Bars
 from isopos.lab.runs import signals
 from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import recipe_of, same_recipe
-from isopos.lab.runs.outcomes import fingerprint
-from isopos.lab.tables.cells import SCORES, TIMING, Cell, cell_name, speed_rounds
-from isopos.lab.tables.loader import ASK, TABLES, Line, PaperTable, load_table
+from isopos.lab.runs.folders import fingerprint, recipe_of, run_place, same_recipe
+from isopos.lab.tables.loader import ASK, SCORES, TABLES, TIMING, Cell, Line, PaperTable, cell_name, load_table, speed_rounds
 from isopos.lab.tasks.task import Data, expect
 
 __all__ = ["ROUNDS", "Options", "run"]
@@ -62,8 +60,8 @@ def run(options: Options, console: Console) -> int:
     """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
-    from isopos.lab.training.checks import check_recipe, run_place, usable_device
     from isopos.lab.training.memory import check_memory
+    from isopos.lab.training.run import check_recipe, usable_device
 
     folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
     folder = folder.parent / "tables" / folder.name
@@ -216,7 +214,7 @@ def _compute(cell: Cell, data: Data, show: Any) -> None:
 
 def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Figures, or why there is none, by column; where the data has no test split validation takes its place."""
-    from isopos.lab.runs.weights import load_run
+    from isopos.lab.runs.checkpoints import load_run
 
     model, found = load_run(cell.folder)[1].to(recipe.training.device), {}
     for metric in cell.metrics:
@@ -229,7 +227,7 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
 
 def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Sequence[Line], console: Console) -> None:
     """Rounds of training steps, of all schemes that lack some and the baseline, until each has enough."""
-    from isopos.lab.training.speed import step_times
+    from isopos.lab.training.run import step_times
 
     with claimed(folder / "claims" / "timing.claim") as mine:
         rounds, lacking = speed_rounds(folder), _lacking(rows, folder)

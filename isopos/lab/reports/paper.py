@@ -16,8 +16,7 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
-from isopos.lab.tables.cells import SCORES, cell_name, speed_rounds
-from isopos.lab.tables.loader import Column, Line, PaperTable
+from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, speed_rounds
 from isopos.lab.tasks.task import Metric
 
 __all__ = ["differences", "spearman", "write"]
