@@ -18,6 +18,7 @@ from isopos.lab import tasks
 from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes, split_spec
 from isopos.lab.reports.comparison import ranking
 from isopos.lab.reports.progress import Bars
+from isopos.lab.runs.claims import check_free, locked
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import run_place
 from isopos.lab.tables.loader import cell_name
@@ -76,11 +77,16 @@ def default(arguments: Sequence[str]) -> Options:
 
 def run(options: Options, console: Console) -> int:
     """Run a comparison and return the exit status: 0, or 130 after Ctrl-C (143: SIGTERM): a report has what is finished."""
+    recipes, folder, warnings = _check(options)
+    with locked(folder):
+        return _compare(options, console, recipes, folder, warnings)
+
+
+def _compare(options: Options, console: Console, recipes: list[Recipe], folder: Path, warnings: list[str]) -> int:
     import torch
 
     from isopos.lab.reports import page
 
-    recipes, folder, warnings = _check(options)
     data = options.settings.load(recipes[0], console)
     recipes = [data.settle(recipe) for recipe in recipes]
     console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False, soft_wrap=True)
@@ -138,6 +144,7 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
     folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
+    check_free(folder)
     if folder.exists() and not options.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / "comparison.json").exists():

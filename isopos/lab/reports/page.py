@@ -2,7 +2,6 @@
 
 import html
 import io
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_run
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, plain
 from isopos.lab.runs.checkpoints import load_run
-from isopos.lab.runs.files import write_text
+from isopos.lab.runs.files import read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
 from isopos.positions import Line
 
@@ -94,10 +93,10 @@ def _examples(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         path = run.folder / EXAMPLES
         if path.exists():
-            samples = json.loads(path.read_text(encoding="utf-8"))
+            samples = read_json(path, list[dict], "remove it, and the report goes without")
             yield f"<h2>What {html.escape(run.recipe.scheme)} answers</h2>"
-            titles = list(samples[0])
-            rows = [[str(sample[title]) for title in titles] for sample in samples]
+            titles = list(samples[0]) if samples else []
+            rows = [[str(sample.get(title, "-")) for title in titles] for sample in samples]
             yield f'<div class="wide">{_html(titles, rows)}</div>'
 
 
