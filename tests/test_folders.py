@@ -135,7 +135,8 @@ def test_a_run_that_a_kill_left_aside_is_there_again(tmp_path):
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
-    result = Result("finished", {"accuracy": 0.5, "loss": None}, 3.0, **MORE)
+    result = Result("finished", {"bits/byte": 0.5, "at 2x": None, "at 4x": None}, 3.0, **MORE)
+    (tmp_path / "recipe.json").write_text("{}")
     assert Result.of(tmp_path) is None
     result.save(tmp_path)
     assert Result.of(tmp_path) == result
@@ -147,7 +148,8 @@ def test_a_run_of_before_there_were_tasks(tmp_path):
     )
     (tmp_path / "result.json").write_text(json.dumps(OLD | MORE))
     (tmp_path / "text.json").write_text(json.dumps({"name": "text", "sha256": "abc"}))
-    (tmp_path / "comparison.json").write_text(json.dumps({"text": "mine", "bytes": 12_345, "sha256": "abc"}))
+    said = {"torch": "2.13.0", "device": "cpu", "threads": 2, "planned": [], "complete": True}
+    (tmp_path / "comparison.json").write_text(json.dumps({"text": "mine", "bytes": 12_345, "sha256": "abc"} | said))
     recipe = recipe_of(tmp_path)
     assert (recipe.training.steps, recipe.training.clip, recipe.task.length) == (3, 0.5, 16)
     assert Result.of(tmp_path) == Result("finished", {"bits/byte": 2.5, "at 2x": 2.625, "at 4x": None}, 9.0, **MORE)
@@ -157,6 +159,7 @@ def test_a_run_of_before_there_were_tasks(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", '{"status": "finished"}', json.dumps(OLD | MORE | {"bits_per_byte": {}})])
 def test_a_damaged_result_is_named(tmp_path, text):
+    (tmp_path / "recipe.json").write_text("{}")
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json: "):
         Result.of(tmp_path)

@@ -17,7 +17,7 @@ def folder(tmp_path, monkeypatch):
     about = dict.fromkeys(("summary", "sha256", "torch", "device"), "<u>&</u>") | {"task": "language", "threads": 1}
     about |= {"data": "<script>\x1b[2J$a$", "planned": ["<b>planned</b>"], "complete": False, "speed": {}}
     folder = tmp_path / "<em>one"
-    for n, (scheme, status) in enumerate([("none", "finished"), ("rope", "finished"), ("retnet", "<s>diverged</s>")]):
+    for n, (scheme, status) in enumerate([("none", "finished"), ("rope", "finished"), ("retnet", "diverged <s>here</s>")]):
         run = folder / scheme
         run.mkdir(parents=True)
         (run / "recipe.json").write_text(json.dumps({"scheme": scheme}))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -19,6 +19,7 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs import folders, signals
+from isopos.lab.runs.claims import check_free, locked
 from isopos.lab.runs.files import printable, write_json
 from isopos.lab.runs.folders import run_place
 from isopos.lab.tables.loader import cell_name
@@ -98,6 +99,11 @@ def run(options: Options, console: Console) -> int:
         "planned": [cell_name("", recipe.scheme, recipe.seed) for recipe in recipes],
         "complete": False,
     }
+    with locked(folder):
+        return _compare(recipes, data, folder, about, console)
+
+
+def _compare(recipes: list[Recipe], data: Data, folder: Path, about: dict[str, Any], console: Console) -> int:
     status = 0
     folders.begin(folder, FILE, about)
     try:
@@ -143,6 +149,7 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
     folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
+    check_free(folder)
     if not folder.exists():
         folders.put_back(folder)  # a kill came while it was replaced
     if folder.exists() and not options.overwrite:

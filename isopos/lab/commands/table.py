@@ -5,7 +5,6 @@ finished stays: the same command goes on after an interruption, and several mach
 """
 
 import itertools
-import json
 import shlex
 import sys
 import time
@@ -25,7 +24,19 @@ from isopos.lab.runs import signals
 from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import fingerprint, recipe_of, run_place, same_recipe
-from isopos.lab.tables.loader import ASK, SCORES, TABLES, TIMING, Cell, Line, PaperTable, cell_name, load_table, speed_rounds
+from isopos.lab.tables.loader import (
+    ASK,
+    SCORES,
+    TABLES,
+    TIMING,
+    Cell,
+    Line,
+    PaperTable,
+    cell_name,
+    load_table,
+    read_about,
+    speed_rounds,
+)
 from isopos.lab.tasks.task import Data, expect
 
 __all__ = ["ROUNDS", "Options", "run"]
@@ -166,7 +177,7 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     for _ in range(PATIENCE):
         with claimed(folder / "claims" / "about.claim") as mine:
             if mine:
-                before = json.loads(path.read_text()) if path.exists() else {"commands": [], "seeds": 0, "corpora": {}}
+                before = read_about(folder)
                 about = {
                     "table": options.table,
                     "scale": options.scale,

@@ -1,7 +1,6 @@
 """The report of a comparison: one HTML file, made from the folder alone, that loads nothing from outside."""
 
 import io
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -15,7 +14,7 @@ from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_run
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, literal, plain
 from isopos.lab.runs.checkpoints import load_run
-from isopos.lab.runs.files import printable, write_text
+from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
 from isopos.positions import Line
 
@@ -98,10 +97,10 @@ def _examples(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         path = run.folder / EXAMPLES
         if path.exists():
-            samples = json.loads(path.read_text(encoding="utf-8"))
+            samples = read_json(path, list[dict], "remove it, and the report goes without")
             yield f"<h2>What {_text(run.recipe.scheme)} answers</h2>"
-            titles = list(samples[0])
-            rows = [[str(sample[title]) for title in titles] for sample in samples]
+            titles = list(samples[0]) if samples else []
+            rows = [[str(sample.get(title, "-")) for title in titles] for sample in samples]
             yield f'<div class="wide">{_html(titles, rows)}</div>'
 
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from isopos.lab.recipes import PLACEMENT, Recipe
-from isopos.lab.runs.files import write_json, write_text
+from isopos.lab.runs.claims import check_free
+from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
 __all__ = [
     "EXAMPLES",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 RESULT, EXAMPLES = "result.json", "examples.json"
+ROWS = 1 << 30  # bytes of metrics.jsonl
+REMEDY = "put it right, or remove this run and train it again"
 LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were called
 
 
@@ -53,7 +56,8 @@ def run_place(name: str) -> Path:
 
 
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise a ValueError where a run cannot have the folder: it exists, and is not to be replaced or no run."""
+    """Raise a ValueError where a run cannot have the folder: it is in use, or exists and is not to be replaced or no run."""
+    check_free(folder)
     if not folder.exists():
         put_back(folder)  # a kill came while it was replaced
     if folder.exists() and not overwrite:
@@ -121,13 +125,17 @@ def recipe_of(folder: Path) -> Recipe:
     """The recipe of a run, or a ValueError where the folder holds none, or one of other fields."""
     path = folder / "recipe.json"
     try:
-        return Recipe.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        values = read_json(path, dict[str, Any], REMEDY)
     except OSError:
         runs = sorted(str(path.parent) for path in folder.glob("*/recipe.json"))
         remedy = f"it holds {', '.join(runs)}" if runs else "isopos runs lists those under runs/"
         raise ValueError(f"run: expected a folder with a recipe.json, got {folder}; {remedy}") from None
+    try:
+        recipe = Recipe.from_dict(values)
+        recipe.check()
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        damaged(path, error, REMEDY)
+    return recipe
 
 
 def same_recipe(folder: Path, recipe: Recipe) -> None:
@@ -143,8 +151,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a last one that is still being written; none where there is no file."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    remedy = "remove the line, or the file"
+    text = read_text(path, remedy, ROWS)
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows = [parse_json(line, f"{path}, line {n}", dict[str, float | None], remedy) for n, line in enumerate(lines, 1)]
+    for n, row in enumerate(rows, 1):
+        if wrong := mismatch(row, {"step": int}):
+            damaged(f"{path}, line {n}", wrong, remedy)
+    return rows
 
 
 class Log(AbstractContextManager):
@@ -187,22 +201,27 @@ class Result:
     @classmethod
     def of(cls, run: Path) -> "Result | None":
         """That of a run, if it has ended; or a ValueError where the file is damaged."""
-        path = run / RESULT
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
+
+        def change(found: dict[str, Any]) -> dict[str, Any]:
             if "bits_per_byte" in found:
                 bits, found["rate"] = found.pop("bits_per_byte"), found.pop("tokens_per_second")
                 found["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
-            return cls(**found)
-        except FileNotFoundError:
+            return found
+
+        remedy = "remove it, and train --resume makes it again"
+        if not (run / RESULT).exists():
             return None
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: {error}") from None
+        scores = {metric.title: float | None for metric in recipe_of(run).task.metrics}
+        kinds = get_type_hints(cls) | {"scores": scores}
+        found = read_json(run / RESULT, kinds, remedy, change)
+        if not found["status"].startswith(("finished", "diverged")):
+            damaged(run / RESULT, f"status: expected finished or diverged, got {found['status']!r}", remedy)
+        return cls(**{name: found[name] for name in kinds})
 
 
 def fingerprint(run: Path) -> str:
     """The sha256 of the data that a run was trained on, or nothing."""
     for path in (run / "data.json", run / "text.json"):
         if path.exists():
-            return json.loads(path.read_text())["sha256"]
+            return read_json(path, {"sha256": str}, "remove it, and the data of this run is no longer compared")["sha256"]
     return ""

@@ -19,6 +19,7 @@ from isopos import laws
 from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
+from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import replacing, write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
 from isopos.lab.tasks.task import Data, Metric, Scored, View
@@ -42,7 +43,7 @@ def usable_device(device: str) -> str:
         usable = torch.zeros(1, device=device).item() == 0
     except (RuntimeError, AssertionError):
         usable = False
-    if not usable or torch.device(device).type not in ("cpu", "cuda"):
+    if not usable or torch.device(device).type not in ("cpu", "cuda") or device.startswith("cpu:"):
         raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
     return device
 
@@ -81,11 +82,19 @@ def train(
     replaces the run that is there.
 
     Raises:
-        ValueError: Before any work, where the folder exists, or is that of another recipe, or its checkpoint is damaged.
+        ValueError: Before any work, where the folder exists, or is that of another recipe, or its checkpoint is damaged, or
+            another process works in it.
         OSError: Where a checkpoint cannot be written.
         Interrupted: After SIGINT or SIGTERM, when a checkpoint of the last step is there.
     """
     first = is_first_process()
+    with locked(folder) if first else nullcontext():
+        return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
+
+
+def _train(
+    recipe: Recipe, data: Data, folder: Path, on_step: OnStep, *, first: bool, resume: bool, overwrite: bool
+) -> Result | None:
     if resume:
         same_recipe(folder, recipe)
         if (before := fingerprint(folder)) not in ("", data.sha256):
@@ -131,7 +140,7 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
     chosen = checkpoints.best(folder) or (None if fitted else checkpoints.newest(folder))
     model = recipe.task.model(recipe).to(recipe.training.device)
     if status == "finished" and chosen is not None:
-        model.load_state_dict(checkpoints.load(chosen)["model"])
+        checkpoints.fill(model, chosen)
     elif fitted is not None:
         model.load_state_dict(fitted.weights)
     model.eval()

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints, signals
+from isopos.lab.runs.files import damaged
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training.run import OnStep, evaluate
@@ -143,8 +144,15 @@ class _Training(LightningModule):
         if self.begin is not None:
             state, self.begin = self.begin, None  # frees the memory
             content = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            set_state_dict(self.model, self._optimizer, **content, options=StateDictOptions(full_state_dict=True))
-            self.best = tuple(state["best"])
+            try:
+                set_state_dict(self.model, self._optimizer, **content, options=StateDictOptions(full_state_dict=True))
+                self.best = (int(state["best"][0]), state["best"][1])
+                for weight, moments in self._optimizer.state.items():
+                    if not weight.shape == moments["exp_avg"].shape == moments["exp_avg_sq"].shape:
+                        raise ValueError("expected averages of gradients of the shapes of the weights")
+            except Exception as error:  # whatever PyTorch meets in what is not this run's
+                last = checkpoints.newest(self.folder)
+                damaged(last.folder if last else self.folder, error, "remove it, and --resume goes on from the one before")
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
