@@ -33,7 +33,8 @@ Prepared = tuple[str, Tokenizer, dict[str, np.ndarray], dict[str, int]]
 def in_memory(source: Source) -> Prepared:
     """The bytes of plain files as they are."""
     pieces: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-    text = _Text(source, True, [], *survey(source, raw=True))
+    sha256, sizes = survey(source, raw=True)
+    text = _Text(source, True, [], sha256, _with_text(sizes))
     for split, _, _, piece in text.parts("reading"):
         pieces[split].append(piece)
     tokens = {split: np.frombuffer(b"".join(parts), np.uint8) for split, parts in pieces.items()}
@@ -52,7 +53,8 @@ def in_cache(
     total = sum(int(size) for _, size, _ in stamp) if source.plain else 0
 
     def read() -> tuple[str, list[tuple[str, int]]]:
-        return survey(source, raw, lambda done: progressing("reading", done, total))
+        sha256, sizes = survey(source, raw, lambda done: progressing("reading", done, total))
+        return sha256, _with_text(sizes)
 
     index = _key("index", raw, source.name, *(path for path, _, _ in stamp))
     sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read) if stamp else read()
@@ -93,6 +95,14 @@ def _cut(block: bytes, at: int, raw: bool) -> int:
         return min(max(at, 0), len(block))
     space = re.compile(rb"\s").search(block, at - 1)
     return space.end() if space else len(block)
+
+
+def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The documents that have any; one that names itself a split would be replaced by another text, and is an error."""
+    for name, size in sizes:
+        if not size and (split := _named(name)):
+            raise ValueError(f"data: expected text in {name}, which is {split} by its name, got none; fill or remove it")
+    return [(name, size) for name, size in sizes if size]
 
 
 def _by_document(source: Source, names: list[str]) -> dict[str, str]:

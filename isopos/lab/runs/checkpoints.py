@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_model
+from safetensors.torch import load_model, save_model
 
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.files import Damaged, check_plain, damaged, flush_folder, mismatch, read_json, write_json
+from isopos.lab.runs.files import Damaged, check_plain, damaged, flush_folder, mismatch, read_json, replacing, write_json
 from isopos.lab.runs.folders import REMEDY, recipe_of
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 KEEP = 2  # the last ones, beside the best
-STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
+STATE, MARK, WEIGHTS, ROOM = "state.pt", "complete.json", "model.safetensors", ".room"
 MARKED = {"step": int, "sha256": str, "validation": float | None, "better": Literal["lower", "higher"], "ended": bool}
 
 
@@ -187,6 +187,22 @@ def build(folder: Path) -> tuple[Recipe, Any]:
         return recipe, recipe.task.model(recipe)
     except (ValueError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
         damaged(folder / "recipe.json", error or type(error).__name__, REMEDY)
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Write the weights that a run ends with.
+
+    Raises:
+        OSError: Where they cannot be written.
+    """
+    path = folder / WEIGHTS
+    try:
+        with replacing(path) as part:
+            save_model(model, str(part))
+    except (SafetensorError, OSError) as error:
+        last = newest(folder)
+        remedy = f"make room and go on from {last.folder} with --resume" if last else "make room"
+        raise OSError(f"weights: cannot write {path}: {error}; {remedy}") from None
 
 
 def read_weights(model: Any, path: Path) -> None:

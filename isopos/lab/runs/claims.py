@@ -72,11 +72,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 def check_free(folder: Path) -> None:
     """Raise a ValueError that says who works in a run folder, where another process does."""
-    own = _process(os.getpid())
-    if (who := holder(_lock(folder))) and own.items() - _read(_lock(folder)).items():
+    lock = _lock(folder)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if _process(os.getpid()).items() <= _read(lock).items():
+            return
+    if who := holder(lock):
         raise ValueError(
-            f"name: {folder} is in use by {who}; wait for it, choose another --name or, where it is gone for good, remove "
-            f"{_lock(folder)}"
+            f"name: {folder} is in use by {who}; wait for it or choose another --name; if it is gone for good, remove {lock}"
         )
 
 
@@ -99,7 +101,7 @@ def holder(path: Path) -> str:
             with path.open("rb") as file:
                 locks = _lock_file(file, shared=True)
             free = _age(path) > STALE if locks is None else locks
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
     return "" if free else f"process {found['pid']} on {found['host']}"
 

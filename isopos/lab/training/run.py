@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_model
 
 from isopos import laws
 from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.claims import locked
-from isopos.lab.runs.files import replacing, write_json
+from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
 from isopos.lab.tasks.task import Data, Metric, Scored, View
 
@@ -89,7 +88,11 @@ def train(
     """
     first = is_first_process()
     with locked(folder) if first else nullcontext():
-        return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
+        try:
+            return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
+        finally:
+            if first:
+                (folder / checkpoints.ROOM).unlink(missing_ok=True)
 
 
 def _train(
@@ -162,8 +165,8 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         choices=model.scheme.choices,
         laws=held,
     )
-    with replacing(folder / checkpoints.WEIGHTS) as part:
-        save_model(model, str(part))
+    (folder / checkpoints.ROOM).unlink(missing_ok=True)
+    checkpoints.save_weights(model, folder)
     if status == "finished" and (examples := data.examples(model, recipe, SHOWN)):
         write_json(folder / EXAMPLES, examples)
     result.save(folder)

@@ -5,8 +5,10 @@ So a resumed run is a new `fit` over the steps that are left. Importing this tak
 
 import logging
 import math
+import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -30,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints, signals
-from isopos.lab.runs.files import damaged
+from isopos.lab.runs.files import damaged, reserve
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training.run import OnStep, evaluate
@@ -39,6 +41,7 @@ __all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BESIDE = 1 << 20  # bytes of results, examples and metrics
 NOT_OURS = (".*does not have many workers", ".*LeafSpec.* is deprecated")  # Lightning's warnings
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)  # its remarks on devices and tips
@@ -275,6 +278,8 @@ def fit(
 ) -> Fitted:
     """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
+    if log:
+        _make_sure_of_room(folder, training.model)
     with _handlers_kept(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
@@ -296,7 +301,10 @@ def fit(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        training.take_signals()
+        if t.nodes == 1:
+            training.take_signals()
+        else:
+            _wait_for_nodes(t.nodes)
         trainer.fit(training)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # its threads would now and then abort a process that ends
@@ -304,6 +312,26 @@ def fit(
     if training.signal and not stopped:  # it came too late for this run, not for what follows
         signals.keep(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
+
+
+def _make_sure_of_room(folder: Path, model: nn.Module) -> None:
+    """Room on the disk for the weights at the end, and for what is written beside them."""
+    size = sum(value.numel() * value.element_size() for value in model.state_dict().values()) + BESIDE
+    try:
+        reserve(folder / checkpoints.ROOM, size)
+    except OSError as error:
+        raise OSError(
+            f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got: {error.strerror}; "
+            "make room and begin with --resume"
+        ) from None
+
+
+def _wait_for_nodes(nodes: int) -> None:
+    """Say so; signals end the process at once, since no handler of Python runs until all are there."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"waiting for {nodes} nodes, at most 30 minutes", file=sys.stderr, flush=True)
 
 
 def _strategy(t: Training) -> Any:
