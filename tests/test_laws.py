@@ -377,3 +377,16 @@ class _Clamped(_Broken):
 @pytest.mark.parametrize("broken", [_Coarse, _Clamped])
 def test_exactness_is_that_of_offsets_far_out(broken):
     assert "exact" in laws.check(broken).broken
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_attention_law_is_measured_both_ways(monkeypatch, causal):
+    from isopos.laws import checks
+
+    def attend(*inputs, **options):
+        out = isopos.linear_attention(*inputs, **options)
+        return out + options["isometry"].table.sum() if options["isometry"] and options["causal"] == causal else out
+
+    assert laws.check(isopos.rope(8, 2)).holds
+    monkeypatch.setattr(checks, "linear_attention", attend)
+    assert laws.check(isopos.rope(8, 2)).broken == ["attention"]
