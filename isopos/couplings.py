@@ -82,6 +82,8 @@ class Constrained(Coupling):
         https://arxiv.org/abs/2102.07680
     """
 
+    is_additive = True
+
     def __init__(self, features: int, heads: int, frequency: Tensor, *, outside: int = 0):
         super().__init__()
         if frequency.ndim != 2 or not frequency.isfinite().all():
@@ -129,6 +131,8 @@ class TransformerXL(Coupling):
         - Transformer-XL (Dai et al. 2019), section 3.3. https://arxiv.org/abs/1901.02860
         - RoFormer (Su et al. 2021), Eq. 7.
     """
+
+    is_additive = True
 
     def __init__(self, features: int, heads: int, width: int, *, seed: int = 0):
         super().__init__()

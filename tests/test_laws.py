@@ -26,13 +26,15 @@ def test_every_scheme_obeys_what_it_promises(case):
     assert report.broken == broken_of(case), report
     assert ("shifted by" in str(report)) == (not case.relative)
     names = {finding.name for finding in report.findings if finding.is_law}
+    assert ("seen" in names) == (case.name != "none")
+    names -= {"seen"}
     if isinstance(scheme.encoding, encodings.Encoding):
         assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if scheme.group.is_grid else set())
         if scheme.embedding is scheme.bias is None:
             assert report["directional"].holds == case.directed
     else:
         assert names == OF_SCORES | {"attention"}
-    assert {finding.name for finding in report.findings} - names <= PROPERTIES
+    assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen"}
 
 
 @pytest.mark.parametrize("case", [case for case in SCHEMES if len(case.kinds) == 2], ids=ids)
@@ -390,3 +392,11 @@ def test_the_attention_law_is_measured_both_ways(monkeypatch, causal):
     assert laws.check(isopos.rope(8, 2)).holds
     monkeypatch.setattr(checks, "linear_attention", attend)
     assert laws.check(isopos.rope(8, 2)).broken == ["attention"]
+
+
+def test_positions_that_change_nothing_are_found(monkeypatch):
+    assert laws.check(isopos.horn_constrained(8, 2, feature_map="favor")).holds
+    scheme = isopos.horn_constrained(8, 2, feature_map="favor")
+    monkeypatch.setattr(type(scheme), "feature_map", property(lambda scheme: scheme.favor))  # scales drown what is added
+    assert laws.check(scheme).broken == ["seen"]
+    assert laws.check(isopos.t5(8, 2))["seen"].holds, "tables that start at zero are seen by what they learn"

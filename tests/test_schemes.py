@@ -1100,3 +1100,19 @@ def test_defaults_of_presets_are_those_of_the_papers():
     assert schemes.horn_clipped(HEAD_DIM, HEADS, axes=2).bias.reach == 2
     assert schemes.shiv_quirk(16, 4).embedding.depth == 16
     assert schemes.deberta(HEAD_DIM, HEADS).scale == (3 * HEAD_DIM) ** -0.5
+
+
+@pytest.mark.parametrize("name", ["horn-constrained", "horn-clipped", "rope", "none"])
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_favor_is_its_estimator_wherever_its_scales_do_not_divide_out(name, denominator, dtype):
+    case = schemes.REGISTRY[name](HEAD_DIM, HEADS, feature_map="favor", denominator=denominator)
+    (q, k, v), x = inputs(1, t=9), sequence(9)
+    with torch.no_grad():
+        at = perturb(case).at(x, dtype=torch.float64)
+        expected = quadratic(q, k, v, **at | {"feature_map": case.favor.forward}, causal=True)
+        out = linear_attention(*(a.to(dtype) for a in (q, k, v)), **at, causal=True)
+        elsewhere = linear_attention(q, k, v, **case.at(3 * x, dtype=torch.float64), causal=True)
+    assert out.isfinite().all()
+    close(out, expected, roundings=TOLERANCE if dtype == torch.float64 else 16)
+    assert (name == "none") == torch.allclose(elsewhere, expected, rtol=0, atol=1e-4)

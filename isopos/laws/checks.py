@@ -12,6 +12,7 @@
     batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
     gradient      a gradient reaches every learned parameter of every head
     attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
+    seen          a layer's sums, or what it learns from them, are others at other positions
 
 An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. A law
 that an encoding's own code keeps from being measured, by an exception, does not hold. Some properties are choices, and
@@ -41,6 +42,7 @@ __all__ = ["Finding", "Report", "check"]
 
 TOLERANCE = 1e-9  # float64, positions to 1000
 EXACT = 1e-6
+SEEN = 1e-6
 TOKENS = 7
 
 
@@ -402,8 +404,26 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
         note = "least causal denominator of random queries and keys"
         return Finding("positive", least > 0, least, note, is_law=False)
 
-    divided = scheme.choices["denominator"] in ("plain", "encoded")
-    return {"attention": attention, "gradient": gradient} | ({"positive": positive} if divided else {})
+    def seen() -> Finding:
+        content, x, _ = layer()
+        other = 2 * x if scheme.group.is_grid else scheme.group.random(len(x), generator=generator)
+        other = other if scheme.max_length is None else other % scheme.max_length
+        learned = [p for p in scheme.parameters() if p.requires_grad]
+        here, there = (torch.cat(_sums(scheme, content, place, False), -1) for place in (x, other))
+        change = _most(here - there) / _most(here)
+        if learned:  # tables may start at zero: what a step of a parameter changes
+            slopes = [
+                torch.autograd.grad(sums.square().sum(), learned, allow_unused=True, materialize_grads=True)
+                for sums in (here, there)
+            ]
+            steps = [_most(a.double() - b) for a, b in zip(*slopes, strict=True)]
+            change = max(change, max(steps) / here.square().sum().item())
+        return Finding("seen", change > SEEN, change, "largest change of a layer's sums at other positions")
+
+    trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None
+    found = {"attention": attention, "gradient": gradient}
+    found |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
+    return found | ({} if trivial else {"seen": seen})
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
