@@ -38,7 +38,7 @@ from isopos.maps import TokenMap
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["Finding", "Report", "check", "raised_at"]
 
 TOLERANCE = 1e-9  # float64, positions to 1000
 EXACT = 1e-6
@@ -142,15 +142,18 @@ def check(
 
 
 def _unmeasured(name: str, error: BaseException) -> Finding:
-    """With the innermost line that an exception passed of neither isopos nor what it stands on, if there is one."""
+    note = f"could not be measured: {type(error).__name__}: {error}{raised_at(error)}"
+    return Finding(name, False, math.nan, note, measured=False)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line that an exception passed of neither isopos nor what it stands on, in brackets; or nothing."""
     below = {"isopos", "torch", "numpy", *sys.stdlib_module_names}
-    note = f"could not be measured: {type(error).__name__}: {error}"
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in below:
             file = frame.f_code.co_filename
-            note += f" ({file}, line {number}: {linecache.getline(file, number).strip()})"
-            break
-    return Finding(name, False, math.nan, note, measured=False)
+            return f" ({file}, line {number}: {linecache.getline(file, number).strip()})"
+    return ""
 
 
 def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> dict[str, Callable[[], Finding]]:

@@ -1,8 +1,5 @@
 """`isopos check`."""
 
-import linecache
-import sys
-import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -43,32 +40,19 @@ def run(options: Options, console: Console) -> int:
     import torch
 
     from isopos import laws
+    from isopos.laws.checks import raised_at
 
     bounded(options, head_dim=65_536, heads=4_096)
-    subject = None
     try:
         subject = _subject(options)
-        report = laws.check(subject, dtype=getattr(torch, options.dtype))
-    except (Exception, SystemExit) as error:  # whatever the user's code does
-        where = _raised_at(error)
-        if not where and (subject is None or str(error).startswith("subject:")):
+    except (Exception, SystemExit) as error:
+        if not (where := raised_at(error)):
             raise  # an answer of ours
-        what = f"{type(error).__name__}: {error}"
-        print(printable(f"{options.subject}: could not be measured: {what}{where}"))
+        print(printable(f"{options.subject}: could not be measured: {type(error).__name__}: {error}{where}"))
         return UNMEASURED
+    report = laws.check(subject, dtype=getattr(torch, options.dtype))
     print(replace(report, subject=printable(options.subject)))
-    return 0 if report.holds else 1
-
-
-def _raised_at(error: BaseException) -> str:
-    """The innermost line that an exception passed of neither isopos nor what it stands on; empty where there is none."""
-    below = {"isopos", "torch", "numpy", *sys.stdlib_module_names}
-    lines = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in below:
-            file = frame.f_code.co_filename
-            lines = f" ({file}, line {number}: {linecache.getline(file, number).strip()})"
-    return lines
+    return UNMEASURED if report.unmeasured else 0 if report.holds else 1
 
 
 def _subject(options: Options) -> "Encoding | Scheme":
