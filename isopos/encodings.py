@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import expect
-from isopos.exact import ExactModule, constant, once
+from isopos.exact import ExactModule, constant, narrow, once, wide
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
@@ -44,6 +44,7 @@ class Coupling(ExactModule, ABC):
     is_complex: bool = False  # whether it multiplies pairs of features by phases, as complex numbers
     is_trivial: bool = False  # whether positions change nothing
     is_random: bool = False  # whether it is relative in expectation only
+    is_additive: bool = False  # whether it adds to scores what is no product of features, so that their scale matters
     is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
 
     @abstractmethod
@@ -149,7 +150,7 @@ class Rotary(Encoding):
         if self.group.columns != columns:
             raise ValueError(f"frequency: expected {self.group.columns} coordinates for {self.group}, got {columns}")
         if isinstance(self.group, Ring):
-            whole = frequency.detach().double() * self.group.period / (2 * math.pi)
+            whole = constant(frequency) * self.group.period / (2 * math.pi)
             if learned or not torch.allclose(whole, whole.round(), rtol=0, atol=1e-6):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
             self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
@@ -316,12 +317,12 @@ class Exponential(Encoding):
 
     def frequency(self) -> Tensor:
         """Angles a step of the planes that the generator rotates now: float64 ``[h d/2]``."""
-        return _spectrum(self.parameter.double())[0]
+        return _spectrum(wide(self.parameter))[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, basis = _spectrum(self.parameter.to(x.device, torch.float64))
-        return Chain(Matrix(basis.to(dtype)), Rotation(rotations(x, frequency[:, None], dtype)))
+        frequency, basis = _spectrum(wide(self.parameter, x.device))
+        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency[:, None], dtype)))
 
 
 class _Eigh(torch.autograd.Function):
@@ -394,7 +395,8 @@ class TreePath(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        return Operators(path(skew_exponential(self.parameter.to(x.device, torch.float64)).to(dtype), x))
+        step = skew_exponential(wide(self.parameter, x.device))
+        return Operators(path(narrow(step, dtype, x.device), x))
 
 
 class InBasis(Encoding):

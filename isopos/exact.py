@@ -13,9 +13,33 @@ def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
+WIDE = {"cpu": True, "cuda": True, "meta": True, "mps": False}
+"""Types of devices, and whether they have float64; another type is tried when it is first met."""
+
+
+def wide_device(device: torch.device) -> torch.device:
+    """Where the float64 numbers of tensors on a device are computed: there, or on the CPU where it has none (MPS)."""
+    if device.type not in WIDE:
+        try:
+            WIDE[device.type] = (torch.ones((), dtype=torch.float64, device=device) + 2.0**-40 - 1).item() == 2.0**-40
+        except (TypeError, RuntimeError):
+            WIDE[device.type] = False
+    return device if WIDE[device.type] else torch.device("cpu")
+
+
+def wide(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor in float64, for work on a device, by default its own: there, or on the CPU where that device has none."""
+    return value.to(wide_device(value.device if device is None else device)).to(torch.float64)
+
+
+def narrow(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """A tensor rounded to a dtype, then on a device, which need not have the tensor's own dtype."""
+    return value.to(dtype).to(device)
+
+
 def constant(value: Tensor) -> Tensor:
     """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
-    return value.detach().to("cpu", torch.float64, copy=True)
+    return value.detach().to("cpu", copy=True).to(torch.float64)
 
 
 class ExactModule(nn.Module):
@@ -53,7 +77,7 @@ class ExactModule(nn.Module):
         """Back to the initial value."""
         if self.parameter_name and self.parameter is not self.initial:
             with torch.no_grad():
-                self.parameter.copy_(self.initial)
+                self.parameter.copy_(narrow(self.initial, self.parameter.dtype, self.parameter.device))
 
 
 class Weight(ExactModule):

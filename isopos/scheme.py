@@ -16,7 +16,7 @@ from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Encoding
-from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides
+from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, Phi, sides
 from isopos.maps import Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -215,8 +215,11 @@ class Scheme(nn.Module):
 
     @property
     def feature_map(self) -> Phi:
-        """phi of linear attention."""
-        return FEATURE_MAPS[self.choices["feature_map"]] if self.favor is None else self.favor
+        """phi of linear attention; that of `Favor` without its scales, where these do not divide out."""
+        if self.favor is None:
+            return FEATURE_MAPS[self.choices["feature_map"]]
+        added = self.encoding.is_additive and not self.inside
+        return FeatureMap("favor", self.favor.forward) if self.normalised or added else self.favor
 
     @property
     def outside(self) -> int:

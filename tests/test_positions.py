@@ -146,3 +146,11 @@ def test_real_lines_take_floats():
     Line().check(torch.zeros(3, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="integers"):  # whose differences would wrap
         Line().check(torch.zeros(3, 1, dtype=torch.uint8))
+
+
+def test_elements_of_a_ring_need_not_lie_within_its_period():
+    ring, x, y = Ring(12), torch.tensor([[-1], [25], [-30]]), torch.tensor([[2], [10], [-14], [47]])
+    within = ring.distance(x % 12, y % 12)
+    assert within.tolist() == [[3, 1, 1, 0], [1, 3, 3, 2], [4, 4, 4, 5]]
+    assert ring.distance(x, y).equal(within)
+    assert ring.distance(y, x).equal(within.mT)

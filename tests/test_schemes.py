@@ -989,3 +989,107 @@ def test_arguments_of_one_attention_do_not_pass_for_the_other():
         linear_attention(q, k, v, **schemes.alibi(HEAD_DIM, HEADS, attention="softmax").at(sequence(5)))
     with pytest.raises(TypeError, match="feature_map"):
         softmax_attention(q, k, v, **schemes.rope(HEAD_DIM, HEADS).at(sequence(5)))
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 7, 12, 13, 129])
+def test_frequencies_of_a_ring_are_whole_turns_a_period_up_to_half_a_turn_a_step(period):
+    ring = schemes.ape_ring(16, 2, period=period).encoding.encoding
+    turns = ring.parameter.flatten() * period / (2 * math.pi)
+    close(turns, turns.round())
+    whole = turns.round().int().tolist()
+    assert whole == sorted(whole, reverse=True)
+    assert (whole[-1], whole[0]) == (1, period // 2), "one turn a period; half a turn a step, or the most below it"
+    assert ring.order == period
+
+
+def test_options_of_a_recipe_follow_its_samples():
+    from isopos.lab.recipes import preset
+    from isopos.lab.tasks.build import build_scheme
+    from isopos.models import TOKEN_STD
+
+    recipe = preset("lrpe-alm", "tiny")
+    reach = recipe.task.reach
+    assert reach > recipe.task.length
+    built = {name: build_scheme(recipe.edit(scheme=name)) for name in ("cosformer", "sinusoidal", "learned")}
+    assert built["cosformer"].max_length == reach
+    assert (built["cosformer"].encoding.parameter == math.pi / 2 / reach).all()
+    assert built["sinusoidal"].embedding.scale == TOKEN_STD
+    assert built["learned"].max_length == recipe.task.length
+    chosen = build_scheme(recipe.edit(scheme="cosformer:length=9000"))
+    assert chosen.max_length == 9000
+
+
+# Of the papers, or of the first lines of each preset; typed by hand, since pages of the documentation follow the code
+DEFAULTS = """
+    none: linear elu+1 plain none
+    sinusoidal: linear elu+1 plain none, scale=1.0
+    learned: linear elu+1 plain none, length=2048 seed=0
+    shiv-quirk: linear elu+1 plain none, branches=2
+    ape-sequence: linear elu+1 plain none, initial=rope base=10000.0
+    ape-absolute: linear elu+1 plain none, side=key initial=rope base=10000.0
+    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0
+    ape-ring: linear elu+1 plain none, period=128 seed=0
+    ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
+    ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
+    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 outside=0 inside=False base=10000.0
+    horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
+    shaw: softmax softmax softmax none, reach=16 seed=0
+    transformer-xl: softmax softmax softmax none, seed=0
+    t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
+    deberta: softmax softmax softmax none, buckets=256 max_distance=512 seed=0
+    alibi: linear elu+1 plain alibi
+    lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=False
+        learned_basis=False base=10000.0 seed=0
+    lrpe-orthogonal: linear elu+1 plain none, basis=householder identity=0 theta=a length=512 learned=False
+        learned_basis=False base=10000.0 seed=0
+    lrpe-permutation: linear elu+1 plain none, basis=householder learned_basis=False seed=0
+    permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
+    permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
+    rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
+    retnet: linear elu+1 plain retnet, original=False base=10000.0
+    xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    cosformer: linear relu encoded none, length=2048
+    spe-sine: linear elu+1 encoded none, sines=5 seed=0
+    spe-conv: linear elu+1 encoded none, reach=8 seed=0
+"""
+
+
+def test_defaults_of_presets_are_those_of_the_papers():
+    written, found = {}, {}
+    for line in DEFAULTS.replace("\n        ", " ").strip().splitlines():
+        name, _, rest = line.strip().partition(": ")
+        written[name] = rest
+    for name, function in schemes.REGISTRY.items():
+        choices = function(HEAD_DIM, HEADS).choices
+        options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        given = " ".join(f"{option}={value}" for option, value in options.items() if value is not None)
+        main = " ".join(choices[name] for name in ("attention", "feature_map", "denominator", "decay"))
+        found[name] = f"{main}, {given}".removesuffix(", ")
+    assert found == written
+    assert schemes.retnet(HEAD_DIM, HEADS, original=True).choices | {"attention": ""} == {
+        "attention": "",
+        "feature_map": "identity",
+        "denominator": "none",
+        "decay": "retnet",
+    }
+    assert schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True).choices["denominator"] == "complex"
+    assert schemes.horn_clipped(HEAD_DIM, HEADS).bias.reach == 8
+    assert schemes.horn_clipped(HEAD_DIM, HEADS, axes=2).bias.reach == 2
+    assert schemes.shiv_quirk(16, 4).embedding.depth == 16
+    assert schemes.deberta(HEAD_DIM, HEADS).scale == (3 * HEAD_DIM) ** -0.5
+
+
+@pytest.mark.parametrize("name", ["horn-constrained", "horn-clipped", "rope", "none"])
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_favor_is_its_estimator_wherever_its_scales_do_not_divide_out(name, denominator, dtype):
+    case = schemes.REGISTRY[name](HEAD_DIM, HEADS, feature_map="favor", denominator=denominator)
+    (q, k, v), x = inputs(1, t=9), sequence(9)
+    with torch.no_grad():
+        at = perturb(case).at(x, dtype=torch.float64)
+        expected = quadratic(q, k, v, **at | {"feature_map": case.favor.forward}, causal=True)
+        out = linear_attention(*(a.to(dtype) for a in (q, k, v)), **at, causal=True)
+        elsewhere = linear_attention(q, k, v, **case.at(3 * x, dtype=torch.float64), causal=True)
+    assert out.isfinite().all()
+    close(out, expected, roundings=TOLERANCE if dtype == torch.float64 else 16)
+    assert (name == "none") == torch.allclose(elsewhere, expected, rtol=0, atol=1e-4)
