@@ -5,7 +5,7 @@ on one side only; stochastic encodings are relative in expectation.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
@@ -23,7 +23,18 @@ Side = Literal["query", "key"]
 __all__ = ["Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"]
 
 
-class _Sided(Coupling, ABC):
+class _Apart(Coupling, ABC):
+    """A coupling whose queries and keys have maps of their own, so that it is no map itself."""
+
+    def forward(self, *_: Any, **__: Any) -> Never:
+        name = type(self).__name__
+        raise TypeError(
+            f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them apart, "
+            "or the arguments of attention, scheme.at(x); got encoding(x)"
+        )
+
+
+class _Sided(_Apart, ABC):
     """One rule for both sides."""
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -62,7 +73,7 @@ class Absolute(_Sided):
         return self.encoding(x if side == self.side else self.group.origin(*x.shape[:-1], device=x.device), dtype)
 
 
-class Constrained(Coupling):
+class Constrained(_Apart):
     """Horn's scheme 1: sinusoids u in further channels, with a projection that keeps their product relative.
 
     <(q, u_x W*), (k, u_y)> = <q, k> + sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)),
@@ -115,7 +126,7 @@ class Constrained(Coupling):
         return angle.sin() * inside, angle.cos() * inside
 
 
-class TransformerXL(Coupling):
+class TransformerXL(_Apart):
     """Four terms of content and relative sinusoids: (q_x + u)^T k_y + (q_x + v)^T W p_{y-x}.
 
     p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y:

@@ -120,7 +120,7 @@ class Rotary(Encoding):
         learned: Whether the frequencies are learned. Fixed ones are float64 constants outside parameters and buffers.
         lift: Map d features to 2d instead of rotating pairs.
         group: A line by default, a grid for several coordinates; for a ring of n frequencies must be multiples of 2 pi / n.
-        max_length: Positions from 0 on that make sense, if fewer than all.
+        max_length: Positions from 0 on that make sense, if fewer than all; others are refused.
 
     References:
         - RoFormer (Su et al. 2021), Eq. 14-16. https://arxiv.org/abs/2104.09864
@@ -162,7 +162,20 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
+        self._check_length(x)
         return Rotation(rotations(x, self.parameter, dtype), self.is_lift)
+
+    def _check_length(self, x: Tensor) -> None:
+        """ValueError where positions leave those that make sense; not while compiling, nor on a GPU, which would wait."""
+        limit = self.max_length
+        if limit is None or torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
+            return
+        low, high = x.min().item(), x.max().item()
+        if max(high - low, high, -low) >= limit:
+            raise ValueError(
+                f"positions: expected magnitudes and offsets below {limit}, from which on weights are negative, "
+                f"got {low} to {high}; build the scheme for the longest sequence, length={int(max(high - low, high)) + 1}"
+            )
 
 
 class Permutation(Encoding):
@@ -170,7 +183,7 @@ class Permutation(Encoding):
 
     Powers come from the cycles of pi, so no table grows with length. Nonnegative features stay nonnegative, and so do the
     denominators. Positions that differ by a multiple of a head's order look alike to it; all heads together tell
-    `common_order` positions apart.
+    `common_order` positions apart. On a grid both are those of the axis that repeats first.
 
     Args:
         permutation: int64 ``[h d]``, one of the features a head; or ``[h c d]`` for c coordinates, whose permutations must
@@ -205,8 +218,9 @@ class Permutation(Encoding):
         # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
         table = torch.tensor([[_cycle_table(axis) for axis in head] for head in maps.tolist()], device="cpu")
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
-        self.orders = tuple(math.lcm(*head.flatten().tolist()) for head in table[:, :, 3])
-        self.order = self.common_order = math.lcm(*self.orders)
+        orders = [[math.lcm(*axis) for axis in head] for head in table[:, :, 3].tolist()]
+        self.orders = tuple(map(min, orders))
+        self.order = self.common_order = min(math.lcm(*axis) for axis in zip(*orders, strict=True))
         if length is not None and self.common_order < length:
             warnings.warn(
                 f"permutation: {self.common_order} positions are told apart, of {length} of the longest sequence; "
@@ -306,14 +320,13 @@ class Exponential(Encoding):
             raise ValueError(f"generator: expected [h d d] with even d, got {list(generator.shape)}")
         self.group = Line(real=True)
         self.features = self.out_features = generator.shape[-1]
-        frequency = _spectrum(constant(generator))[0]
-        gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
-        if not (gaps > 1e-9 * frequency[..., -1:]).all():
-            raise ValueError(
-                "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
-                "add a little noise, such as 0.01 * torch.randn_like(generator)"
-            )
+        _check_spectrum(generator)
         self.parametrise("generator", generator, learned=learned)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if not self.parameter.is_meta:
+            _check_spectrum(self.parameter)
 
     def frequency(self) -> Tensor:
         """Angles a step of the planes that the generator rotates now: float64 ``[h d/2]``."""
@@ -323,6 +336,16 @@ class Exponential(Encoding):
         self.group.check(x)
         frequency, basis = _spectrum(wide(self.parameter, x.device))
         return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency[:, None], dtype)))
+
+
+def _check_spectrum(generator: Tensor) -> None:
+    frequency = _spectrum(constant(generator))[0]
+    gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
+    if not (gaps > 1e-9 * frequency[..., -1:]).all():
+        raise ValueError(
+            "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
+            "add a little noise, such as 0.01 * torch.randn_like(generator)"
+        )
 
 
 class _Eigh(torch.autograd.Function):

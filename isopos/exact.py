@@ -1,6 +1,10 @@
 """Modules whose parameters stay exact when the model around them is cast, and what else every layer needs."""
 
+import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,3 +113,17 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, at no cost where all are equal."""
     return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
+
+
+def shown(value: Any) -> str:
+    """A value with the shapes of its tensors."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown, value))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = (f"{field.name}={shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        return f"{type(value).__name__}({', '.join(inner)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+    return value.__name__ if inspect.isfunction(value) else repr(value)

@@ -1093,3 +1093,86 @@ def test_favor_is_its_estimator_wherever_its_scales_do_not_divide_out(name, deno
     assert out.isfinite().all()
     close(out, expected, roundings=TOLERANCE if dtype == torch.float64 else 16)
     assert (name == "none") == torch.allclose(elsewhere, expected, rtol=0, atol=1e-4)
+
+
+def test_unknown_options_get_the_close_name():
+    with pytest.raises(TypeError, match="rope: unknown option 'bsae': did you mean base"):
+        isopos.rope(8, 2, bsae=100.0)
+    with pytest.raises(TypeError, match="lrpe-orthogonal: unknown option 'identty': did you mean identity"):
+        schemes.lrpe_orthogonal(8, 2, identty=2)
+    assert isopos.rope(8, 2, attention="softmax", scale=0.5).scale == 0.5, "what every scheme takes besides"
+
+
+APART = [case for case in PRESETS if not isinstance(case.build().encoding, encodings.Encoding)]
+
+
+@pytest.mark.parametrize("case", APART, ids=ids)
+def test_what_maps_queries_and_keys_apart_says_so(case):
+    encoding = case.build().encoding
+    with pytest.raises(TypeError, match=f"query.* key.* since {type(encoding).__name__} maps them apart.* scheme.at"):
+        encoding(sequence(3))
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_cosformer_beyond_its_length_is_refused(kind):
+    scheme = schemes.cosformer(HEAD_DIM, HEADS, length=16, attention=kind)
+    for x in (sequence(16), sequence(16) - 15, sequence(16)[None] - torch.tensor([[[0]], [[9]]]).clamp_max(0)):
+        scheme.at(x)
+    for x in (sequence(17), sequence(17) - 8, sequence(2) + 15, -sequence(2) - 15):
+        with pytest.raises(ValueError, match=r"offsets below 16, .* length=\d+"):
+            scheme.at(x)
+    with pytest.raises(ValueError, match=r"got 16 to 16; .* length=17"):  # the 17th token of a stream
+        scheme.at(torch.tensor([[16]]), state=isopos.State())
+    assert scheme.at(sequence(0))["isometry"].length == 0
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_orders_of_a_grid_are_those_of_its_axes(axes):
+    scheme = schemes.permuteformer_2d(24, 3, axes=axes)
+    encoding, unit = scheme.encoding, torch.eye(24, dtype=torch.float64)[:, None, None]
+
+    def turns(axis, steps):
+        x = torch.zeros(1, axes, dtype=torch.int64)
+        x[0, axis] = steps
+        return encoding(x, torch.float64)(unit.expand(-1, 3, -1, -1))[..., 0, :]  # [d h d]
+
+    origin = turns(0, 0)
+    repeats = [
+        next(n for n in range(1, 2000) if turns(axis, n)[:, h].equal(origin[:, h])) for h in range(3) for axis in range(axes)
+    ]
+    heads = [repeats[axes * h : axes * (h + 1)] for h in range(3)]
+    assert encoding.orders == tuple(map(min, heads))
+    assert encoding.common_order == encoding.order == min(math.lcm(*axis) for axis in zip(*heads, strict=True))
+
+
+def test_axes_of_permutations_are_drawn_apart():
+    one, other = (schemes.permuteformer_2d(16, 2, seed=seed).encoding.table[0] for seed in (0, 1))
+    assert not any((one[1, h, 8:] - 8).equal(other[0, h, :8]) for h in range(2))
+    with pytest.warns(UserWarning, match="positions are told apart, of 50 of the longest sequence"):
+        schemes.permuteformer_2d(8, 2, length=50)
+
+
+def test_values_print_shapes():
+    for case in PRESETS:
+        at = case.build().at(ordered(case.group, t=300))
+        assert max(map(len, repr(at).splitlines())) < 400
+        for value in (at["isometry"], *at.get("terms", ())):
+            assert "tensor(" not in repr(value)
+            assert len(repr(value)) < 400
+    assert repr(isopos.rope(8).encoding(sequence(3))) == "Rotation(table=float32 [1, 3, 4, 2], lifted=False)"
+
+
+@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+def test_what_positions_learn_does_not_shrink(case):
+    from isopos.models import Block
+
+    scheme = case.build()
+    block = Block(HEAD_DIM * HEADS, scheme)
+    model = torch.nn.ModuleList([block, scheme, torch.nn.ModuleList([scheme])])
+    decaying, others = isopos.parameter_groups(model, 0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    matrices = [module.weight for module in block.modules() if isinstance(module, torch.nn.Linear)]
+    assert {id(p) for p in decaying["params"]} == set(map(id, matrices))
+    both = [*decaying["params"], *others["params"]]
+    assert len(both) == len(set(map(id, both))) == len(list(model.parameters()))
+    torch.optim.AdamW([decaying, others])
