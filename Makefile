@@ -46,13 +46,18 @@ STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-peers
 .venv/.installed-dev: EXTRAS := lab,dev
 .venv/.installed-peers: EXTRAS := lab,dev,peers,data
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python
-	@$(PIP) --version >/dev/null 2>&1 || { $(NEW_VENV); }
+	@if $(HALF) || ! $(PIP) --version >/dev/null 2>&1; then $(NEW_VENV); fi
+	@touch .venv/.installing
 	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
 	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".[$(EXTRAS)]"
+	@rm .venv/.installing
 	@touch .venv/.installed-run $(if $(findstring dev,$(EXTRAS)),.venv/.installed-dev) $@
 
 # Absent, or a link to a Python that is gone: the stamps above are stale.
 $(BIN)/python: ;
+
+# An installation that was interrupted when it had begun to write: packages may lack files, which pip does not see.
+HALF = [ -n "$$(find .venv/lib/python*/site-packages -prune -newer .venv/.installing 2>/dev/null)" ]
 
 FAIL = { echo "isopos: $(1)" >&2; exit 1; }
 define NEW_VENV
@@ -61,5 +66,5 @@ define NEW_VENV
 name another: make PYTHON=python3.12 ...); \
 "$(PYTHON)" -c "import ensurepip, venv" 2>/dev/null \
 || $(call FAIL,$(PYTHON) lacks venv or ensurepip; on Debian and Ubuntu: apt install python3-venv); \
-"$(PYTHON)" -m venv --clear .venv
+rm -rf .venv && mkdir .venv && touch .venv/.installing && "$(PYTHON)" -m venv .venv
 endef
