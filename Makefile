@@ -1,13 +1,13 @@
 # Everything is installed into .venv, in this folder, on first use. Variables, all optional:
 #   PYTHON=python3.12   the interpreter that makes .venv
-#   ARGS="..."          more arguments for isopos compare (run) or pytest (test, test-all)
+#   ARGS="..."          more arguments for isopos compare (run), pytest (test, test-all) or tools.fuzz (fuzz)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux: PyTorch's own index of CPU builds, without CUDA
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all lint format clean
+.PHONY: help run test test-all fuzz lint format clean
 .NOTPARALLEL:
 
 help:      ## print this list
@@ -22,6 +22,9 @@ test: .venv/.installed-dev      ## the tests without the slow ones, on two proce
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
 	@$(BIN)/pytest -m slow $(ARGS)
 	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py
+
+fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: python -m tools.fuzz ARGS
+	@$(BIN)/python -m tools.fuzz $(ARGS)
 
 lint: .venv/.installed-dev      ## check style, format and types
 	@$(BIN)/ruff check
