@@ -67,7 +67,7 @@ class Target(NamedTuple):
         try:
             return self.run(words)
         except BaseException as error:
-            frames = [(OURS.search(frame.filename), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+            frames = [(OURS.search(frame.filename), frame.name) for frame in traceback.extract_tb(error.__traceback__)[1:]]
             place = [f"{file[0]}:{name}" for file, name in frames if file] or ["nowhere"]
             return f"{type(error).__name__} in {place[-1]}: {' '.join(str(error).split())[:300]}"
 

@@ -27,7 +27,8 @@ __all__ = ["FIELDS", "Wrong", "draw", "is_clear", "prepare", "run", "smaller"]
 
 ODD = "meta fake zero neg subclass sparse strided expanded graph half double integer complex bool longer shorter deeper flat"
 ODD += " empty nan inf list numpy none text number pair"
-ARGUMENTS = "q k v isometry decay mask segments terms state locality positions denominator feature_map scale causal"
+ARGUMENTS = "q k v isometry decay mask segments terms locality positions denominator feature_map"
+TABLES = "meta fake zero neg subclass strided graph double nan inf"  # of maps and terms, which are not made by hand
 TABLE = """
     call        linear softmax naive stream-linear stream-softmax decoder explain
     seed        0 1 2 3 4 5 6 7 8 9
@@ -61,7 +62,8 @@ FIELDS: dict[str, tuple[str, ...]] = {name: tuple(rest) for name, *rest in map(s
 """The values of each word; the first is the simplest."""
 FIELDS["phi"] += tuple(FEATURE_MAPS)
 FIELDS["scheme"] = ("none", *(name for name in isopos.schemes.REGISTRY if name != "none"), *OPTIONS.split())
-FIELDS["odd"] = ("none", *(f"{name}:{kind}" for name in ARGUMENTS.split() for kind in ODD.split()))
+OF = {"isometry": TABLES, "terms": TABLES, "positions": "meta"}
+FIELDS["odd"] = ("none", *(f"{name}:{kind}" for name in ARGUMENTS.split() for kind in OF.get(name, ODD).split()))
 ROUNDINGS = 1024  # times eps, of what is summed up
 CLEAR = re.compile(r"^(\w[\w .,:\[\]'-]*): .*expected .*\bgot\b|^\w+: expected ", re.S)
 
@@ -341,7 +343,19 @@ class Call:
         dtypes = {self.qkv[0].dtype, torch.bfloat16} if self.case["mode"] == "autocast" else {self.qkv[0].dtype}
         if not isinstance(out, Tensor) or out.dtype not in dtypes:
             raise Wrong(f"expected {self.qkv[0].dtype}, got {getattr(out, 'dtype', type(out).__name__)}")
-        if self.changed in ("nan", "inf", "half", "double", "integer", "complex", "bool", "sparse", "empty", "zero"):
+        if self.changed in (
+            "nan",
+            "inf",
+            "half",
+            "double",
+            "integer",
+            "complex",
+            "bool",
+            "sparse",
+            "empty",
+            "zero",
+            "expanded",
+        ):
             return
         clean = [x.detach().double().contiguous().requires_grad_(self.case["grad"] == "yes") for x in self.clean]
         if not out.numel() or 0 in (self.t, self.s):

@@ -32,7 +32,7 @@ from tools.mutants import Mutant, mutants
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "mutate"
-TREE = FOLDER / "tree"
+TREE, WHOLE = FOLDER / "tree", FOLDER / "isopos"  # where mutants run, and the sources as they were
 COPIED = ("isopos", "tests", "tools", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
 LIBRARIES = "torch numpy pytest hypothesis rich tyro safetensors matplotlib.pyplot torchmetrics lightning.pytorch"
 PYTEST = ("-n0", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -97,6 +97,7 @@ def prepare() -> None:
     for name in COPIED:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, TREE / name)
+    shutil.copytree(TREE / "isopos", WHOLE)
     print("mapping the tests to the functions they call: some minutes", flush=True)
     recorder = Recorder()
 
@@ -270,13 +271,12 @@ def main() -> int:
     gc.freeze()
     if options.fresh or not (FOLDER / "map.json").exists():
         prepare()
+    shutil.copytree(WHOLE, TREE / "isopos", dirs_exist_ok=True)  # a kill left the last mutant there
     every = mutants(TREE, "isopos")
-    drawn = (
-        [m for m in every if m.file == options.only]
-        if options.only
-        else random.Random(options.seed).sample(every, options.sample)
-    )
-    file = FOLDER / (f"results-{options.seed}.jsonl" if not options.only else "results-only.jsonl")
+    drawn = [mutant for mutant in every if mutant.file == options.only]
+    if not options.only:
+        drawn = random.Random(options.seed).sample(every, min(options.sample, len(every)))
+    file = FOLDER / "results.jsonl"
     known: dict[str, dict[str, Any]] = {}
     if file.exists():
         known = {row["id"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
