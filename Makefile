@@ -1,13 +1,13 @@
 # Everything is installed into .venv, in this folder, on first use. Variables, all optional:
 #   PYTHON=python3.12   the interpreter that makes .venv
-#   ARGS="..."          more arguments for isopos compare (run) or pytest (test, test-all); pairs as 3.12=2.13 (test-versions)
+#   ARGS="..."          more arguments for isopos compare (run), pytest (test, test-all) or tools.fuzz (fuzz); pairs as 3.12=2.13 (test-versions)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux: PyTorch's own index of CPU builds, without CUDA
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all test-versions lint format clean
+.PHONY: help run test test-all test-versions fuzz lint format clean
 .NOTPARALLEL:
 
 help:      ## print this list
@@ -25,6 +25,9 @@ test-all: .venv/.installed-peers  ## the slow tests, and agreement with other li
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
+
+fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: python -m tools.fuzz ARGS
+	@$(BIN)/python -m tools.fuzz $(ARGS)
 
 lint: .venv/.installed-dev      ## check style, format and types
 	@$(BIN)/ruff check

@@ -136,4 +136,4 @@ def _sentence(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    return f"{f'{names}: ' * bool(names)}{error.strerror[0].lower()}{error.strerror[1:]}{REMEDIES.get(error.errno, '')}"
+    return f"{f'{names}: ' * bool(names)}{error.strerror[0].lower()}{error.strerror[1:]}{REMEDIES.get(error.errno or 0, '')}"
