@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: what numbers of features are multiples of
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
+PLAIN = (Tensor, torch.nn.Parameter)
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
 
@@ -98,11 +99,15 @@ def library(*widths: int) -> ctypes.CDLL | None:
 
 
 def unreadable(*tensors: Tensor) -> str:
-    """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches."""
+    """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches.
+
+    This is the one gate: what it lets pass is read by its address, layout and bits.
+    """
     if not libraries()[0]:
         return f"no library is installed ({libraries()[1]})"
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in tensors):
-        return "it reads plain tensors on a CPU only"
+    for x in tensors:
+        if type(x) not in PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg() or not x.data_ptr():
+            return "it reads plain tensors on a CPU only"  # a sparse one has no numbers in a row, a zero tensor none at all
     if (
         torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
@@ -123,7 +128,6 @@ def view(x: Tensor) -> View:
 
 def flat(x: Tensor) -> Tensor:
     """x with its numbers as they are, a token's next to each other."""
-    x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
