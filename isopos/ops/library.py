@@ -98,6 +98,16 @@ def library(*widths: int) -> ctypes.CDLL | None:
     return next((lib for lanes, lib in libraries()[0].items() if common % lanes == 0 and max(widths) <= WIDEST), None)
 
 
+def watched() -> bool:
+    """Whether a transform, a mode or a trace watches operations, and would miss what is decided or done without one."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
 def unreadable(*tensors: Tensor) -> str:
     """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches.
 
@@ -105,16 +115,11 @@ def unreadable(*tensors: Tensor) -> str:
     """
     if not libraries()[0]:
         return f"no library is installed ({libraries()[1]})"
+    if watched():
+        return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     for x in tensors:
         if type(x) not in PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg() or not x.data_ptr():
             return "it reads plain tensors on a CPU only"  # a sparse one has no numbers in a row, a zero tensor none at all
-    if (
-        torch._C._are_functorch_transforms_active()
-        or _get_current_dispatch_mode() is not None
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    ):
-        return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     return ""
 
 

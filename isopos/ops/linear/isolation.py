@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from isopos.ops.library import watched
 from isopos.ops.linear.features import Sums
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all numbers are finite, as far as it can be told at little cost: not under a compiler, and on a CPU only."""
-    plain = not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
-    return not plain or math.isfinite(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
+    """Whether all numbers are finite, as far as it can be told: not under a compiler, nor at little cost but on a CPU."""
+    seen = not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu" and not watched()
+    return not seen or math.isfinite(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
 
 
 def broken(parts: Iterable[Tensor]) -> Tensor:
