@@ -16,6 +16,7 @@ from isopos.attention.problem import (
     check,
     check_decay,
     check_denominator,
+    check_inputs,
     check_linear,
     group,
     ungroup,
@@ -151,6 +152,7 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
+    check_inputs(q, k, v)
     _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
     check_denominator(denominator, q)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}

@@ -96,6 +96,7 @@ class Problem(NamedTuple):
 
 def group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
     """Queries with groups of heads that share one of keys and values as their first axis, and how many share; 1 for none."""
+    check_inputs(q, k, v)
     if min(q.ndim, k.ndim, v.ndim) < 3:
         return q, 1  # an error of shapes
     heads, shared = q.shape[-3], max(k.shape[-3], v.shape[-3])
@@ -181,7 +182,6 @@ def check(
 ) -> tuple[torch.Size, TokenMap, TokenMap]:
     """Batch and isometries of queries and keys; ValueError where the arguments do not fit together, after `seen` keys."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, q)
         if x.ndim < 3 or not x.is_floating_point():
             raise ValueError(f"{name}: expected a floating tensor [*b h t d], got {x.dtype} {list(x.shape)}")
         if x.dtype != q.dtype:
@@ -261,9 +261,15 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     return pair
 
 
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`check_tensor` of queries, keys and values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, q)
+
+
 def check_tensor(name: str, x: object, q: Tensor) -> None:
     """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one."""
-    if type(x) is Tensor and x.layout is torch.strided and x.device == q.device and not x.is_nested:
+    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == q.device and not x.is_nested:
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

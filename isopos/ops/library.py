@@ -118,8 +118,9 @@ def unreadable(*tensors: Tensor) -> str:
     if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     for x in tensors:
-        if type(x) not in PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg() or not x.data_ptr():
-            return "it reads plain tensors on a CPU only"  # a sparse one has no numbers in a row, a zero tensor none at all
+        dense = type(x) in PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested
+        if not dense or x.is_neg() or not x.data_ptr():  # a zero tensor has no numbers
+            return "it reads plain tensors on a CPU only"
     return ""
 
 

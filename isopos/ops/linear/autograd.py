@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
@@ -98,6 +99,8 @@ class _Differentiable(torch.autograd.Function):
         once("linear_attention", "isopos.attention.naive_linear_attention")
         saved = ctx.saved_tensors
         sums = with_operands(ctx.sums, saved[: ctx.count])
+        if isinstance(grads[0], FakeTensor) is not isinstance(sums.q, FakeTensor):
+            raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
         with full_precision(sums.q.device):
             found = ctx.kernel.backward(sums, saved[ctx.count :], grads[0], ctx.needs_input_grad[2:])
         return None, None, *found
