@@ -11,7 +11,7 @@ from isopos.ops.linear.autograd import Backend, Kernel
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import Decays, Sums
-from isopos.ops.linear.isolation import cleaned, finite, isolated
+from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.step import carry
 
@@ -45,9 +45,6 @@ def _linear_sum_backward(
     (kernel, sums), needs = _ready(q, k, v, g_q, g_k, causal), (True,) * 5
     with full_precision(q.device):
         found = kernel.backward(sums, kernel.forward(sums, needs)[1], grad, needs)
-        if not all(finite(x) for x in found if x is not None):
-            sums, _ = cleaned(sums)
-            found = kernel.backward(sums, kernel.forward(sums, needs)[1], grad, needs)
     return [x for x in found if x is not None]
 
 
