@@ -16,6 +16,7 @@ from isopos.attention.problem import (
     check,
     check_decay,
     check_denominator,
+    check_inputs,
     check_linear,
     group,
     ungroup,
@@ -151,10 +152,13 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
+    check_inputs(q, k, v)
     _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
     check_denominator(denominator, q)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
-    return reference.linear(q, k, v, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    out = reference.linear(*wide, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
+    return out.to(q.dtype)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:
