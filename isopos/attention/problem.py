@@ -267,7 +267,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x, q)
 
 
-def check_tensor(name: str, x: object, q: Tensor) -> None:
+def check_tensor(name: str, x: Any, q: Tensor) -> None:
     """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one."""
     if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == q.device and not x.is_nested:
         return
