@@ -43,7 +43,7 @@ def test_seeds_choose(run):
 def test_bad_calls(run, tmp_path):
     folder, model = run
     for arguments, message in (
-        (("nowhere", "a", 1), "run: expected a folder with a trained model, got nowhere"),
+        (("nowhere", "a", 1), "run: expected a folder with a recipe.json, got nowhere"),
         ((str(folder.parent), "a", 1), "run: expected a folder .* it holds"),
         ((str(folder), "", 1), "prompt: expected at least one character"),
         ((str(folder), "a", 0), "tokens: expected at least 1, got 0"),

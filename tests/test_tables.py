@@ -137,7 +137,7 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
     [
         (
             ["lrpe-7"],
-            "table: expected one of lengths, lrpe-2, lrpe-5, lrpe-6, permuteformer-4 or the path of a .toml, got 'lrpe-7'",
+            f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got 'lrpe-7'",
         ),
         (["lrpe-2", "--seeds", "0"], "seeds: expected a positive number, got 0"),
         (["lrpe-2", "--rows", "Bass"], "rows: expected names or schemes"),

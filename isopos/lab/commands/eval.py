@@ -63,12 +63,15 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
         found[str(view.multiple)] = dict(scored.figures) or None
-    console.print(f"{folder}: {source}, step {step}; {data.name}", markup=False)
-    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     path = folder / "eval.json"
     before = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
-    write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])
+    write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
+    grids.say(console, f"{folder}: {source}, step {step}; {data.name}")
+    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
+    lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]
+    if lacking and (options.length or len(lacking) == len(rows)):
+        raise ValueError(lacking[0])
     return 0
 
 

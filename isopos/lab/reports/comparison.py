@@ -16,8 +16,9 @@ from isopos.lab.runs.files import read_json
 from isopos.lab.runs.folders import Result, read_rows, recipe_of
 from isopos.lab.tasks.task import Task
 
-__all__ = ["Ranking", "Row", "Run", "about", "ranking", "read_runs"]
+__all__ = ["FILE", "Ranking", "Row", "Run", "about", "ranking", "read_runs"]
 
+FILE = "comparison.json"
 WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
 
 
@@ -57,7 +58,7 @@ def about(folder: Path) -> dict[str, Any]:
 
     texts = dict.fromkeys(("task", "data", "sha256", "summary", "torch", "device"), str)
     kinds = texts | {"threads": int, "planned": list[str], "complete": bool, "speed": dict[str, float]}
-    return read_json(folder / "comparison.json", kinds, "put it right, or compare again under another --name", change)
+    return read_json(folder / FILE, kinds, "put it right, or compare again under another --name", change)
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
-from isopos.lab.reports.plots import line_style, plain
+from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, read_about, read_scores, speed_rounds
@@ -113,7 +113,6 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
 
 
 def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells, as text."""
     columns = [column for column in table.columns if not column.corpus or column.corpus in about["corpora"]]
     papers = any(row.line.figures for row in rows)
     titles = ["row", "scheme"]
@@ -203,7 +202,6 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
 
 
 def _short(name: str) -> str:
-    """A path by its last part."""
     return name if name.startswith("hf:") or " " in name else Path(name).name
 
 
@@ -252,8 +250,10 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     for axes, corpus in zip(panels, names, strict=False):
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
-                axes.plot(list(curve), list(curve.values()), label=row.line.name, **line_style(n))
-        axes.set(xlabel="updates", ylabel=f"validation, {_main(table).title}", title=f"{corpus}: {_short(names[corpus])}")
+                axes.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
+        axes.set(
+            xlabel="updates", ylabel=f"validation, {_main(table).title}", title=literal(f"{corpus}: {_short(names[corpus])}")
+        )
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:
         panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
@@ -261,7 +261,6 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
 
 
 def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
-    """Relative speeds, the paper's and ours."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes, title = figure.subplots(), table.columns[0].title
     drawn = [row for row in rows if row.values[title]]
@@ -271,8 +270,8 @@ def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
         axes.errorbar(median, -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
         if row.line.figures:
             axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
-    axes.set_yticks([-n for n in range(len(drawn))], [row.line.name for row in drawn])
-    axes.set(xlabel=title)
+    axes.set_yticks([-n for n in range(len(drawn))], [literal(row.line.name) for row in drawn])
+    axes.set(xlabel=literal(title))
     if drawn:
         axes.legend(frameon=False)
     plain(axes)

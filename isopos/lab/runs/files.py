@@ -22,6 +22,7 @@ __all__ = [
     "flush_folder",
     "mismatch",
     "parse_json",
+    "printable",
     "read_json",
     "read_text",
     "replacing",
@@ -206,3 +207,13 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def printable(text: str) -> str:
+    r"""A text in one line: characters that would move a cursor, hide others or cannot be encoded are written as escapes.
+
+    Example:
+        >>> print(printable("a\x1b[2Jb\n±"))
+        a\x1b[2Jb\n±
+    """
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

@@ -21,11 +21,15 @@ __all__ = [
     "Interrupted",
     "Log",
     "Result",
+    "aside",
+    "begin",
     "check_vacant",
     "create",
     "fingerprint",
+    "put_back",
     "read_rows",
     "recipe_of",
+    "remove",
     "run_place",
     "same_recipe",
 ]
@@ -54,6 +58,8 @@ def run_place(name: str) -> Path:
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
     """Raise a ValueError where a run cannot have the folder: it is in use, or exists and is not to be replaced or no run."""
     check_free(folder)
+    if not folder.exists():
+        put_back(folder)  # a kill came while it was replaced
     if folder.exists() and not overwrite:
         raise ValueError(
             f"name: {folder} exists; go on with it by --resume, replace it by --overwrite, or choose another --name"
@@ -68,19 +74,51 @@ def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
     Raises:
         ValueError: Where it exists and is not to be replaced, or holds something else, or cannot be written.
     """
-    new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("new", "replaced"))
     check_vacant(folder, overwrite=overwrite)
+    begin(folder, "recipe.json", recipe.as_dict())
+    remove(aside(folder))
+
+
+def begin(folder: Path, file: str, content: object) -> None:
+    """Make a folder with a first file, both or nothing; one that is there is set aside.
+
+    What an earlier kill left aside is put back before: a second one does not cost what the first one spared. `put_back`
+    gives the folder its content of before, and `remove(aside(folder))` ends that.
+    """
+    new = folder.with_name(f".{folder.name}.new")
     try:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
+        remove(new)
         new.mkdir(parents=True)
-        write_json(new / "recipe.json", recipe.as_dict())
+        write_json(new / file, content)
+        put_back(folder)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(aside(folder))
         new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
+
+
+def aside(folder: Path) -> Path:
+    """Where a folder is, whole, while another takes its place."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def put_back(folder: Path) -> bool:
+    """Give a folder that is aside its place again, which what stands there loses; whether there was one."""
+    found = aside(folder).exists()
+    if found:
+        remove(folder)
+        aside(folder).rename(folder)
+    return found
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, if it exists; after a kill it is there, whole, or not at all."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    if folder.exists():
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def recipe_of(folder: Path) -> Recipe:

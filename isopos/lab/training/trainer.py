@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab.recipes import Recipe, Training
-from isopos.lab.runs import checkpoints
+from isopos.lab.runs import checkpoints, signals
 from isopos.lab.runs.files import damaged, reserve
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
@@ -119,7 +119,7 @@ class _Training(LightningModule):
         self.losses: list[Tensor] = []
         self.step, self.status, self.best = self.first, "finished", (0, math.inf)  # step and rank
         self.ended = self.stopping = self.sharded = False
-        self.signal, self.begun, self.row = 0, 0.0, {}
+        self.signal, self.begun, self.row = signals.kept(), 0.0, {}
         self.weights: Mapping[str, Any] = {}
 
     def configure_model(self) -> None:
@@ -232,8 +232,8 @@ class _Training(LightningModule):
             loss = math.nan if row["loss"] is None else row["loss"]
             try:
                 self.on_step(self.step, loss * self.recipe.task.loss_scale, self.rate)
-            except KeyboardInterrupt:
-                self.signal = signal.SIGINT
+            except KeyboardInterrupt as stop:
+                self.signal = signals.status(stop) - 128
 
     def _to_loggers(self, row: dict[str, Any]) -> None:
         values = {name: value for name, value in row.items() if name != "step" and value is not None}
@@ -309,6 +309,8 @@ def fit(
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # its threads would now and then abort a process that ends
     stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
+    if training.signal and not stopped:  # it came too late for this run, not for what follows
+        signals.keep(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
 
 
