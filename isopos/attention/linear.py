@@ -87,8 +87,8 @@ def linear_attention(
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
-    On the CPU a row holds nothing of tokens that it does not see (masked ones, those of other segments, later ones where it is
-    causal, those whose weight a decay takes to zero), NaN and infinity included; outside a compiler neither do gradients of
+    On the CPU a row holds nothing of tokens that it does not see (masked ones, those of other segments, later ones of causal
+    sums, those whose weight a decay takes to zero), NaN and infinity included; outside a compiler neither do gradients of
     such rows. A row that sees NaN, or whose query has one, is NaN. On other devices, where looking would have to wait, NaN
     and infinity may reach rows that do not see them, but for masked tokens.
 
