@@ -15,7 +15,7 @@ from isopos.ops import linear as ops
 from isopos.ops.linear import walk
 from isopos.ops.linear.autograd import Backend
 from isopos.ops.linear.division import clamp
-from isopos.ops.linear.features import READY, Features
+from isopos.ops.linear.features import ALL_READY, READY, Features
 from isopos.ops.linear.graph import GRAPH
 
 N = (2, 3)  # batch, heads
@@ -57,13 +57,13 @@ swap = Gather(torch.tensor([[[2, 0, 1, 3]]]), constant=True)
 mirror = Reflection(torch.tensor([[[0.6, 0.0, 0.8, 0.0]]], dtype=torch.float64))
 closed = Features(elu1, Chain(mirror, swap), ("reflection", "gather"), own=True)
 FEATURES = {  # and what becomes of the denominator
-    "sum": ((READY, READY, READY), None),
+    "sum": (ALL_READY, None),
     "places": ((by_place, by_place, by_place), None),
     "encoded": ((positive, positive, READY), "divide"),
     "plain": ((twice, twice, READY), "divide"),
     "closed": ((closed, closed, READY), "divide"),
     "column": ((twice, twice, READY), "column"),
-    "ready-column": ((READY, READY, READY), "column"),
+    "ready-column": (ALL_READY, "column"),
 }
 
 
@@ -107,7 +107,7 @@ def test_gradients_reach_what_features_hold(small, causal, decay):
     q, k, v, *g = tensors(130, decay=decay)
     learned, fixed = torch.randn(130, 1, dtype=torch.float64, requires_grad=True), torch.randn(130, 1, dtype=torch.float64)
     shared = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
-    features = (rows(learned, fixed), Features(map=Scaling(shared[None]), kinds=None), rows(learned))
+    features = (rows(learned, fixed), Features(identity, Scaling(shared[None]), None), rows(learned))
     agree(ops.Sums(q, k, v, features, decays(g, 130, 130), causal), [q, k, v, *g, learned, shared])
 
 
@@ -187,13 +187,13 @@ def test_clamped_denominators_pass_no_gradient():
     with torch.no_grad():
         q[..., :, 0], q[..., :, 1:] = 1.0, 0.0
         k[..., :, 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
-    agree(ops.Sums(q, k, v, denominator="divide"), [q, k, v])
+    agree(ops.Sums(q, k, v, ALL_READY, denominator="divide"), [q, k, v])
 
 
 def test_decays_of_heads_broadcast():
     q, k, v = tensors(70)
     g = (-torch.rand(3, 70, dtype=torch.float64).cumsum(-1)).requires_grad_()
-    agree(ops.Sums(q, k, v, g=(g, g)), [q, k, v, g])
+    agree(ops.Sums(q, k, v, ALL_READY, (g, g)), [q, k, v, g])
 
 
 def test_states_are_kept_for_gradients_only(monkeypatch, small):
@@ -201,7 +201,7 @@ def test_states_are_kept_for_gradients_only(monkeypatch, small):
     monkeypatch.setattr(walk, "_forward", lambda *given, **options: counts.append(original(*given, **options)) or counts[-1])
     q, k, v = tensors(300)
     for _ in range(2):
-        ops.linear(ops.Sums(q, k, v))
+        ops.linear(ops.Sums(q, k, v, ALL_READY))
         q, k, v = (x.detach() for x in (q, k, v))
     heads = len(counts) // 2
     assert all(counts[:heads])
@@ -211,8 +211,8 @@ def test_states_are_kept_for_gradients_only(monkeypatch, small):
 # Who serves what
 
 
-def numbers(dtype=torch.float32, t=70, d=16, **more):
-    return ops.Sums(*torch.randn(3, 1, 2, t, d, dtype=dtype), **more)
+def numbers(dtype=torch.float32, t=70, d=16, features=ALL_READY, **more):
+    return ops.Sums(*torch.randn(3, 1, 2, t, d, dtype=dtype), features, **more)
 
 
 def phi(function):
@@ -231,7 +231,7 @@ REFUSALS = [
     ("chunks", numbers(causal=False), "two products of matrices are all there is to do"),
     (
         "chunks",
-        ops.Sums(torch.randn(1, 2, 5, 4), *torch.randn(2, 1, 2, 9, 4)),
+        ops.Sums(torch.randn(1, 2, 5, 4), *torch.randn(2, 1, 2, 9, 4), ALL_READY),
         "causal and decaying sums have as many queries as keys, here 5 and 9",
     ),
 ]
@@ -258,7 +258,7 @@ def test_the_first_that_serves_gets_the_problem(monkeypatch):
             return definition(sums), ()
 
     monkeypatch.setattr(ops, "BACKENDS", (Mine(), *ops.BACKENDS))
-    sums = ops.Sums(*tensors(9))
+    sums = ops.Sums(*tensors(9), ALL_READY)
     assert str(ops.explain(sums)) == "mine serves"
     assert ops.linear(sums).grad_fn.name() == definition(sums).grad_fn.name()
-    assert ops.explain(ops.Sums(*tensors(9), causal=False)).refusals["mine"] == "it sums causally"
+    assert ops.explain(ops.Sums(*tensors(9), ALL_READY, causal=False)).refusals["mine"] == "it sums causally"

@@ -177,7 +177,7 @@ def _sums(problem: Problem, values: Tensor | None = None) -> Sums:
     features = (
         Features(phi_q, rho_q, _kinds(rho_q), None, own, wide),
         Features(phi_k, rho_k, _kinds(rho_k), mask, own, wide),
-        Features(identity, None, (), mask, False, wide),  # in full: compilers do not know where a default comes from
+        Features(identity, None, (), mask, False, wide),
     )
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:

@@ -72,10 +72,10 @@ class Problem(NamedTuple):
     mask: Tensor | None
     segments: tuple[Tensor, Tensor] | None
     state: State | None
+    phi: Phi
     kind: str = ""
     g: Decays = None
     before: Tensor | None = None
-    phi: Phi = identity
     denominator: str | None = None
 
     @property
@@ -174,7 +174,7 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: boo
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state)
+    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity)
 
 
 def check(
@@ -267,7 +267,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x, q)
 
 
-def check_tensor(name: str, x: object, q: Tensor) -> None:
+def check_tensor(name: str, x: Any, q: Tensor) -> None:
     """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one."""
     if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == q.device and not x.is_nested:
         return

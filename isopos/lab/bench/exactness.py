@@ -10,14 +10,12 @@ import rich.box
 import rich.table
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor
 
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.catalog import CATALOG
 from isopos.encodings import Encoding
 from isopos.lab.bench import accuracy
-from isopos.lab.bench.peers import ROTARY
 from isopos.lab.reports import grids
 from isopos.lab.reports.kernels import fill_zeros
 from isopos.positions import Group, Line, packed, sequence
@@ -224,9 +222,9 @@ class Table(NamedTuple):
     def rich(self) -> rich.table.Table:
         """The table for a console."""
         titles = [title.replace(" ", "\n") for title in self.head]
-        rows, align = [[*map(escape, row)] for row in self.rows], "l".ljust(len(titles), "r")
+        align = "l".ljust(len(titles), "r")
         look = {"title_justify": "left", "box": rich.box.SIMPLE, "pad_edge": False}
-        return grids.console(titles, rows, align, title=self.title, **look)
+        return grids.console(titles, self.rows, align, title=self.title, **look)
 
 
 def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
@@ -273,8 +271,8 @@ def beside() -> Iterator[Table]:
     """Far positions and bfloat16 in isopos and in the other libraries that are installed."""
     for what, of in (("cosines and sines", accuracy.pairs), ("scores of unit queries and keys", accuracy.scores)):
         rows = []
-        for name, peer in {"isopos": None, **ROTARY}.items():
-            if peer is None or peer.installed:
+        for name, peer in accuracy.LIBRARIES.items():
+            if not peer.absence():
                 errors = accuracy.errors(peer, accuracy.FAR, of)
                 rows.append((name, *(_figure([errors[s]] if s in errors else []) for s in accuracy.FAR)))
         yield Table(f"Largest error of {what}", ("library", *map(str, accuracy.FAR)), rows)
@@ -288,5 +286,5 @@ def console(out: Console, *, compiled: bool = False) -> None:
         out.print(table.rich())
     for n, note in enumerate(notes, 1):
         out.print(f"[{n}] {note}", markup=False, highlight=False)
-    if accuracy.absent():
-        out.print(f"Not installed: {', '.join(accuracy.absent())}.")
+    if missing := accuracy.absent():
+        out.print(f"Not installed: {', '.join(missing)}.")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isopos import catalog
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -82,6 +84,7 @@ class Task(ABC):
     edits: ClassVar[Mapping[str, Any]] = {}  # of the recipe of a comparison, by default: flat names
     unit: ClassVar[str] = "samples"  # what a throughput counts
     loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
+    limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()  # names of fields, and the least and the most that they may be
     settled: ClassVar[tuple[str, ...]] = ()  # fields that are found in the data where they are 0
     views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields of a `View` that can be chosen
 
@@ -141,8 +144,7 @@ class Task(ABC):
     def figure(self, name: str) -> Metric:
         """That of `figures` with this name, or a ValueError where there is none."""
         known = {metric.figure: metric for metric in self.figures}
-        if name not in known:
-            raise ValueError(f"figure: expected one of {', '.join(known)}, got {name!r}")
+        catalog.expect("figure", name, known)
         return known[name]
 
     def check_view(self, view: View) -> None:

@@ -52,8 +52,9 @@ def explain(sums: Sums) -> Explanation:
 
     Example:
         >>> import torch
+        >>> from isopos.ops.linear.features import ALL_READY
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
-        >>> print(explain(Sums(q, k, v)))
+        >>> print(explain(Sums(q, k, v, ALL_READY)))
         chunks serves
         cpu does not: it sums up float32, not torch.float64
     """

@@ -63,7 +63,7 @@ class Map(Protocol):
 
 
 class Features(NamedTuple):
-    """What makes features of an input: phi, then a map; zero where a mask is False. By default the input is ready.
+    """What makes features of an input: phi, then a map; zero where a mask is False.
 
     It runs again in the backward pass, a chunk group at a time; gradients reach the input and `tensors`.
 
@@ -78,7 +78,7 @@ class Features(NamedTuple):
         dtype: Of features, float32 or float64; None for that of the input.
     """
 
-    phi: Phi = identity
+    phi: Phi  # no default: PyTorch 2.11 cannot trace one
     map: Map | None = None
     kinds: tuple[str, ...] | None = ()
     mask: Tensor | None = None
@@ -165,7 +165,7 @@ class Features(NamedTuple):
             x.movedim(-3, -1)[dropped] = 0  # faster than masked_fill where few are
 
 
-READY = Features()
+READY = Features(identity)
 ALL_READY = (READY, READY, READY)
 
 
@@ -210,7 +210,7 @@ class Sums:
     q: Tensor
     k: Tensor
     v: Tensor
-    features: tuple[Features, Features, Features] = ALL_READY
+    features: tuple[Features, Features, Features]
     g: Decays = None
     causal: bool = True
     denominator: str | None = None
