@@ -75,8 +75,12 @@ def softmax_attention(
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
+    On the CPU, outside a compiler, a row holds nothing of tokens that it does not see, as in `linear_attention`.
+
     Raises:
-        ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
+        TypeError: Where an argument is no tensor.
+        ValueError: Where shapes, dtypes, devices or options do not fit, before any work. All tensors are dense ones on q's
+            device.
 
     Source: RoFormer, Eq. 2, 5-7, 10 and 16; Algebraic Positional Encodings, sections 3 and 4.2.
 
