@@ -1,17 +1,18 @@
 # Everything is installed into .venv, in this folder, on first use. Variables, all optional:
 #   PYTHON=python3.12   the interpreter that makes .venv
-#   ARGS="..."          more arguments for isopos compare (run), pytest (test, test-all) or tools.fuzz (fuzz)
+#   ARGS="..."          more arguments for isopos compare (run) or pytest (test, test-all); pairs as 3.12=2.13 (test-versions);
+#                       or of python -m tools.fuzz (fuzz)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux: PyTorch's own index of CPU builds, without CUDA
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all fuzz lint format clean
+.PHONY: help run test test-all test-versions fuzz lint format clean
 .NOTPARALLEL:
 
 help:      ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/.installed-run       ## compare encodings: isopos compare ARGS
 	@$(BIN)/isopos compare $(ARGS)
@@ -23,7 +24,10 @@ test-all: .venv/.installed-peers  ## the slow tests, and agreement with other li
 	@$(BIN)/pytest -m slow $(ARGS)
 	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py
 
-fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: python -m tools.fuzz ARGS
+test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
+	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
+
+fuzz: .venv/.installed-dev      ## random calls, commands and damaged run folders, against what each should give
 	@$(BIN)/python -m tools.fuzz $(ARGS)
 
 lint: .venv/.installed-dev      ## check style, format and types
@@ -36,7 +40,7 @@ format: .venv/.installed-dev    ## format the code and repair what ruff can
 	@$(BIN)/ruff format
 
 clean:     ## remove .venv, caches and build files; runs/ stays
-	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .versions build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find isopos -name '*.so' -delete
 	@find isopos tests tools -name __pycache__ -prune -exec rm -rf {} +
 

@@ -132,11 +132,10 @@ class DeBERTa(RelativeBias):
                 f"buckets: expected at least 4, and max_distance beyond {near + 1}, got {buckets} and {max_distance}"
             )
         self.group, self.heads, self.buckets = Line(), heads, buckets
-        if max_distance is None:
-            starts = list(range(1, buckets + 1))
-        else:  # near + m starts beyond (distance / near)^(near - 1) = (far / near)^(m - 1)
+        starts = list(range(1, buckets + 1))
+        if max_distance is not None:  # near + m starts beyond (distance / near)^(near - 1) = (far / near)^(m - 1)
             tests = [lambda d, m=m: d ** (near - 1) * near**m > far**m * near ** (near - 1) for m in range(buckets - near)]
-            starts = [*range(1, near + 1), *map(_least, tests)]
+            starts[near:] = map(_least, tests)
         self.starts = torch.tensor(starts, device="cpu")
         start = normal(seed, 2, heads, 2 * buckets, features) / features**0.5
         self.keys, self.queries = Weight(start[0]), Weight(start[1])

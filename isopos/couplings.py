@@ -100,20 +100,17 @@ class Constrained(Coupling):
         """q, then u_x W*."""
         sin, cos = self._sinusoids(x)
         a, b = self.parameter[:, None].double().unbind(-1)
-        return self._append((a * sin - b * cos, b * sin + a * cos), dtype)
+        return Append(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2).to(dtype))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """k, then u_y."""
-        return self._append(self._sinusoids(x), dtype)
+        return Append(torch.stack(self._sinusoids(x), -1).flatten(-2).to(dtype))
 
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
         angle = angles(x, self.frequency)
         inside = torch.arange(x.shape[-2], device=x.device)[:, None] >= self.outside
         return angle.sin() * inside, angle.cos() * inside
-
-    def _append(self, pairs: tuple[Tensor, Tensor], dtype: torch.dtype) -> TokenMap:
-        return Append(torch.stack(pairs, -1).flatten(-2).to(dtype))
 
 
 class TransformerXL(Coupling):

@@ -201,8 +201,10 @@ class Permutation(Encoding):
                 raise ValueError(f"permutation: expected axes that commute, got {a} and {b} that do not")
         self.group = Line() if columns == 1 else Product((Line(),) * columns)
         self.features = self.out_features = features
-        cycles = [[_cycles(axis) for axis in head] for head in maps.tolist()]
-        self.orders = tuple(math.lcm(*(len(cycle) for axis in head for cycle in axis)) for head in cycles)
+        # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
+        table = torch.tensor([[_cycle_table(axis) for axis in head] for head in maps.tolist()], device="cpu")
+        self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
+        self.orders = tuple(math.lcm(*head.flatten().tolist()) for head in table[:, :, 3])
         self.order = self.common_order = math.lcm(*self.orders)
         if length is not None and self.common_order < length:
             warnings.warn(
@@ -210,9 +212,6 @@ class Permutation(Encoding):
                 "choose another seed, more features or long_orders",
                 stacklevel=2,
             )
-        # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
-        table = torch.tensor([[_cycle_table(axis) for axis in head] for head in cycles], device="cpu")
-        self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """The index of each token's permutation; of more than 32,768 tokens, what makes it a segment at a time."""
@@ -221,25 +220,18 @@ class Permutation(Encoding):
         return powers if x.shape[-2] > LONG else Gather(powers.index())
 
 
-def _cycles(permutation: list[int]) -> list[list[int]]:
-    left, cycles = set(permutation), []
-    while left:
-        cycle = [min(left)]
-        while (feature := permutation[cycle[-1]]) != cycle[0]:
+def _cycle_table(permutation: list[int]) -> list[list[int]]:
+    table = feature_at, first, rank, length = [[0] * len(permutation) for _ in range(4)]
+    place = 0
+    for start in range(len(permutation)):
+        if length[start]:
+            continue
+        cycle = [start]
+        while (feature := permutation[cycle[-1]]) != start:
             cycle.append(feature)
-        left -= set(cycle)
-        cycles.append(cycle)
-    return cycles
-
-
-def _cycle_table(cycles: list[list[int]]) -> list[list[int]]:
-    size = sum(map(len, cycles))
-    table, first = [[0] * size for _ in range(4)], 0
-    for cycle in cycles:
-        for rank, feature in enumerate(cycle):
-            table[0][first + rank] = feature
-            table[1][feature], table[2][feature], table[3][feature] = first, rank, len(cycle)
-        first += len(cycle)
+        for n, feature in enumerate(cycle):
+            feature_at[place + n], first[feature], rank[feature], length[feature] = feature, place, n, len(cycle)
+        place += len(cycle)
     return table
 
 
@@ -315,7 +307,7 @@ class Exponential(Encoding):
         self.features = self.out_features = generator.shape[-1]
         frequency = _spectrum(constant(generator))[0]
         gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
-        if not (gaps > 1e-9 * frequency[..., -1:]).all() or not (frequency > 0).all():
+        if not (gaps > 1e-9 * frequency[..., -1:]).all():
             raise ValueError(
                 "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
                 "add a little noise, such as 0.01 * torch.randn_like(generator)"

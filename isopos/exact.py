@@ -70,13 +70,18 @@ def once(name: str, instead: str) -> None:
         raise RuntimeError(f"{name}: expected no create_graph=True, got it; for more derivatives use {instead}")
 
 
+@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot trace it
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """A context that autocast does not reach."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, at no cost where all are equal."""
-    return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
+    return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, dataclass_transform
 import torch
 from torch import Tensor
 
-from isopos.exact import full_precision
+from isopos.exact import broadcast, full_precision
 from isopos.feature_maps import Phi
 from isopos.ops.place import Axes, Place
 from isopos.ops.rotate import (
@@ -133,18 +133,15 @@ class TokenMap(ABC):
         for name, own in self._tensors:
             if (place := getattr(own, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
                 return value.shape[place]
-        return next((size for part in self._parts() if (size := getattr(part, of_part)) is not None), None)
+        sizes = [getattr(part, of_part) for part in self._parts()]
+        return next((size for size in sizes if size is not None), None)
 
     @property
     def leading(self) -> torch.Size:
         """Axes ``[*b h]`` of its own, which broadcast to those of what it maps."""
-        leading = _NO_AXES
-        for name, own in self._tensors:
-            if isinstance(value := getattr(self, name), Tensor):
-                leading = _broadcast(leading, own.leading(value))
-        for part in self._parts():
-            leading = _broadcast(leading, part.leading)
-        return leading
+        values = ((own, getattr(self, name)) for name, own in self._tensors)
+        shapes = [own.leading(value) for own, value in values if isinstance(value, Tensor)]
+        return broadcast(*shapes, *(part.leading for part in self._parts()))
 
     def _parts(self) -> Sequence["TokenMap"]:
         """The maps that it is made of."""
@@ -420,16 +417,6 @@ class Mapped(TokenMap):
 
     def apply(self, x: Tensor) -> Tensor:
         return self.phi(self.first.apply(x))
-
-
-_NO_AXES = torch.Size()
-
-
-def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, at no cost where one of them says nothing."""
-    if a == b or (b.numel() == 1 and len(b) <= len(a)):
-        return a
-    return b if a.numel() == 1 and len(a) <= len(b) else torch.broadcast_shapes(a, b)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -32,14 +32,10 @@ class Group(ABC):
         return 1
 
     @property
-    def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of coordinates."""
-        return INTEGER_DTYPES
-
-    @property
     def _parents(self) -> tuple[int, ...]:
         """The columns that refer to rows of the same tensor."""
-        return ()
+        starts = itertools.accumulate((leaf.columns for leaf in self.leaves), initial=0)
+        return tuple(start for start, leaf in zip(starts, self.leaves, strict=False) if isinstance(leaf, Tree))
 
     @property
     def refers_to_rows(self) -> bool:
@@ -95,8 +91,9 @@ class Group(ABC):
                 f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
                 "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
             )
-        if x.dtype not in self._dtypes:
-            kind = "integers (int64, int32)" + ", float32 or float64" * (self._dtypes != INTEGER_DTYPES)
+        real = any(isinstance(leaf, Line) and leaf.real for leaf in self.leaves)
+        if x.dtype not in INTEGER_DTYPES + REAL_DTYPES * real:
+            kind = "integers (int64, int32)" + ", float32 or float64" * real
             raise ValueError(
                 f"positions: expected {kind}, got {x.dtype}; isopos.sequence(t) and isopos.tree(...) build them"
             )
@@ -109,11 +106,6 @@ class Group(ABC):
         """The identity element, ``[*shape c]``."""
         return torch.zeros(*shape, self.columns, dtype=torch.int64, device=device)
 
-    def _fill(self, x: Tensor, rows: int) -> Tensor:
-        """The elements x with so many rows of the identity before them."""
-        identity = self.origin(*x.shape[:-2], rows, device=x.device)
-        return torch.cat((identity, renumber(x, self._parents, lambda parent: parent + rows)), -2)
-
 
 @dataclass(frozen=True)
 class Line(Group):
@@ -125,10 +117,6 @@ class Line(Group):
     """
 
     real: bool = False
-
-    @property
-    def _dtypes(self) -> tuple[torch.dtype, ...]:
-        return INTEGER_DTYPES + REAL_DTYPES * self.real
 
     @property
     def noun(self) -> str:
@@ -232,10 +220,6 @@ class Tree(Group):
         row = torch.arange(t)[:, None] - 1
         return torch.where(row < 0, -1, torch.cat((row // self.branches, row % self.branches), -1))
 
-    @property
-    def _parents(self) -> tuple[int, ...]:
-        return (0,)
-
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
         """The word of x_i followed by that of y_i, after the rows of x and those of the new words' prefixes."""
         x, y, t = _paired(x, y)
@@ -316,10 +300,6 @@ class Product(Group):
     parts: tuple[Group, ...]
 
     @property
-    def _dtypes(self) -> tuple[torch.dtype, ...]:
-        return INTEGER_DTYPES + REAL_DTYPES  # each part has its own
-
-    @property
     def columns(self) -> int:
         return sum(part.columns for part in self.parts)
 
@@ -341,11 +321,6 @@ class Product(Group):
         side = next(n for n in itertools.count(2) if n ** len(self.parts) >= t)
         return product(*(part.arrange(side) for part in self.parts))[:t]
 
-    @property
-    def _parents(self) -> tuple[int, ...]:
-        starts = [sum(part.columns for part in self.parts[:i]) for i in range(len(self.parts))]
-        return tuple(start + column for start, part in zip(starts, self.parts, strict=True) for column in part._parents)
-
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The coordinates of each part."""
         return x.split([part.columns for part in self.parts], -1)
@@ -363,8 +338,11 @@ class Product(Group):
         return self._join([part.shift(a, b) for part, a, b in zip(self.parts, self.split(x), self.split(y), strict=True)])
 
     def _join(self, elements: Sequence[Tensor]) -> Tensor:
-        rows = max(a.shape[-2] for a in elements)
-        filled = [part._fill(a, rows - a.shape[-2]) for part, a in zip(self.parts, elements, strict=True)]
+        rows, filled = max(a.shape[-2] for a in elements), []
+        for part, a in zip(self.parts, elements, strict=True):
+            identity = part.origin(*a.shape[:-2], rows - a.shape[-2], device=a.device)
+            own = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
+            filled.append(torch.cat((identity, own), -2))
         return torch.cat(filled, -1)
 
     def inverse(self, x: Tensor) -> Tensor:
@@ -449,7 +427,12 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
         if part.ndim != 2:
             raise ValueError(f"product: expected parts [t c], got {list(part.shape)}")
     if group is None:
-        _refuse_roots(parts)
+        for i, part in enumerate(parts):
+            if not torch.compiler.is_compiling() and ((part[:, 1:] == -1) & (part[:, :-1] == -1)).any():
+                raise ValueError(
+                    f"product: expected parts without trees, got (-1, -1), a tree's root, in part {i}; pass "
+                    "group=Product((...)), whose parts say which columns are trees"
+                )
     elif len(group.parts) != len(parts):
         raise ValueError(f"product: expected {len(group.parts)} parts for {group}, got {len(parts)}")
     else:
@@ -485,14 +468,3 @@ def _paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
     m, n = x.shape[-2], y.shape[-2]
     m, n = n if m == 1 else m, m if n == 1 else n
     return x.expand(*batch, m, -1), y.expand(*batch, n, -1), min(m, n)
-
-
-def _refuse_roots(parts: Sequence[Tensor]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for i, part in enumerate(parts):
-        if ((part[:, 1:] == -1) & (part[:, :-1] == -1)).any():
-            raise ValueError(
-                f"product: expected parts without trees, got (-1, -1), a tree's root, in part {i}; pass "
-                "group=Product((...)), whose parts say which columns are trees"
-            )

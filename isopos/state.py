@@ -56,9 +56,9 @@ class State:
 
     def next(self, kind: str, **tensors: Tensor | None) -> "State":
         """The state after some tokens; positions stay."""
-        old = {name: tensor for name, tensor in self.tensors.items() if name == "positions"}
-        new = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, tensors=MappingProxyType(old | new), kind=kind)
+        known = (("positions", self["positions"]), *tensors.items())
+        new = {name: tensor for name, tensor in known if tensor is not None}
+        return State(MappingProxyType(new), self.fingerprint, kind, self.in_place)
 
     def expect(self, kind: str, batch: Sequence[int]) -> None:
         """Raise ValueError where attention of another kind, or of other samples and heads, wrote this state."""

@@ -190,57 +190,48 @@ def _ranked(parents: Tensor) -> Tensor:
 
 
 def _read(source: Any) -> tuple[Rows, list[Any]]:
-    if isinstance(source, str):
-        return _read_text(source)
-    if isinstance(source, list | tuple):
-        return _read_lists(source)
-    raise ValueError(f"tree: expected parents, nested lists or an s-expression, got {type(source).__name__}")
-
-
-def _read_lists(source: Sequence[Any]) -> tuple[Rows, list[Any]]:
-    rows, labels, waiting = [], [], [(source, (-1, -1))]
+    """Rows in preorder, and labels: a list's first item where it was text, otherwise None."""
+    if not isinstance(source, str | list | tuple):
+        raise ValueError(f"tree: expected parents, nested lists or an s-expression, got {type(source).__name__}")
+    labelled = isinstance(source, str)
+    rows, labels, waiting = [], [], [(_parsed(source) if isinstance(source, str) else source, (-1, -1))]
     while waiting:
         item, row = waiting.pop()
-        inner = isinstance(item, list | tuple)
-        if inner:
-            waiting += [(item[i], (len(rows), i)) for i in reversed(range(len(item)))]
+        label = item
+        if isinstance(item, list | tuple):
+            label, *children = item if labelled else (None, *item)
+            waiting += [(children[i], (len(rows), i)) for i in reversed(range(len(children)))]
         rows.append(row)
-        labels.append(None if inner else item)
+        labels.append(label)
     return rows, labels
 
 
-def _read_text(text: str) -> tuple[Rows, list[Any]]:
-    rows, labels, children = [], [], []
-    opened: list[tuple[int, int]] = []  # rows of the lists that are not closed, and where they begin
+def _parsed(text: str) -> Any:
+    """An s-expression as nested lists of its atoms."""
+    expression: list[Any] = []
+    opened = [(expression, -1)]  # the lists that are not closed, and where they begin
     for match in re.finditer(r"[()]|[^\s()]+", text):
         token, at = match.group(), match.start()
-        unlabelled = bool(opened) and labels[opened[-1][0]] is None
-        if token == ")" and not opened:
+        inside, start = opened[-1]
+        if token == ")" and len(opened) == 1:
             raise ValueError(f"tree: expected balanced parentheses, got ) at {at} that closes nothing")
-        if unlabelled and token in "()":
-            raise ValueError(f"tree: expected a label after ( at {opened[-1][1]}, got {token} at {at}")
-        if rows and not opened:
+        if token in "()" and len(opened) > 1 and not inside:
+            raise ValueError(f"tree: expected a label after ( at {start}, got {token} at {at}")
+        if len(opened) == 1 and inside:
             raise ValueError(
                 f"tree: expected one expression, got another at {at}; isopos.positions.forest packs several trees"
             )
         if token == ")":
             opened.pop()
-        elif unlabelled:
-            labels[opened[-1][0]] = token
-        else:
-            parent = opened[-1][0] if opened else -1
-            rows.append((parent, children[parent] if opened else -1))
-            if opened:
-                children[parent] += 1
-            labels.append(None if token == "(" else token)
-            children.append(0)
-            if token == "(":
-                opened.append((len(rows) - 1, at))
-    if opened:
+            continue
+        inside.append([] if token == "(" else token)
+        if token == "(":
+            opened.append((inside[-1], at))
+    if len(opened) > 1:
         raise ValueError(f"tree: expected balanced parentheses, got ( at {opened[-1][1]} that nothing closes")
-    if not rows:
+    if not expression:
         raise ValueError("tree: expected an expression, got empty text")
-    return rows, labels
+    return expression[0]
 
 
 def name_row(index: Sequence[int]) -> str:

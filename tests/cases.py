@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from isopos import bases, encodings, schemes
-from isopos.attention import linear_attention, softmax_attention
+from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
-from isopos.laws import reference
 from isopos.positions import Group, Line, Product, Ring, Tree, grid
 from isopos.state import State
 

@@ -10,8 +10,6 @@ from isopos.models import Decoder
 from isopos.ops.linear import graph
 from isopos.positions import Line, sequence
 
-# of PyTorch's tracer, wherever it meets an autograd function
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 FUNCTIONS = {"linear": linear_attention, "softmax": softmax_attention}
 
 
@@ -144,7 +142,6 @@ def test_the_custom_op_is_registered_right(decayed, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
 @pytest.mark.parametrize(
     ("name", "kind"), [("rope-decay", "linear"), ("rope-decay", "softmax"), ("lrpe-orthogonal-learned", "linear")]
 )

@@ -382,7 +382,6 @@ def test_lazily_negated_numbers():
 
 
 @NEEDED
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, of forward mode
 @pytest.mark.parametrize("layout", ["whole", "heads last", "table a head", "table a sample"])
 @pytest.mark.parametrize("function", [rotate, unrotate, lift, unlift])
 def test_large_rotations(monkeypatch, function, layout):
@@ -419,7 +418,6 @@ def test_large_rotations_of_another_width_are_an_error(monkeypatch, function, wi
 
 
 @NEEDED
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_tangents_of_tables_are_kept(monkeypatch):
     monkeypatch.setattr(library, "PAST", 0)
     x, table, tangent = torch.randn(1, 2, 5, 16), torch.randn(5, 8, 2), torch.randn(5, 8, 2)

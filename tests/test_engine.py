@@ -6,8 +6,9 @@ import signal
 import pytest
 import torch
 
+from isopos import lab
 from isopos.lab.recipes import Recipe, Training
-from isopos.lab.runs import checkpoints, weights
+from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import Interrupted, read_rows
 from isopos.lab.training import run as train
 from isopos.lab.training import trainer
@@ -103,7 +104,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(run, tmp_path, workers):
     seen = []
     assert run(recipe, on_step=lambda *row: seen.append(row[0]), resume=True) == expected
     assert seen == [8, 9, 10, 11, 12]
-    whole, again = (weights.load(tmp_path / name).state_dict() for name in ("whole", "run"))
+    whole, again = (lab.load(tmp_path / name).state_dict() for name in ("whole", "run"))
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
@@ -133,7 +134,7 @@ def test_the_best_validation_gives_the_weights_and_patience_ends_the_run(run, tm
     best, at = min(validations)
     assert validations[-1][1] == at + 4 < 40
     assert {c.step for c in checkpoints.complete(tmp_path / "run")} >= {at, at + 4}
-    model = weights.load(tmp_path / "run")
+    model = lab.load(tmp_path / "run")
     assert train.evaluate(model, recipe, source, recipe.task.metrics)["bits/byte"] == pytest.approx(best, rel=1e-6)
 
 
@@ -155,7 +156,7 @@ def test_validations_and_patience_go_on_after_an_interruption(run):
 def test_a_run_that_diverges_keeps_its_last_finite_weights(run, tmp_path):
     rows = run(TINY.edit(learning_rate=1e12, clip=0.0, save_every=1, schedule="constant"))
     assert rows[-1]["loss"] is None or rows[-1]["gradient_norm"] is None
-    assert all(torch.isfinite(value).all() for value in weights.load(tmp_path / "run").state_dict().values())
+    assert all(torch.isfinite(value).all() for value in lab.load(tmp_path / "run").state_dict().values())
     assert checkpoints.newest(tmp_path / "run").step == rows[-1]["step"] - 1
 
 
@@ -172,7 +173,7 @@ def test_bfloat16_products_and_float32_weights(run, tmp_path):
     assert [row["loss"] for row in coarse if "loss" in row] == pytest.approx(
         [row["loss"] for row in exact if "loss" in row], abs=0.05
     )
-    assert {value.dtype for value in weights.load(tmp_path / "coarse").state_dict().values()} == {torch.float32}
+    assert {value.dtype for value in lab.load(tmp_path / "coarse").state_dict().values()} == {torch.float32}
 
 
 def test_csv_shows_the_rows_of_metrics_jsonl_after_resuming_too(run, tmp_path):

@@ -11,9 +11,9 @@ from isopos import Decoder, schemes
 from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Bytes, Words
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks import perplexity as evaluate
+from isopos.lab.tasks import decoding as evaluate
+from isopos.lab.tasks.decoding import perplexity
 from isopos.lab.tasks.language import Language, Text
-from isopos.lab.tasks.perplexity import perplexity
 from isopos.lab.tasks.task import View
 
 LENGTH = 12

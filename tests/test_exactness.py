@@ -40,7 +40,6 @@ def test_no_more_is_refused_than_known(found):
     assert refused == softmax_only | far
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's tracer
 def test_compiled_too():
     for error in exactness.measure(["retnet"], ["graph"], ["float32"]).values():
         assert error < BOUNDS["float32"]
@@ -88,19 +87,22 @@ def test_a_cell_is_the_worst_of_its_figures():
 
 def test_the_console_fits_120_columns(found, monkeypatch):
     monkeypatch.setattr(exactness, "measure", lambda settings: {k: found[k] for k in found if k[3] in settings})
-    monkeypatch.setattr(exactness, "beside", lambda: iter(()))
+    monkeypatch.setattr(accuracy, "LIBRARIES", {"isopos": accuracy.OURS, "none": accuracy.OURS._replace(module="no_such")})
+    monkeypatch.setattr(accuracy, "FAR", accuracy.FAR[:1])
     console = Console(record=True, width=120)
     assert bench.run(bench.Options("exactness"), console) == 0
     text = console.export_text()
     assert "…" not in text
     assert all(title in text for title in (*exactness.DTYPES, *SMALL, *(exactness.SETTINGS[s].what for s in EAGER)))
     assert "[1] " in text
+    assert text.count(" isopos ") == 2
+    assert "Not installed: none." in text
 
 
 def test_isopos_is_exact_where_it_is_measured_beside_others():
-    for setting, error in accuracy.errors(None, accuracy.FAR).items():
+    for setting, error in accuracy.errors(settings=accuracy.FAR).items():
         assert error < (1e-6 if setting.dtype == torch.float32 else 2.1e-3)
-    assert max(accuracy.errors(None, accuracy.FAR[:3], accuracy.scores).values()) < 1e-6
+    assert max(accuracy.errors(settings=accuracy.FAR[:3], of=accuracy.scores).values()) < 1e-6
 
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")

@@ -1,9 +1,16 @@
+"""Run folders, and those that were written before there were tasks."""
+
 import json
 
 import pytest
 
 from isopos.lab.recipes import Recipe
+from isopos.lab.reports.comparison import about
 from isopos.lab.runs import folders
+from isopos.lab.runs.folders import Result, fingerprint, recipe_of
+
+OLD = {"status": "finished", "bits_per_byte": {"1": 2.5, "2": 2.625, "4": None}, "tokens_per_second": 9.0}
+MORE = {"parameters": 5, "choices": {"attention": "linear"}, "laws": "yes"}
 
 
 def test_a_run_folder_is_never_replaced_unasked(tmp_path):
@@ -41,7 +48,7 @@ def test_a_folder_without_a_run_says_where_runs_are(tmp_path):
     with pytest.raises(ValueError, match=r"recipe\.json, got .*; it holds .*one"):
         folders.recipe_of(tmp_path / "all")
     (tmp_path / "all" / "one" / "recipe.json").write_text('{"stepz": 1}')
-    with pytest.raises(ValueError, match=r"recipe\.json: recipe: no field stepz"):
+    with pytest.raises(ValueError, match=r"recipe\.json: field of a recipe: expected one of .*, got 'stepz'"):
         folders.recipe_of(tmp_path / "all" / "one")
 
 
@@ -69,3 +76,31 @@ def test_numbers_survive_a_log_bit_for_bit(tmp_path):
     with folders.Log(tmp_path) as log:
         log.write(step=1, loss=0.1 + 0.2)
     assert folders.read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.1 + 0.2}]
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path):
+    result = Result("finished", {"accuracy": 0.5, "loss": None}, 3.0, **MORE)
+    assert Result.of(tmp_path) is None
+    result.save(tmp_path)
+    assert Result.of(tmp_path) == result
+
+
+def test_a_run_of_before_there_were_tasks(tmp_path):
+    (tmp_path / "recipe.json").write_text(
+        json.dumps({"scheme": "rope", "steps": 3, "length": 16, "cutoffs": [], "clip": 0.5})
+    )
+    (tmp_path / "result.json").write_text(json.dumps(OLD | MORE))
+    (tmp_path / "text.json").write_text(json.dumps({"name": "text", "sha256": "abc"}))
+    (tmp_path / "comparison.json").write_text(json.dumps({"text": "mine", "bytes": 12_345, "sha256": "abc"}))
+    recipe = recipe_of(tmp_path)
+    assert (recipe.training.steps, recipe.training.clip, recipe.task.length) == (3, 0.5, 16)
+    assert Result.of(tmp_path) == Result("finished", {"bits/byte": 2.5, "at 2x": 2.625, "at 4x": None}, 9.0, **MORE)
+    assert fingerprint(tmp_path) == "abc"
+    assert [about(tmp_path)[key] for key in ("task", "data", "summary")] == ["language", "mine", "12,345 bytes"]
+
+
+@pytest.mark.parametrize("text", ["{", '{"status": "finished"}', json.dumps(OLD | MORE | {"bits_per_byte": {}})])
+def test_a_damaged_result_is_named(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ValueError, match=r"result\.json: "):
+        Result.of(tmp_path)

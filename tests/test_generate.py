@@ -9,7 +9,7 @@ from safetensors.torch import save_model
 from isopos.lab.commands.generate import Options, generate
 from isopos.lab.data.tokenizers import BPE, Words
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks.generation import choose
+from isopos.lab.tasks.decoding import choose
 from isopos.models import Decoder
 
 
@@ -43,7 +43,7 @@ def test_seeds_choose(run):
 def test_bad_calls(run, tmp_path):
     folder, model = run
     for arguments, message in (
-        (("nowhere", "a", 1), "run: expected a folder with a trained model, got nowhere"),
+        (("nowhere", "a", 1), "run: expected a folder with a recipe.json, got nowhere"),
         ((str(folder.parent), "a", 1), "run: expected a folder .* it holds"),
         ((str(folder), "", 1), "prompt: expected at least one character"),
         ((str(folder), "a", 0), "tokens: expected at least 1, got 0"),
@@ -108,7 +108,7 @@ def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
     recipe = Recipe().edit(layers=1, model_dim=16, heads=2)
     model = Decoder(tokenizer.size, 16, 1, recipe.task.model(recipe).scheme, cutoffs=cutoffs).eval()
     save_model(model, str(tmp_path / "model.safetensors"))
-    monkeypatch.setattr("isopos.lab.runs.weights.load_run", lambda folder: (recipe, model))
+    monkeypatch.setattr("isopos.lab.runs.checkpoints.load_run", lambda folder: (recipe, model))
     with pytest.raises(ValueError, match=f"expected a tokenizer of the model's {tokenizer.size} tokens .*, got 256"):
         generate(Options(str(tmp_path), "the cat", 1))
     tokenizer.save(tmp_path)

@@ -1,4 +1,4 @@
-"""Linear attention on tensors: the fast sums of `isopos.ops.linear` against `naive`."""
+"""Linear attention on tensors: the fast sums of `isopos.ops.linear` against the definition."""
 
 import math
 import re
@@ -6,14 +6,16 @@ import re
 import pytest
 import torch
 from cases import close, gradients
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 
-from isopos.feature_maps import FeatureMap, elu1
+from isopos.attention import reference
+from isopos.feature_maps import FeatureMap, elu1, identity
+from isopos.maps import Chain, Gather, Reflection, Scaling, TokenMap, axes
 from isopos.ops import linear as ops
 from isopos.ops.linear import walk
 from isopos.ops.linear.autograd import Backend
 from isopos.ops.linear.division import clamp
-from isopos.ops.linear.features import READY, Features, Opaque, Step
+from isopos.ops.linear.features import ALL_READY, READY, Features
 from isopos.ops.linear.graph import GRAPH
 
 N = (2, 3)  # batch, heads
@@ -33,29 +35,35 @@ def decays(g, t, s):
     return (g[0][..., max(t, s) - t :], g[0][..., max(t, s) - s :]) if g else None
 
 
-def rows(*tensors):
-    """A map that multiplies features by numbers, one a token, in no closed form."""
+class Rows(TokenMap):
+    """Features times numbers, one a token, and others, in no closed form and without an adjoint."""
 
-    def apply(x, parts):
-        return x * math.prod(part[: x.shape[-2]] for part in parts)  # PLACES has rows for any length
+    first: torch.Tensor = axes("t 1")
+    second: torch.Tensor | None = axes("t 1", default=None)
 
-    return Opaque(tensors, apply, lambda parts, place: tuple(place.of(part, None, -2) for part in parts))
+    def apply(self, x):
+        parts = (part[: x.shape[-2]] for part in (self.first, self.second) if part is not None)  # PLACES has any length
+        return x * math.prod(parts)
+
+
+def rows(*tensors, own=False, phi=identity):
+    return Features(phi, Rows(*tensors), None, own=own)
 
 
 PLACES = torch.arange(1, 1000, dtype=torch.float64)[:, None].cos()
 POSITIVE = FeatureMap("positive", torch.exp)
-by_place, positive, twice = Features(map=rows(PLACES)), Features(POSITIVE), Features(POSITIVE, rows(PLACES), own=True)
-swap = Step("gather", torch.tensor([[[2, 0, 1, 3]]]), -3, None)
-mirror = Step("reflection", torch.tensor([[[0.6, 0.0, 0.8, 0.0]]], dtype=torch.float64), -3, None)
-closed = Features(elu1, (mirror, swap), own=True)
+by_place, positive, twice = rows(PLACES), Features(POSITIVE), rows(PLACES, own=True, phi=POSITIVE)
+swap = Gather(torch.tensor([[[2, 0, 1, 3]]]), constant=True)
+mirror = Reflection(torch.tensor([[[0.6, 0.0, 0.8, 0.0]]], dtype=torch.float64))
+closed = Features(elu1, Chain(mirror, swap), ("reflection", "gather"), own=True)
 FEATURES = {  # and what becomes of the denominator
-    "sum": ((READY, READY, READY), None),
+    "sum": (ALL_READY, None),
     "places": ((by_place, by_place, by_place), None),
     "encoded": ((positive, positive, READY), "divide"),
     "plain": ((twice, twice, READY), "divide"),
     "closed": ((closed, closed, READY), "divide"),
     "column": ((twice, twice, READY), "column"),
-    "ready-column": ((READY, READY, READY), "column"),
+    "ready-column": (ALL_READY, "column"),
 }
 
 
@@ -71,12 +79,16 @@ def total(sums, fuse):
     return ops.linear(sums) if fuse else GRAPH.run(sums)[0]
 
 
+def naive(q, k, v, sums):
+    return reference.linear(q, k, v, decay=sums.g, denominator=None, causal=sums.causal)
+
+
 def definition(sums):
     queries, keys, values = sums.made()
-    found = ops.naive(queries[0], keys[0], values, sums.g, causal=sums.causal)
+    found = naive(queries[0], keys[0], values, sums)
     if sums.denominator is None:
         return found
-    column = ops.naive(queries[-1], keys[-1], torch.ones_like(values[..., :1]), sums.g, causal=sums.causal)
+    column = naive(queries[-1], keys[-1], torch.ones_like(values[..., :1]), sums)
     found = torch.cat((found, column), -1)
     return ops.divide(found) if sums.denominator == "divide" else found
 
@@ -95,36 +107,8 @@ def test_gradients_reach_what_features_hold(small, causal, decay):
     q, k, v, *g = tensors(130, decay=decay)
     learned, fixed = torch.randn(130, 1, dtype=torch.float64, requires_grad=True), torch.randn(130, 1, dtype=torch.float64)
     shared = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
-    of_all = Opaque((shared,), lambda x, parts: x * parts[0], lambda parts, place: tuple(parts))
-    features = (Features(map=rows(learned, fixed)), Features(map=of_all), Features(map=rows(learned)))
+    features = (rows(learned, fixed), Features(identity, Scaling(shared[None]), None), rows(learned))
     agree(ops.Sums(q, k, v, features, decays(g, 130, 130), causal), [q, k, v, *g, learned, shared])
-
-
-def test_naive_is_the_loop():
-    for causal, decay, t, s in [
-        (True, 0.5, 4, 4),
-        (False, 0.5, 4, 4),
-        (True, 0.5, 3, 5),
-        (True, None, 5, 3),
-        (False, None, 3, 5),
-    ]:
-        q, k, v, *g = tensors(t, s, decay=decay)
-        pair = decays(g, t, s)
-        expected = torch.zeros(*N, t, 3, dtype=torch.float64)
-        for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (*N, t, s))).tolist():
-            if causal and j > i + s - t:
-                continue
-            difference = (pair[0][b, h, i] - pair[1][b, h, j]).item() if pair else 0.0
-            weight = sum(q[b, h, i, n].item() * k[b, h, j, n].item() for n in range(4)) * math.exp(-abs(difference))
-            expected[b, h, i] += weight * v[b, h, j].detach()
-        close(ops.naive(q, k, v, pair, causal=causal), expected)
-
-
-def test_naive_is_twice_differentiable():
-    def f(q, k, v, g):
-        return ops.naive(q, k, v, (g, g), causal=True)
-
-    assert gradgradcheck(f, tensors(3, d=2, e=2, decay=0.5, n=(1, 2)))
 
 
 def test_division_keeps_signs_and_clamps():
@@ -203,13 +187,13 @@ def test_clamped_denominators_pass_no_gradient():
     with torch.no_grad():
         q[..., :, 0], q[..., :, 1:] = 1.0, 0.0
         k[..., :, 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
-    agree(ops.Sums(q, k, v, denominator="divide"), [q, k, v])
+    agree(ops.Sums(q, k, v, ALL_READY, denominator="divide"), [q, k, v])
 
 
 def test_decays_of_heads_broadcast():
     q, k, v = tensors(70)
     g = (-torch.rand(3, 70, dtype=torch.float64).cumsum(-1)).requires_grad_()
-    agree(ops.Sums(q, k, v, g=(g, g)), [q, k, v, g])
+    agree(ops.Sums(q, k, v, ALL_READY, (g, g)), [q, k, v, g])
 
 
 def test_states_are_kept_for_gradients_only(monkeypatch, small):
@@ -217,7 +201,7 @@ def test_states_are_kept_for_gradients_only(monkeypatch, small):
     monkeypatch.setattr(walk, "_forward", lambda *given, **options: counts.append(original(*given, **options)) or counts[-1])
     q, k, v = tensors(300)
     for _ in range(2):
-        ops.linear(ops.Sums(q, k, v))
+        ops.linear(ops.Sums(q, k, v, ALL_READY))
         q, k, v = (x.detach() for x in (q, k, v))
     heads = len(counts) // 2
     assert all(counts[:heads])
@@ -227,8 +211,8 @@ def test_states_are_kept_for_gradients_only(monkeypatch, small):
 # Who serves what
 
 
-def numbers(dtype=torch.float32, t=70, d=16, **more):
-    return ops.Sums(*torch.randn(3, 1, 2, t, d, dtype=dtype), **more)
+def numbers(dtype=torch.float32, t=70, d=16, features=ALL_READY, **more):
+    return ops.Sums(*torch.randn(3, 1, 2, t, d, dtype=dtype), features, **more)
 
 
 def phi(function):
@@ -247,7 +231,7 @@ REFUSALS = [
     ("chunks", numbers(causal=False), "two products of matrices are all there is to do"),
     (
         "chunks",
-        ops.Sums(torch.randn(1, 2, 5, 4), *torch.randn(2, 1, 2, 9, 4)),
+        ops.Sums(torch.randn(1, 2, 5, 4), *torch.randn(2, 1, 2, 9, 4), ALL_READY),
         "causal sums have as many queries as keys, here 5 and 9",
     ),
 ]
@@ -274,7 +258,7 @@ def test_the_first_that_serves_gets_the_problem(monkeypatch):
             return definition(sums), ()
 
     monkeypatch.setattr(ops, "BACKENDS", (Mine(), *ops.BACKENDS))
-    sums = ops.Sums(*tensors(9))
+    sums = ops.Sums(*tensors(9), ALL_READY)
     assert str(ops.explain(sums)) == "mine serves"
     assert ops.linear(sums).grad_fn.name() == definition(sums).grad_fn.name()
-    assert ops.explain(ops.Sums(*tensors(9), causal=False)).refusals["mine"] == "it sums causally"
+    assert ops.explain(ops.Sums(*tensors(9), ALL_READY, causal=False)).refusals["mine"] == "it sums causally"

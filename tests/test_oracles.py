@@ -17,12 +17,7 @@ from isopos.feature_maps import Favor
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.peers import ROTARY
 
-pytestmark = [
-    pytest.mark.oracles,
-    # what the peers' own modules do when they are imported
-    pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning:performer_pytorch"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.oracles
 HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
 OFFSETS = torch.arange(-2000, 2001)  # key position minus query position
 DRAWS = 4000
@@ -93,7 +88,7 @@ def test_rotary_modules(peer, start):
     """Their tables come from float32 angles, which are good enough at short lengths."""
     q, k = queries_and_keys(torch.float32)
     rho_q, rho_k = (rope(peer.layout, torch.float32, at) for at in (start, 0))
-    theirs_q, theirs_k = peer.rotation(q, start)(q, q)[0], peer.rotation(k)(k, k)[0]
+    theirs_q, theirs_k = peer.work(q, start)(q, q)[0], peer.work(k)(k, k)[0]
     close(rho_q(q) @ rho_k(k).mT, theirs_q @ theirs_k.mT)
 
 

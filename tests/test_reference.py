@@ -7,8 +7,8 @@ import pytest
 import torch
 from cases import HEADS, close, inputs
 
+from isopos.attention import reference
 from isopos.feature_maps import elu1
-from isopos.laws import reference
 from isopos.maps import Rotation
 from isopos.positions import sequence
 from isopos.terms import Clipped, Indexed

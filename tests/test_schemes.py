@@ -542,7 +542,6 @@ def test_ablations_of_permuteformer():
     assert schemes.permuteformer(HEAD_DIM, HEADS, decay="none").decay is None
 
 
-@pytest.mark.filterwarnings("default")
 def test_permuteformer_warns_of_short_orders():
     with pytest.warns(UserWarning, match="positions are told apart, of 100000 of the longest sequence"):
         schemes.permuteformer(HEAD_DIM, 1, length=100000)

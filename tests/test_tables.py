@@ -19,7 +19,7 @@ from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.training import run as training
-from isopos.lab.training.checks import check_recipe
+from isopos.lab.training.run import check_recipe
 
 ROWS = "Base,Rope,Type2"
 TINY = ["--scale", "tiny", "--rows", ROWS]
@@ -54,13 +54,17 @@ def test_the_tables_hold_what_the_papers_say():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('split = "test"', 'spilt = "test"', "Column: no key 'spilt'"),
+        (
+            'split = "test"',
+            'spilt = "test"',
+            "Column: expected one of title, corpus, figure, split, multiple, scored, better, style, got 'spilt'",
+        ),
         ("figures = [36.87]", "figures = [36.87, 1]", "Performer: expected 1 figures or none, got 2"),
         ('baseline = "Performer"', 'baseline = "Perform"', "baseline: expected a row with a scheme, got 'Perform'"),
-        ("steps = 20\n", "stepz = 20\n", "no field stepz, did you mean steps"),
+        ("steps = 20\n", "stepz = 20\n", "got 'stepz'; did you mean steps?"),
         ("scored = 0.5", "scored = 1", "a multiple from 1 on and a share scored"),
         ("[scales.paper]\n", "", "scales: expected tiny, small, paper, got small, tiny"),
-        ('corpus = "wikitext-103"', 'corpus = "wiki"', "expected a corpus of wikitext-103, got 'wiki'"),
+        ('corpus = "wikitext-103"', 'corpus = "wiki"', "corpus: expected one of wikitext-103, got 'wiki'"),
         ("[[rows]]", "[rows", "permuteformer-4.toml"),
     ],
 )
@@ -69,7 +73,7 @@ def test_a_damaged_table_is_one_clear_error(tmp_path, old, new, message):
     assert old in text
     (tmp_path / "permuteformer-4.toml").write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=r"permuteformer-4\.toml") as error:
-        load_table("permuteformer-4", tmp_path)
+        load_table(str(tmp_path / "permuteformer-4.toml"))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -1,6 +1,5 @@
 """The seam of tasks: the one of tests/extension in every command, and names, fields and figures that there are not."""
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -46,7 +45,7 @@ def test_patience_waits_for_a_higher_one(own, isopos, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("langage", "task: expected one of language, .* or MODULE:NAME, got 'langage', did you mean language?"),
+        ("langage", "task: expected one of language, .* MODULE:NAME, got 'langage'; did you mean language?"),
         ("nowhere:X", "task: cannot import nowhere: ModuleNotFoundError"),
         ("toy_task:Shuffles", "task: expected toy_task:Shuffles to be a subclass"),
         ("toy_task:Right", "task: expected toy_task:Right to be a subclass"),
@@ -100,11 +99,16 @@ def test_no_file_of_the_working_folder_takes_the_place_of_a_library(own, monkeyp
     assert sys.path[-1] == ""
 
 
-@pytest.mark.parametrize("name", ["scale", "seeds", "resume"])
-def test_a_field_is_not_called_as_an_option_of_a_command(name):
-    kind = dataclasses.make_dataclass("Own", [(name, int, 1)], bases=(type(Recipe().task),), frozen=True)
-    with pytest.raises(ValueError, match=f"task: expected fields with names of their own, got {name}"):
-        Recipe(task=kind())
+@pytest.mark.parametrize(
+    ("field", "command"), [("scale", "train"), ("resume", "train"), ("seeds", "compare"), ("task", "train")]
+)
+def test_a_field_is_not_called_as_an_option_of_a_command(own, isopos, tmp_path, field, command):
+    lines = ["import dataclasses, toy_task", "@dataclasses.dataclass(frozen=True)", "class Own(toy_task.Order):"]
+    (tmp_path / f"own_{field}.py").write_text("\n".join([*lines, f"    {field}: int = 1"]))
+    task = f"own_{field}:Own"
+    code, _, err = isopos(*((command, task) if command == "train" else (command, f"--task={task}")))
+    assert code == 2
+    assert err.startswith(f"isopos: task: expected fields with names of their own, got {field}\n")
 
 
 def test_a_damaged_run_is_named_and_hides_no_other(isopos, tmp_path):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from cases import HEADS, close, inputs, same_everywhere
 
-from isopos.attention import linear_attention, softmax_attention
-from isopos.laws import reference
+from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.positions import grid, sequence
 from isopos.terms import SIDES, Clipped, Indexed, Term
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs import weights
+from isopos.lab.runs import checkpoints
 from isopos.lab.tasks.task import View
 from isopos.lab.training import run as train
 
@@ -33,7 +33,7 @@ def test_a_run_learns_and_its_folder_is_complete(source, tmp_path):
     assert [row[0] for row in seen] == list(range(1, 61))
     assert result.scores["bits/byte"] < 6 < seen[0][1]
     assert _losses(tmp_path / "run")[-1][0] == 60
-    loaded, model = weights.load_run(tmp_path / "run")
+    loaded, model = checkpoints.load_run(tmp_path / "run")
     assert loaded == recipe
     assert train.evaluate(model, recipe, source, recipe.task.metrics)["bits/byte"] == pytest.approx(
         result.scores["bits/byte"], rel=1e-6

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import isopos
+from isopos.attention import reference
 from isopos.feature_maps import FEATURE_MAPS, Favor, identity, sides
-from isopos.laws import reference
 from isopos.maps import Identity, Mapped, TokenMap
 from isopos.terms import Term
 from tools.record import OPTIONS, positions

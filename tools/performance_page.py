@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from isopos.lab.bench.processes import ALLOCATORS
-from isopos.lab.bench.rows import TITLES, Row
+from isopos.lab.bench.timing import TITLES, Row
 from isopos.lab.reports.grids import markdown
 
 __all__ = ["page"]

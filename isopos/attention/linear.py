@@ -1,11 +1,12 @@
 """Linear attention with positions: check, group, segment, sum, divide."""
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from isopos.attention import reference
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import (
     DecayPair,
@@ -14,6 +15,7 @@ from isopos.attention.problem import (
     Problem,
     check,
     check_decay,
+    check_denominator,
     check_linear,
     group,
     ungroup,
@@ -23,7 +25,7 @@ from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
-from isopos.ops.linear.features import ALL_READY, READY, Features, Opaque, Step, Stream, Sums, with_ones
+from isopos.ops.linear.features import ALL_READY, READY, Features, Stream, Sums, with_ones
 from isopos.state import State
 from isopos.terms import Term
 
@@ -142,7 +144,7 @@ def naive_linear_attention(
 ) -> Tensor:
     """`linear_attention` by its definition: every weight is formed. Quadratic; any number of derivatives, and `torch.func`.
 
-    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states, nor "complex".
+    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states.
 
     Example:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
@@ -150,32 +152,21 @@ def naive_linear_attention(
         True
     """
     _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
-    g = check_decay(decay, q, k)
-    if denominator not in ("plain", "encoded", None):
-        raise ValueError(f"denominator: expected 'plain', 'encoded' or None, got {denominator!r}")
-    keys = None if mask is None else mask[..., None, :, None]
-    k, v = (k, v) if keys is None else (torch.where(keys, x, 0) for x in (k, v))
-    phi_q, phi_k = sides(identity if feature_map is None else feature_map)
-    q, k = phi_q(q), phi_k(k)
-    k = k if keys is None else torch.where(keys, k, 0)
-    mapped = rho_q.apply(q), rho_k.apply(k)
-    total = linear.naive(*mapped, v, g, causal=causal)
-    if denominator is None:
-        return total
-    ones = torch.ones_like(v[..., :1]) if keys is None else keys.to(v.dtype)
-    weights = linear.naive(*(mapped if denominator == "encoded" else (q, k)), ones, g, causal=causal)
-    return linear.divide(torch.cat((total, weights), -1))
+    check_denominator(denominator, q)
+    options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
+    return reference.linear(q, k, v, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:
     """The problem as the engine has it; `values` are those of a stream with terms, complete."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
+    rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
     wide = torch.promote_types(problem.q.dtype, torch.float32)
-    own = form == "plain" and not (isinstance(problem.rho_q, Identity) and isinstance(problem.rho_k, Identity))
+    own = form == "plain" and (rho_q is not None or rho_k is not None)
     features = (
-        Features(phi_q, _as_data(problem.rho_q), None, own, wide),
-        Features(phi_k, _as_data(problem.rho_k), mask, own, wide),
-        Features(identity, (), mask, False, wide),  # in full: compilers do not know where a default comes from
+        Features(phi_q, rho_q, _kinds(rho_q), None, own, wide),
+        Features(phi_k, rho_k, _kinds(rho_k), mask, own, wide),
+        Features(identity, None, (), mask, False, wide),
     )
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:
@@ -201,31 +192,19 @@ def _complex(sums: Sums) -> Sums:
     return Sums(query, key, value, ALL_READY, sums.g, sums.causal, None, sums.stream)
 
 
-def _as_data(rho: TokenMap) -> tuple[Step, ...] | Opaque:
-    """What a map does, in closed form where the engine knows one."""
-    steps = _steps(rho)
-    if steps is not None:
-        return steps
-    return Opaque(
-        tuple(rho.tensors()),
-        lambda x, tensors: rho.replace(tensors)(x),
-        lambda tensors, place: tuple(rho.replace(tensors).part(place).tensors()),
-        (lambda x, tensors: rho.replace(tensors).adjoint(x)) if rho.linear else None,
-    )
-
-
-def _steps(rho: TokenMap) -> tuple[Step, ...] | None:
+def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
+    """The closed forms that a map is made of, as the engine names them; None where it is made of others, too."""
     match rho:
-        case Identity():
+        case None | Identity():
             return ()
         case Rotation():
-            return (Step("lift" if rho.lifted else "rotation", rho.table, -4, -3),)
+            return ("lift" if rho.lifted else "rotation",)
         case Gather():
-            return (Step("gather", rho.index, -3, None if rho.constant else -2),)
+            return ("gather",)
         case Reflection():
-            return (Step("reflection", rho.normal, -3, None),)
+            return ("reflection",)
         case Chain():
-            first, second = _steps(rho.first), _steps(rho.second)
+            first, second = _kinds(rho.first), _kinds(rho.second)
             return None if first is None or second is None else first + second
     return None
 

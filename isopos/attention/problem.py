@@ -71,10 +71,10 @@ class Problem(NamedTuple):
     mask: Tensor | None
     segments: tuple[Tensor, Tensor] | None
     state: State | None
+    phi: Phi
     kind: str = ""
     g: Decays = None
     before: Tensor | None = None
-    phi: Phi = identity
     denominator: str | None = None
 
     @property
@@ -113,12 +113,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     problem = _check_common(q, k, v, options, streams=streams)
     phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
     state, decay, causal = problem.state, problem.decay, problem.causal
-    if denominator not in ("plain", "encoded", "complex", None):
-        raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
-    if denominator == "complex" and q.shape[-1] % 2:
-        raise ValueError(
-            f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
-        )
+    check_denominator(denominator, q)
     _check_factors(problem, denominator, options.get("segment_ids"))
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
@@ -172,7 +167,7 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: boo
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state)
+    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity)
 
 
 def check(
@@ -206,8 +201,9 @@ def check(
     for term in terms:
         _check_term(term, q, k, v, batch, seen)
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
-    rho_q, rho_k = rho_q or Identity(), rho_k or Identity()
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
+        if rho is None or (x is k and rho is rho_q and k.shape == q.shape):
+            continue
         if not isinstance(rho, TokenMap):
             raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
@@ -216,7 +212,7 @@ def check(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
                 f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
             )
-    return batch, rho_q, rho_k
+    return batch, rho_q or Identity(), rho_k or Identity()
 
 
 def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int) -> None:
@@ -251,6 +247,16 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
             expected = [*x.shape[:-2], x.shape[-2]]
             raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
     return pair
+
+
+def check_denominator(denominator: str | None, q: Tensor) -> None:
+    """ValueError where there is no such denominator, of these features."""
+    if denominator not in ("plain", "encoded", "complex", None):
+        raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
+    if denominator == "complex" and q.shape[-1] % 2:
+        raise ValueError(
+            f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
+        )
 
 
 def _check_factors(problem: Problem, denominator: str | None, segment_ids: SegmentPair) -> None:
@@ -292,8 +298,8 @@ def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
 
 
 def _structure(rho: TokenMap) -> str:
-    inner = [_structure(x) for x in vars(rho).values() if isinstance(x, TokenMap)]
-    inner += [_structure(x) for xs in vars(rho).values() if isinstance(xs, tuple) for x in xs if isinstance(x, TokenMap)]
+    values = [x for value in vars(rho).values() for x in (value if isinstance(value, tuple) else (value,))]
+    inner = [_structure(x) for x in values if isinstance(x, TokenMap)]
     return type(rho).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 

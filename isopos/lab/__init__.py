@@ -1,14 +1,15 @@
-"""The laboratory: tasks, training, comparison, reports, measurements. `load` gives the model of a run."""
+"""The laboratory: tasks, training, comparison, reports, measurements."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from isopos.lab.runs.weights import load as load
+from pathlib import Path
+from typing import Any
 
 
-def __getattr__(name: str) -> Any:
-    if name == "load":
-        from isopos.lab.runs.weights import load
+def load(run: str | Path) -> Any:
+    """The trained model of a run: on the CPU, in evaluation mode.
 
-        return load
-    raise AttributeError(f"module 'isopos.lab' has no attribute {name!r}")
+    Raises:
+        ValueError: Where the folder holds no run, or one without weights yet.
+    """
+    from isopos.lab.runs.checkpoints import load_run
+
+    return load_run(Path(run))[1]

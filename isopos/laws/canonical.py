@@ -10,14 +10,13 @@ tested against it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isopos import bases, biases, couplings, encodings, feature_maps
-from isopos.decays import Decay
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant
 from isopos.feature_maps import Phi, sides
@@ -41,8 +40,7 @@ class Primitive:
     a: Tensor  # [h d1]
     B: Tensor  # [h d2 d]
     b: Tensor  # [h d2]
-    kernel: Kernel  # W [h d1 d2] of one relative position, as `relative` gives it
-    factor: Kernel = lambda t: torch.ones(1, 1, 1, dtype=torch.float64)  # of W, [h 1 1]: scale, locality and decay
+    kernel: Kernel  # W [h d1 d2] of one relative position, as `relative` gives it; scale, locality and decay are in it
     outside: int = 0  # first rows of positions that are class tokens, which have no relative position for W
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
 
@@ -60,12 +58,12 @@ class Primitive:
 
     def matrix(self, x: Tensor, y: Tensor) -> Tensor:
         """W for each query position of x ``[t c]`` and key position of y ``[s c]``: ``[h t s d1 d2]``, float64."""
-        made: dict[Any, Tensor] = {}
-        rows, n = self.relative(x, y), self.outside
-        pairs = [[(t, 0 if j < n else 1 if i < n else None) for j, t in enumerate(row)] for i, row in enumerate(rows)]
-        for t, which in {pair for row in pairs for pair in row}:
-            made[t, which] = (self.kernel(t) if which is None else self.classes[which]) * self.factor(t)
-        return torch.stack([torch.stack([made[pair].expand(len(self.A), -1, -1) for pair in row], 1) for row in pairs], 1)
+        kernel, n = cache(self.kernel), self.outside
+        rows = []
+        for i, row in enumerate(self.relative(x, y)):
+            found = [self.classes[0] if j < n else self.classes[1] if i < n else kernel(t) for j, t in enumerate(row)]
+            rows.append(torch.stack([w.expand(len(self.A), -1, -1) for w in found], 1))
+        return torch.stack(rows, 1)
 
     def score(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Of queries ``[*b h t d]`` at x ``[t c]`` and keys ``[*b h s d]`` at y ``[s c]``: ``[*b h t s]``, float64."""
@@ -117,13 +115,14 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
     locality = 1.0 if scheme.locality is None else scheme.locality
-    rate = torch.zeros(1, 1, 1, dtype=torch.float64) if scheme.decay is None else _rate(scheme.decay)
+    rate = torch.zeros(1, dtype=torch.float64) if scheme.decay is None else constant(scheme.decay.rate)
+    rate = rate[:, None, None]  # nats a step
     inner = torch.zeros_like(rate) if softmax else rate
 
-    def factor(t: Relative) -> Tensor:
-        return scale * locality ** _length(group, t) * torch.exp(-inner * _length(group, t))
+    def scaled(kernel: Kernel) -> Kernel:
+        return lambda t: kernel(t) * (scale * locality ** (n := _length(group, t)) * torch.exp(-inner * n))
 
-    primitives = [replace(primitive, factor=factor) for primitive in _of_coupling(coupling)]
+    primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in _of_coupling(coupling)]
     if scheme.bias is not None:
         _, phi = sides(feature_maps.identity if softmax else scheme.feature_map)
         primitives += _of_bias(scheme.bias, coupling.features, scale, phi)
@@ -134,12 +133,6 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         replace(p, **{name: getattr(p, name).expand(scheme.heads, *getattr(p, name).shape[1:]) for name in "AaBb"})
         for p in primitives
     )
-
-
-def _rate(decay: Decay) -> Tensor:
-    """Nats a step, ``[h 1 1]``."""
-    rate = decay.initial_rate if decay.log_rate is None else constant(decay.log_rate).exp()
-    return rate[:, None, None]
 
 
 def _content(d: int) -> Side:
@@ -348,12 +341,8 @@ def _fourier(n: int) -> Tensor:
 def _cosines(coupling: couplings.Constrained) -> Kernel:
     """Horn's relative term: sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)), over the axes."""
     a, b = constant(coupling.parameter).unbind(-1)
-
-    def term(t: Relative) -> Tensor:
-        angle = -_angles(t, coupling.frequency)  # of x - y; a frequency is zero where the sinusoid is another axis'
-        return (a * torch.cos(angle) + b * torch.sin(angle)).sum(-1)[:, None, None]
-
-    return term
+    angle = partial(_angles, frequency=-coupling.frequency)  # of x - y; zero where the sinusoid is another axis'
+    return lambda t: (a * torch.cos(angle(t)) + b * torch.sin(angle(t))).sum(-1)[:, None, None]
 
 
 def _of_transformer_xl(coupling: couplings.TransformerXL) -> list[Primitive]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
@@ -71,14 +72,12 @@ class Report:
 
     def __str__(self) -> str:
         """A line a finding."""
-        rows = [
-            f"  {f.name:<13} {'yes' if f.holds else 'no' if not f.is_law else 'BROKEN':<7} {f.figure:9.1e}  {f.note}"
-            + (f"\n{'':37}{f.counterexample}" if f.counterexample else "")
-            for f in self.findings
-        ]
-        return "\n".join(
-            [f"{self.subject}: {'every law holds' if self.holds else 'broken: ' + ', '.join(self.broken)}", *rows]
-        )
+        lines = [f"{self.subject}: {'every law holds' if self.holds else 'broken: ' + ', '.join(self.broken)}"]
+        for f in self.findings:
+            verdict = "yes" if f.holds else "BROKEN" if f.is_law else "no"
+            lines.append(f"  {f.name:<13} {verdict:<7} {f.figure:9.1e}  {f.note}")
+            lines += [f"{'':37}{f.counterexample}"] * bool(f.counterexample)
+        return "\n".join(lines)
 
 
 def check(
@@ -182,20 +181,17 @@ def _shift(group: Group, generator: torch.Generator) -> Tensor:
 
 
 def _unmoved(
-    name: str, what: str, pairs: Sequence[tuple[Tensor, Tensor]], axes: Sequence[str], shift: Tensor, **positions: Tensor
+    name: str, what: str, pairs: Sequence[tuple[Tensor, Tensor]], features: Sequence[str], shift: Tensor, **positions: Tensor
 ) -> Finding:
-    """A law that numbers, before and after a shift, are equal; where they are not, with the place of the largest change."""
+    """A law that numbers ``[h t ...]`` before and after a shift are equal; broken, with the place of the largest change."""
     error, here, there = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
     finding = _law(name, error, f"largest change of {what}")
     if finding.holds:
         return finding
     at = torch.unravel_index((here - there).abs().argmax(), here.shape)
-    places = dict(zip(axes, map(int, at), strict=True))
-    token = places.pop("token")
-    where = [
-        *(f"{axis} {i}" for axis, i in places.items()),
-        *(f"{x} = {row[token].tolist()}" for x, row in positions.items()),
-    ]
+    head, token, *rest = map(int, at)
+    where = [f"head {head}", *(f"{feature} {i}" for feature, i in zip(features, rest, strict=True))]
+    where += [f"{x} = {row[token].tolist()}" for x, row in positions.items()]
     numbers = f"{here[at].item():.6g}, shifted by {shift[-1].tolist()} {there[at].item():.6g}"
     return replace(finding, counterexample=f"{', '.join(where)}: {numbers}")
 
@@ -206,8 +202,8 @@ def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *featur
     pair = [
         scores(probe.group.shift(s, probe.x), probe.group.shift(s, probe.y)) for s in (probe.group.origin(1), probe.shift)
     ]
-    what, axes = "a score when both positions are shifted", ("head", "token", *features)
-    return _unmoved("relative", what, [(pair[0], pair[1])], axes, probe.shift, x=probe.x, y=probe.y)
+    what = "a score when both positions are shifted"
+    return _unmoved("relative", what, [(pair[0], pair[1])], features, probe.shift, x=probe.x, y=probe.y)
 
 
 @torch.no_grad()
@@ -220,28 +216,27 @@ def _encoding_findings(encoding: Encoding, probe: _Probe) -> list[Finding]:
     )
     norm = torch.linalg.matrix_norm(_score(encoding, group.shift(origin, x), group.shift(origin, y)), 2).max().item()
     unit = torch.eye(encoding.features, dtype=torch.float64)
-    errors = {
-        "bounded": (max(norm - 1, 0.0), "largest |score| / (|q| |k|) - 1"),
-        "unitary": (_most(_score(encoding, x, x) - unit), "largest change of a norm"),
-    }
-    if encoding.out_features == encoding.features or encoding.is_lift:
-        errors["homomorphism"] = (_most(w_x @ w_y - w_xy), "largest |W(x) W(y) - W(xy)|")
-        errors["identity"] = (_most(w_1 - unit), "largest |W(1) - I|")
-        errors["decomposable"] = (_most(w_x.mH @ w_y - w_pair), "largest |W(x)^H W(y) - rho(x)^H rho(y)|")
     findings = [
         _relative(probe, lambda a, b: _score(encoding, a, b), "query feature", "key feature"),
-        *(_law(name, error, note) for name, (error, note) in errors.items()),
+        _law("bounded", max(norm - 1, 0.0), "largest |score| / (|q| |k|) - 1"),
+        _law("unitary", _most(_score(encoding, x, x) - unit), "largest change of a norm"),
     ]
+    if encoding.out_features == encoding.features or encoding.is_lift:
+        findings += [
+            _law("homomorphism", _most(w_x @ w_y - w_xy), "largest |W(x) W(y) - W(xy)|"),
+            _law("identity", _most(w_1 - unit), "largest |W(1) - I|"),
+            _law("decomposable", _most(w_x.mH @ w_y - w_pair), "largest |W(x)^H W(y) - rho(x)^H rho(y)|"),
+        ]
     if group.is_grid:
-        error = _inexactness(encoding, probe)
-        findings.append(_law("exact", error, "largest error of a float32 score up to position 2^31", EXACT))
+        note = "largest error of a float32 score up to position 2^31"
+        findings.append(_law("exact", _inexactness(encoding, probe), note, EXACT))
     note = "positions after which it repeats itself"
     return [*findings, Finding("periodic", encoding.order < math.inf, encoding.order, note, is_law=False)]
 
 
+@torch.no_grad()
 def _direction(probe: _Probe) -> Finding:
-    with torch.no_grad():
-        error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
+    error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
     note = "score(x, y) differs from score(y, x)" if error > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
     return Finding("directional", error > TOLERANCE, error, note, is_law=False)
 
@@ -319,16 +314,18 @@ def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding
     x, shift = _ordered(scheme.group, min(40, max(half, 1)), generator)
     if scheme.max_length is not None:
         x, shift = x % max(half, 1), torch.tensor([[half]])
-    layer = _Layer(scheme, len(x), generator)
+    features = scheme.encoding.features
+    widths = (features, features, features // scheme.width)
+    content = [torch.randn(len(x), scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths]
     with torch.no_grad():
         pairs = []
         for causal in (True, False):
-            before, after = layer(x, causal), layer(scheme.group.shift(shift, x), causal)
+            before, after = (_sums(scheme, content, places, causal) for places in (x, scheme.group.shift(shift, x)))
             pairs += [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
     learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
     findings = [
-        _unmoved("attention", "a layer's sums at shifted positions", pairs, ("head", "token", "feature"), shift, x=x),
-        _gradient(learned, lambda: sum((out.square().sum() for out in layer(x, False)), torch.zeros(()))),
+        _unmoved("attention", "a layer's sums at shifted positions", pairs, ("feature",), shift, x=x),
+        _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, False), -1).square().sum()),
     ]
     if scheme.choices["denominator"] in ("plain", "encoded"):
         least = pairs[1][0].min().item()
@@ -347,36 +344,23 @@ def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Ten
     return group.arrange(math.ceil(tokens ** (1 / group.columns)) ** group.columns), shift
 
 
-class _Layer:
-    """Attention of one scheme over fixed random tokens, before the division, which blows rounding up near zero."""
+def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) -> list[Tensor]:
+    """Of a layer ``[1 h t e]``, before the division, which blows rounding up near zero.
 
-    def __init__(self, scheme: Scheme, tokens: int, generator: torch.Generator):
-        self.scheme, self.tokens = scheme, tokens
-        widths = [scheme.encoding.features] * 2 + [scheme.encoding.features // scheme.width]
-        self.content = [
-            torch.randn(tokens, scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths
-        ]
-
-    def __call__(self, x: Tensor, causal: bool) -> list[Tensor]:
-        """Sums ``[1 h t e]`` at positions x, whose first rows may be those of prefixes."""
-        scheme, extra = self.scheme, len(x) - self.tokens
-        content = self.content
-        if scheme.embedding is not None:
-            content = [a + scheme.embedding(x, torch.float64)[extra:] for a in content]
-        rows = [torch.cat((a.new_zeros(extra, a.shape[-1]), a)) for a in content]
-        q, k, v = (a.unflatten(-1, (scheme.heads, -1)).transpose(-2, -3)[None] for a in rows)
-        mask = (torch.arange(len(x)) >= extra) if extra else None
-        at = scheme.at(x, dtype=torch.float64) | {"causal": causal, "mask": mask}
-        if scheme.attention == "softmax":
-            return [softmax_attention(q, k, v, **at)[..., extra:, :]]
-        denominator = at.pop("denominator")
-        if denominator == "complex":
-            return [linear_attention(q, k, v, denominator=denominator, **at)[..., extra:, :]]
-        sums = [linear_attention(q, k, v, denominator=None, **at)]
-        if denominator is not None:
-            at["isometry"] = at["isometry"] if denominator == "encoded" else None
-            sums.append(linear_attention(q, k, torch.ones_like(v[..., :1]), denominator=None, **at))
-        return [out[..., extra:, :] for out in sums]
+    The content of queries, keys and values is that of the last tokens at x, whose first rows may be those of prefixes.
+    """
+    extra = len(x) - len(content[0])
+    if scheme.embedding is not None:
+        content = [a + scheme.embedding(x, torch.float64)[extra:] for a in content]
+    q, k, v = (F.pad(a, (0, 0, extra, 0)).unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in content)
+    attend = softmax_attention if scheme.attention == "softmax" else linear_attention
+    at = scheme.at(x, dtype=torch.float64) | {"causal": causal, "mask": torch.arange(len(x)) >= extra if extra else None}
+    runs = [(v, at)]
+    if (denominator := at.get("denominator")) in ("plain", "encoded"):
+        numerator = at | {"denominator": None}
+        weights = numerator if denominator == "encoded" else numerator | {"isometry": None}
+        runs = [(v, numerator), (torch.ones_like(v[..., :1]), weights)]
+    return [attend(q, k, values, **options)[..., extra:, :] for values, options in runs]
 
 
 def _most(error: Tensor) -> float:

@@ -1,8 +1,7 @@
 """Small models that read top to bottom, for comparisons and as examples of use."""
 
 from isopos.models.blocks import TOKEN_STD, Block, Trunk
-from isopos.models.decoder import Decoder, Stream
+from isopos.models.decoder import AdaptiveHead, Decoder, Stream
 from isopos.models.encoder import Classifier, Encoder
-from isopos.models.heads import AdaptiveHead
 
 __all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Classifier", "Decoder", "Encoder", "Stream", "Trunk"]

@@ -2,10 +2,10 @@
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from isopos.models.blocks import Options, Trunk
-from isopos.models.heads import mean
 from isopos.scheme import Scheme
 
 __all__ = ["Classifier", "Encoder"]
@@ -17,7 +17,6 @@ class Encoder(Trunk):
     Arguments are those of `Trunk`.
 
     Example:
-        >>> import torch
         >>> import isopos
         >>> model = Encoder(256, 32, 2, isopos.rope(8, 4))
         >>> model(torch.arange(10)[None]).shape
@@ -45,7 +44,6 @@ class Classifier(Trunk):
         classes: Number of classes.
 
     Example:
-        >>> import torch
         >>> import isopos
         >>> model = Classifier(20, 10, 32, 2, isopos.ape_tree(8, 4, branches=3))
         >>> nodes = isopos.tree("(MAX 2 9 (MIN 4 7))")
@@ -61,4 +59,7 @@ class Classifier(Trunk):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
-        return self.head(mean(self.features(tokens, positions, mask=mask), mask))
+        x = self.features(tokens, positions, mask=mask)
+        if mask is None:
+            return self.head(x.mean(1))
+        return self.head(torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True))

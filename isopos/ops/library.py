@@ -6,6 +6,7 @@ It serves float32 on Linux and x86-64, where installation found gcc. `isopos.ops
 import ctypes
 import functools
 import importlib.machinery
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
 
 def library(*widths: int) -> ctypes.CDLL | None:
     """The library that serves these numbers of features, if one does."""
-    fitting = (lib for lanes, lib in libraries()[0].items() if all(width % lanes == 0 for width in widths))
-    return next(fitting, None) if max(widths) <= WIDEST else None
+    common = math.gcd(*widths)
+    return next((lib for lanes, lib in libraries()[0].items() if common % lanes == 0 and max(widths) <= WIDEST), None)
 
 
 def unreadable(*tensors: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +11,12 @@ from rich.table import Table
 from torch import Tensor
 
 from isopos import __version__
-from isopos.lab.bench.peers import ROTARY, Rotary
+from isopos.lab.bench.peers import ROTARY, Peer
 from isopos.lab.reports import grids
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["FAR", "SETTINGS", "Setting", "absent", "accuracy", "errors", "pairs", "scores"]
+__all__ = ["FAR", "LIBRARIES", "SETTINGS", "Setting", "absent", "accuracy", "errors", "pairs", "scores"]
 
 HEAD_DIM, LENGTH = 64, 8192
 
@@ -41,14 +42,18 @@ FAR = tuple(
 )
 
 
-def _ours(x: Tensor, start: int, cast: torch.dtype | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _ours(module: ModuleType, x: Tensor, start: int, cast: torch.dtype | None) -> Callable[..., tuple[Tensor, Tensor]]:
     rho = REGISTRY["rope"](x.shape[-1], 1).to(cast).encoding(sequence(x.shape[-2]) + start, x.dtype)
     return lambda q, k: (rho(q), rho(k))
 
 
+OURS = Peer("isopos", "isopos", _ours)
+LIBRARIES = {"isopos": OURS, **ROTARY}
+
+
 def absent() -> list[str]:
     """Peers that cannot be imported."""
-    return [name for name, peer in ROTARY.items() if peer.absence()]
+    return [name for name, peer in LIBRARIES.items() if peer.absence()]
 
 
 def pairs(table: Tensor) -> Tensor:
@@ -63,21 +68,20 @@ def scores(table: Tensor) -> Tensor:
 
 
 def errors(
-    peer: Rotary | None = None, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
+    peer: Peer = OURS, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
 ) -> dict[Setting, float]:
     """Largest error in each setting that a peer, by default isopos, reaches: rotated unit features against a reference.
 
     It is that of a function of the cosines and sines ``[t f 2]``, such as `scores`.
     """
-    found = {}
-    interleaved = peer is None or peer.layout == "interleaved"
+    found, interleaved = {}, peer.layout == "interleaved"
     unit = torch.tensor([1, 0]).expand(HEAD_DIM // 2, 2)  # rotation shows cosine and sine without another rounding
     unit = (unit if interleaved else unit.mT).flatten().expand(1, 1, LENGTH, -1)
     for setting in settings:
-        if peer is not None and setting.start + LENGTH > peer.longest:
+        if setting.start + LENGTH > peer.longest:
             continue
-        x, rotation = unit.to(setting.dtype), _ours if peer is None else peer.rotation
-        rotated = rotation(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
+        x = unit.to(setting.dtype)
+        rotated = peer.work(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
         table = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).mT
         found[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
     return found
@@ -96,10 +100,10 @@ def accuracy() -> Table:
     missing = absent()
     note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: its table does not reach so far."
     rows, titles = [], ("library", "version", *map(str, SETTINGS))
-    for name, peer in {"isopos": None, **ROTARY}.items():
+    for name, peer in LIBRARIES.items():
         if name not in missing:
             found = errors(peer)
-            version = __version__ if peer is None else importlib.metadata.version(peer.package)
+            version = __version__ if peer is OURS else importlib.metadata.version(peer.package)
             rows.append((name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS)))
     caption = f"{note}\nNot installed: {', '.join(missing)}." if missing else note
     return grids.console(titles, rows, "ll".ljust(len(titles), "r"), caption=caption)

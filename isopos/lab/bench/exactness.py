@@ -13,14 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from isopos.attention import linear_attention, softmax_attention
+from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.catalog import CATALOG
 from isopos.encodings import Encoding
 from isopos.lab.bench import accuracy
-from isopos.lab.bench.peers import ROTARY
 from isopos.lab.reports import grids
 from isopos.lab.reports.kernels import fill_zeros
-from isopos.laws import reference
 from isopos.positions import Group, Line, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State
@@ -274,8 +272,8 @@ def beside() -> Iterator[Table]:
     """Far positions and bfloat16 in isopos and in the other libraries that are installed."""
     for what, of in (("cosines and sines", accuracy.pairs), ("scores of unit queries and keys", accuracy.scores)):
         rows = []
-        for name, peer in {"isopos": None, **ROTARY}.items():
-            if peer is None or peer.installed:
+        for name, peer in accuracy.LIBRARIES.items():
+            if not peer.absence():
                 errors = accuracy.errors(peer, accuracy.FAR, of)
                 rows.append((name, *(_figure([errors[s]] if s in errors else []) for s in accuracy.FAR)))
         yield Table(f"Largest error of {what}", ("library", *map(str, accuracy.FAR)), rows)
@@ -289,5 +287,5 @@ def console(out: Console, *, compiled: bool = False) -> None:
         out.print(table.rich())
     for n, note in enumerate(notes, 1):
         out.print(f"[{n}] {note}", markup=False, highlight=False)
-    if accuracy.absent():
-        out.print(f"Not installed: {', '.join(accuracy.absent())}.")
+    if missing := accuracy.absent():
+        out.print(f"Not installed: {', '.join(missing)}.")

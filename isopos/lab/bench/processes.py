@@ -19,9 +19,8 @@ import torch
 
 from isopos.attention import linear_attention
 from isopos.lab.bench import races
-from isopos.lab.bench.rows import Row
-from isopos.lab.bench.timing import at_most, rounds_of
-from isopos.lab.bench.works import Shape, scheme_of
+from isopos.lab.bench.races import Shape, scheme_of
+from isopos.lab.bench.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
@@ -58,7 +57,7 @@ def section(name: str, rounds: int, most: int = 1 << 62) -> Iterator[Row]:
     if name == "construction":
         yield from construction(rounds, min(NODES, 2 * most))
     for contest in races.RACES.get(name, ()):
-        yield from races.race(name, contest.limited(most), rounds)
+        yield from races.race(name, replace(contest, shape=contest.shape.limited(most)), rounds)
     if name == "rotary":
         yield rotation_error(Shape().limited(most))
 

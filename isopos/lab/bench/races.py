@@ -1,20 +1,199 @@
-"""Races: which works take turns at which sizes, what we want of each pair, and how they are run."""
+"""What is timed, by name: functions of the same inputs; and races: which take turns at which sizes, with our goals."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from isopos.attention import Attention, linear_attention
+from isopos.feature_maps import elu1
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.rows import Row
-from isopos.lab.bench.timing import Goal, at_least, at_most, rounds_of
-from isopos.lab.bench.works import Shape, work_of
+from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of
+from isopos.lab.recipes import split_spec
+from isopos.positions import sequence
+from isopos.scheme import Scheme
+from isopos.schemes import build
+from isopos.state import State
 
-__all__ = ["LENGTHS", "RACES", "Race", "growth", "once", "race"]
+__all__ = ["LENGTHS", "RACES", "WORKS", "Race", "Shape", "growth", "once", "race", "scheme_of", "work_of"]
+
+EPSILON = 1e-6
+PACKED = 8  # sequences of a packed row
+
+
+class Shape(NamedTuple):
+    """Sizes of queries, keys and values; a decoding step looks back on a cache.
+
+    Example:
+        >>> print(Shape(length=512, batch=1), Shape(length=1, cache=32768), Shape().limited(100))
+        B=1 H=8 L=512 d=64 B=2 H=8 d=64, after 32768 tokens B=2 H=8 L=100 d=64
+    """
+
+    length: int = 8192
+    batch: int = 2
+    heads: int = 8
+    head_dim: int = 64
+    cache: int = 0
+
+    def __str__(self) -> str:
+        length = "" if self.length == 1 else f"L={self.length} "
+        cache = f", after {self.cache} tokens" if self.cache else ""
+        return f"B={self.batch} H={self.heads} {length}d={self.head_dim}{cache}"
+
+    def limited(self, most: int) -> "Shape":
+        """The shape with at most so many tokens."""
+        return self._replace(length=min(self.length, most), cache=min(self.cache, most))
+
+
+def work_of(name: str, shape: Shape) -> Callable[..., Any]:
+    """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
+    return PEERS[name].work(torch.empty(shape.length, shape.head_dim)) if name in PEERS else WORKS[name](shape)
+
+
+def scheme_of(spec: str, shape: Shape) -> Scheme:
+    """A scheme with options for the heads of a shape."""
+    name, options = split_spec(spec)
+    return build(name, shape.head_dim, shape.heads, options)
+
+
+def _attention(shape: Shape, spec: str = "none", *, causal: bool = True):
+    return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
+
+
+def _layer(shape: Shape, spec: str):
+    scheme = scheme_of(spec, shape)
+    layer = Attention(shape.heads * shape.head_dim, scheme)
+    return partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
+
+
+def _masked(shape: Shape):
+    mask = (torch.arange(shape.length) < shape.length - shape.length // 10).expand(shape.batch, -1)
+    return partial(linear_attention, feature_map=elu1, causal=True, mask=mask)
+
+
+def _packed(shape: Shape):
+    ids = (torch.arange(shape.length) * PACKED // shape.length).expand(shape.batch, -1)
+    return partial(linear_attention, feature_map=elu1, causal=True, segment_ids=ids)
+
+
+def _divided_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1) + EPSILON)
+
+
+def _rotation(shape: Shape):
+    rho = scheme_of("rope", shape).encoding(sequence(shape.length))
+    return lambda q, k: (rho(q), rho(k))
+
+
+def _table(shape: Shape) -> Tensor:
+    """Cosines and sines in float32 ``[t d/2 2]``."""
+    return scheme_of("rope", shape).encoding(sequence(shape.length)).table[0]
+
+
+def _half_split(shape: Shape):
+    """The formula that most code uses, on pairs (i, i + d/2)."""
+    cos, sin = (part.repeat(1, 2) for part in _table(shape).unbind(-1))
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return lambda q, k: (rotate(q), rotate(k))
+
+
+def _stacked(shape: Shape):
+    """The formula of torchtune, on pairs (2i, 2i+1) in float32."""
+    cos, sin = _table(shape).unbind(-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).type_as(x)
+
+    return lambda q, k: (rotate(q), rotate(k))
+
+
+def _stream(shape: Shape, spec: str = "", *, in_place: bool = False):
+    """A stream, of a scheme whose positions advance, or of none."""
+    scheme, state, place = scheme_of(spec, shape) if spec else None, State(in_place=in_place), 0
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal state, place
+        none = {"feature_map": elu1, "state": state}
+        at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
+        out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
+        place += 1
+        return out
+
+    return step
+
+
+def _einsum_step(shape: Shape):
+    sums = torch.zeros(shape.batch, shape.heads, shape.head_dim, shape.head_dim)
+    keys = torch.zeros(shape.batch, shape.heads, shape.head_dim)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal sums, keys
+        q, k, v = F.elu(q[:, :, 0]) + 1, F.elu(k[:, :, 0]) + 1, v[:, :, 0]
+        sums = sums + torch.einsum("bhd,bhe->bhde", k, v)
+        keys = keys + k
+        denominator = torch.einsum("bhd,bhd->bh", q, keys) + EPSILON
+        return (torch.einsum("bhd,bhde->bhe", q, sums) / denominator.unsqueeze(-1)).unsqueeze(-2)
+
+    return step
+
+
+def _cached(shape: Shape):
+    """Softmax attention of one query to a full cache, whose last token it replaces."""
+    keys, values = (torch.randn(1, 1, shape.cache, shape.head_dim).repeat(*shape[1:3], 1, 1) for _ in range(2))
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys[:, :, -1:], values[:, :, -1:] = k, v
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    return step
+
+
+WORKS: dict[str, Callable[[Shape], Any]] = {
+    "causal": _attention,
+    "causal, retnet decay": partial(_attention, spec="none:decay=retnet"),
+    "causal, masked": _masked,
+    "causal, packed": _packed,
+    "both ways": partial(_attention, causal=False),
+    "both ways, no features": partial(_attention, spec="none:feature_map=identity,denominator=none", causal=False),
+    "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
+    "two products, elu + 1, divided": lambda shape: _divided_products,
+    "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
+    "rotation": _rotation,
+    "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
+    "rotate-half": _half_split,
+    "torchtune's formula": _stacked,
+    "decoding step": _stream,
+    "decoding step, in place": partial(_stream, in_place=True),
+    "decoding step of a scheme, no positions": partial(_stream, spec="none"),
+    "decoding step of a scheme, rotary": partial(_stream, spec="rope"),
+    "decoding step of a scheme, no positions, in place": partial(_stream, spec="none", in_place=True),
+    "decoding step of a scheme, rotary, in place": partial(_stream, spec="rope", in_place=True),
+    "einsum step": _einsum_step,
+    "softmax (SDPA) step": _cached,
+}
+POSITIONS = {  # the scheme, and the goal of its speed beside none
+    "no positions": ("none", None),
+    "rotary": ("rope", at_least(0.95)),
+    "permutation": ("lrpe-permutation:basis=identity", at_least(0.92)),
+    "unitary": ("lrpe-unitary:basis=identity", at_least(0.88)),
+    "householder + rotary": ("lrpe-orthogonal", at_least(0.9)),
+    "householder + permutation": ("lrpe-permutation", None),
+    "householder + unitary": ("lrpe-unitary", None),
+}
+WORKS |= {f"attention function, {name}": partial(_attention, spec=spec) for name, (spec, _) in POSITIONS.items()}
+WORKS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, (spec, _) in POSITIONS.items()}
 
 FORWARD, BOTH, STEP = "forward", "forward + backward", "step"
 INPUTS = {"attention": 3, "rotary": 2, "layer": 1}
@@ -30,10 +209,6 @@ class Race:
     passing: Literal["forward", "forward + backward", "step"]
     shape: Shape
     pairs: Mapping[tuple[str, str], Goal | None]
-
-    def limited(self, most: int) -> "Race":
-        """The race with at most so many tokens."""
-        return replace(self, shape=self.shape.limited(most))
 
 
 FT, PERFORMER, SDPA = (("causal", peer) for peer in ("fast-transformers", "performer-pytorch", "softmax (SDPA)"))
@@ -78,19 +253,12 @@ DECODE = (
     Race("attention", STEP, Shape(1, batch=1, cache=32768), STEPS | dict.fromkeys(ROTATED)),
     Race("attention", STEP, Shape(1, batch=32, cache=32768), STEPS | ROTATED),
 )
-SPEEDS = {
-    "rotary": at_least(0.95),
-    "permutation": at_least(0.92),
-    "unitary": at_least(0.88),
-    "householder + rotary": at_least(0.9),
-    "householder + permutation": None,
-    "householder + unitary": None,
-}
 KINDS: dict[str, Literal["attention", "layer"]] = {"attention function": "attention", "attention module": "layer"}
 
 
 def _beside(kind: str) -> dict[tuple[str, str], Goal | None]:
-    return {(f"{kind}, {name}", f"{kind}, no positions"): goal for name, goal in SPEEDS.items()}
+    none, *others = ((f"{kind}, {name}", goal) for name, (_, goal) in POSITIONS.items())
+    return {(name, none[0]): goal for name, goal in others}
 
 
 SUBLAYER = tuple(Race(what, BOTH, Shape(512, batch=4), _beside(kind)) for kind, what in KINDS.items())
@@ -118,8 +286,7 @@ def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     for shape in shapes:
         inputs = _inputs("attention", shape, BOTH)
         works[str(shape)] = _work("attention function, rotary", "attention", shape, BOTH, inputs)
-    seconds = rounds_of(works, rounds)
-    rows = []
+    seconds, rows = rounds_of(works, rounds), []
     for shape, longer in itertools.pairwise(shapes):
         times = seconds[str(longer)], seconds[str(shape)]
         rows.append(Row("growth", f"causal, rotary, {BOTH}, {longer}", f"L={shape.length}", TWICE, *times))

@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 
 from isopos import __version__
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.rows import Row
-from isopos.lab.runs.files import write_json
+from isopos.lab.bench.timing import Row
+from isopos.lab.runs.files import replacing, write_json
 from isopos.ops.library import libraries
 
 __all__ = ["CHART", "DATA", "chart", "heading", "machine", "target", "write"]
@@ -80,8 +80,8 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int) -> list[
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
         return [folder / DATA]
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "isopos"}):
-        chart(raced).savefig(folder / CHART)
+    with replacing(folder / CHART) as part, rc_context({"svg.fonttype": "none", "svg.hashsalt": "isopos"}):
+        chart(raced).savefig(part, format="svg")
     return [folder / DATA, folder / CHART]
 
 

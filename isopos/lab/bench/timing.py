@@ -1,18 +1,20 @@
-"""Works take turns; their times are compared round by round, and no difference within the spread is called one."""
+"""Works take turns; what is measured is a row, with every round's seconds, as a table and as JSON."""
 
+import dataclasses
 import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-__all__ = ["Goal", "Spread", "at_least", "at_most", "ratios", "rounds_of", "turns", "verdict"]
+__all__ = ["TITLES", "Goal", "Row", "Spread", "at_least", "at_most", "rounds_of", "turns"]
 
+TITLES = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 SHORT = 5e-3  # seconds: a shorter work is repeated for so long
 
 
@@ -57,36 +59,87 @@ class Goal:
 at_least, at_most = partial(Goal, "at least"), partial(Goal, "at most")  # of a speed, and of a cost
 
 
-def ratios(ours: Sequence[float], other: Sequence[float], goal: Goal | None = None) -> Spread:
-    """Our speed in units of the other's, round by round; where the goal is a cost, our time in units of the other's.
+@dataclass(frozen=True)
+class Row:
+    """Ours beside another's in the same rounds, or a figure by itself; a note says why there is neither."""
+
+    section: str
+    work: str
+    other: str = ""
+    goal: Goal | None = None
+    ours_seconds: Sequence[float] = field(default_factory=list, repr=False)
+    other_seconds: Sequence[float] = field(default_factory=list, repr=False)
+    figure: float | None = None
+    unit: str = ""
+    note: str = ""
+    allocator: str = ""
+
+    @property
+    def raced(self) -> bool:
+        """Whether ours and another's were timed."""
+        return bool(self.ours_seconds and self.other_seconds)
+
+    @property
+    def cost(self) -> bool:
+        """Whether the ratio is our time in units of the other's."""
+        return self.goal is not None and self.goal.sense == "at most"
+
+    @property
+    def spread(self) -> Spread:
+        """Our speed in units of the other's, round by round; where the goal is a cost, our time in units of the other's."""
+        times = zip(self.ours_seconds, self.other_seconds, strict=True)
+        return Spread.of([ours / other if self.cost else other / ours for ours, other in times])
+
+    @property
+    def verdict(self) -> str:
+        """What the figures say: a goal is judged by the median, and nothing is faster unless all quartiles are beyond 1."""
+        goal = self.goal
+        if not self.raced:
+            return "" if self.figure is None or goal is None else "met" if goal.met(self.figure) else "not met"
+        spread = self.spread
+        level = spread.low <= 1 <= spread.high
+        if goal is None:
+            return "within the spread" if level else "faster" if spread.low > 1 else "slower"
+        if not goal.met(spread.median):
+            return "not met"
+        return "within the spread" if not self.cost and goal.value > 1 and level else "met"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of all fields, with the ratio and the verdict."""
+        return dataclasses.asdict(self) | {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Row":
+        """The inverse of `to_json`."""
+        fields = {field.name: content[field.name] for field in dataclasses.fields(cls)}
+        fields["goal"] = fields["goal"] and Goal(**fields["goal"])
+        return cls(**fields)
+
+    def cells(self) -> tuple[str, ...]:
+        """Of the table: work, other, allocator, ours, the other's, ratio, goal, verdict."""
+        goal = "" if self.goal is None else str(self.goal)
+        if not self.raced and self.figure is None:
+            return self.work, self.note, self.allocator, _time(self.ours_seconds), "", "", goal, ""
+        if not self.raced:
+            return self.work, self.unit, self.allocator, f"{self.figure:.3g}", "", "", goal, self.verdict
+        spread = self.spread
+        ratio = f"{spread.median:.3g}x {'time' if self.cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
+        times = _time(self.ours_seconds), _time(self.other_seconds)
+        return self.work, self.other, self.allocator, *times, ratio, goal, self.verdict
+
+
+def _time(seconds: Sequence[float]) -> str:
+    """A median with three digits.
 
     Example:
-        >>> ratios([1.0, 1.0, 2.0], [3.0, 2.0, 2.0])
-        Spread(low=1.5, median=2.0, high=2.5)
-        >>> ratios([1.0], [4.0], at_most(1.1)).median
-        0.25
+        >>> _time([0.0012]), _time([2.5]), _time([31e-6]), _time([])
+        ('1.2 ms', '2.5 s', '31 us', '')
     """
-    over, under = (ours, other) if goal is not None and goal.sense == "at most" else (other, ours)
-    return Spread.of([a / b for a, b in zip(over, under, strict=True)])
-
-
-def verdict(spread: Spread, goal: Goal | None = None) -> str:
-    """What the figures say: a goal is judged by the median, and nothing is faster unless all quartiles are beyond 1.
-
-    Example:
-        >>> verdict(Spread(1.1, 1.3, 1.4)), verdict(Spread(0.9, 1.3, 1.4)), verdict(Spread(0.7, 0.8, 0.9))
-        ('faster', 'within the spread', 'slower')
-        >>> verdict(Spread(2.5, 2.7, 2.9), at_least(2.6)), verdict(Spread(2.5, 2.55, 2.9), at_least(2.6))
-        ('met', 'not met')
-        >>> verdict(Spread(0.9, 1.3, 1.4), at_least(1.2)), verdict(Spread(0.9, 1.04, 1.1), at_most(1.05))
-        ('within the spread', 'met')
-    """
-    level = spread.low <= 1 <= spread.high
-    if goal is None:
-        return "within the spread" if level else "faster" if spread.low > 1 else "slower"
-    if not goal.met(spread.median):
-        return "not met"
-    return "within the spread" if goal.sense == "at least" and goal.value > 1 and level else "met"
+    if not seconds:
+        return ""
+    median = Spread.of(seconds).median
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "us")) if median * s >= 1 or u == "us")
+    return f"{median * scale:.3g} {unit}"
 
 
 def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> Iterator[dict[str, float]]:

@@ -36,7 +36,7 @@ class Options:
 def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
     from isopos.lab.bench import accuracy, exactness, processes, results
-    from isopos.lab.bench.rows import TITLES
+    from isopos.lab.bench.timing import TITLES
     from isopos.lab.reports import grids
 
     section, rounds = options.section, options.rounds

@@ -19,7 +19,8 @@ from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes
 from isopos.lab.reports.comparison import ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.files import write_json
-from isopos.lab.tables.cells import cell_name
+from isopos.lab.runs.folders import run_place
+from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
 
@@ -69,6 +70,7 @@ def default(arguments: Sequence[str]) -> Options:
     name = next((after for word, after in itertools.pairwise(words) if word == "--task"), "language")
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
+    recipe.check_names(Options.__dataclass_fields__)
     return Options(name, task.schemes, settings=recipe.task, model=recipe.model, training=recipe.training)
 
 
@@ -125,7 +127,7 @@ def run(options: Options, console: Console) -> int:
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
-    from isopos.lab.training.checks import check_recipe, run_place, usable_device
+    from isopos.lab.training.run import check_recipe, usable_device
 
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
     for name in ("devices", "nodes"):
@@ -172,7 +174,7 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
 def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
     """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
     from isopos.lab.tasks.build import build_scheme
-    from isopos.lab.training.speed import step_times
+    from isopos.lab.training.run import step_times
 
     first = [recipe for recipe in recipes if recipe.seed == recipes[0].seed]
     bases = {

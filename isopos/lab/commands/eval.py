@@ -31,14 +31,14 @@ class Options:
 
 def run(options: Options, console: Console) -> int:
     """Score on the CPU, print a table, and append the figures to eval.json."""
-    from isopos.lab.runs import checkpoints, weights
+    from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)
     recipe = recipe_of(folder).edit(device="cpu")
     views = _views(options, recipe.task)
-    model, trained, last = recipe.task.model(recipe), folder / weights.FILE, checkpoints.newest(folder)
+    model, trained, last = recipe.task.model(recipe), folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
     if trained.exists():
-        weights.read(model, trained)
+        checkpoints.read_weights(model, trained)
         source, step = trained.name, max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
     elif last is not None:
         model.load_state_dict(checkpoints.load(last)["model"])

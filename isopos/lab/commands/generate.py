@@ -42,21 +42,17 @@ def generate(options: Options) -> Iterator[str]:
     import torch
 
     from isopos.lab.data.tokenizers import Bytes, load_tokenizer
-    from isopos.lab.runs import weights
-    from isopos.lab.tasks.generation import pieces
+    from isopos.lab.runs import checkpoints
+    from isopos.lab.tasks.decoding import pieces
     from isopos.models import Decoder
 
     folder, prompt, tokens = Path(options.run), options.prompt, options.tokens
-    if not (folder / weights.FILE).is_file():
-        runs = sorted(str(path.parent) for path in folder.glob(f"*/{weights.FILE}"))
-        remedy = f"it holds {', '.join(runs)}" if runs else "isopos compare makes some under runs/"
-        raise ValueError(f"run: expected a folder with a trained model, got {options.run}; {remedy}")
     temperature, top_p = options.temperature, options.top_p
     expect("tokens", tokens, "at least 1", tokens >= 1)
     expect("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
     expect("top_p", top_p, "a probability above 0 and at most 1", 0 < top_p <= 1)
     expect("prompt", "none", "at least one character", bool(prompt))
-    recipe, model = weights.load_run(folder)
+    recipe, model = checkpoints.load_run(folder)
     if not isinstance(model, Decoder):
         raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}, which writes no text")
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else Bytes()

@@ -9,8 +9,7 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.reports import grids
-from isopos.lab.runs.folders import read_rows, recipe_of
-from isopos.lab.runs.outcomes import Result
+from isopos.lab.runs.folders import Result, read_rows, recipe_of
 
 __all__ = ["Options", "run"]
 

@@ -21,10 +21,8 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import recipe_of, same_recipe
-from isopos.lab.runs.outcomes import fingerprint
-from isopos.lab.tables.cells import SCORES, TIMING, Cell, cell_name, speed_rounds
-from isopos.lab.tables.loader import ASK, TABLES, Line, PaperTable, load_table
+from isopos.lab.runs.folders import fingerprint, recipe_of, run_place, same_recipe
+from isopos.lab.tables.loader import ASK, SCORES, TABLES, TIMING, Cell, Line, PaperTable, cell_name, load_table, speed_rounds
 from isopos.lab.tasks.task import Data, expect
 
 __all__ = ["ROUNDS", "Options", "run"]
@@ -59,15 +57,15 @@ def run(options: Options, console: Console) -> int:
     """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
-    from isopos.lab.training.checks import check_recipe, run_place
+    from isopos.lab.training.run import check_recipe, usable_device
 
     folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows), _sources(table, options)
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
-    recipes = {}
+    recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
-        recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=options.device)
+        recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=device)
         recipes[name] = recipe.edit(data=data) if name else recipe
     planned = [
         (name, replace(recipes[name], scheme=row.scheme, seed=seed))
@@ -79,15 +77,14 @@ def run(options: Options, console: Console) -> int:
         said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
         console.print(*lacking, said, sep="\n", markup=False)
         return 0
-    for recipe in [cell.recipe for cell in cells] or [recipe for _, recipe in planned]:
-        if recipe.seed == 0:
-            check_recipe(recipe)
+    for _, recipe in planned[: len(rows) * len(recipes)]:
+        check_recipe(recipe)
     sets = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
     for cell in cells:  # those that are there were trained on the same
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             other = sets[cell.corpus].name
             raise ValueError(f"data: {cell.folder} has other data than {other}; choose a --name for this one")
-    _note(folder, table, options, sets)
+    _note(folder, table, options, sets, device)
     status = 0
     try:
         if table.kind == "speed":
@@ -153,13 +150,11 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     return Cell(place, corpus, recipe, [table.metric(column) for column in table.columns if column.corpus == corpus])
 
 
-def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, Data]) -> None:
+def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, Data], device: str) -> None:
     """Add to about.json, which holds all that was asked of this folder; processes that start at once take turns."""
     import torch
 
-    from isopos.lab.training.checks import usable_device
-
-    device, path = usable_device(options.device), folder / "about.json"
+    path = folder / "about.json"
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
     names = {name: data.name for name, data in sets.items() if table.kind == "scores"}
     for _ in range(PATIENCE):
@@ -201,10 +196,8 @@ def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Conso
 def _compute(cell: Cell, data: Data, show: Any) -> None:
     """Train a cell, from the start or its last checkpoint, and score it; scores.json is written last."""
     from isopos.lab.training import run as training
-    from isopos.lab.training.checks import usable_device
 
-    begun = time.perf_counter()
-    recipe = data.settle(cell.recipe.edit(device=usable_device(cell.recipe.training.device)))
+    begun, recipe = time.perf_counter(), data.settle(cell.recipe)
     result = training.train(recipe, data, cell.folder, show, resume=(cell.folder / "recipe.json").exists())
     status = result.status if result else "not the first process"
     found = _scores(cell, data, recipe) if status == "finished" else {}
@@ -214,7 +207,7 @@ def _compute(cell: Cell, data: Data, show: Any) -> None:
 
 def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Figures, or why there is none, by column; where the data has no test split validation takes its place."""
-    from isopos.lab.runs.weights import load_run
+    from isopos.lab.runs.checkpoints import load_run
 
     model, found = load_run(cell.folder)[1].to(recipe.training.device), {}
     for metric in cell.metrics:
@@ -227,15 +220,13 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
 
 def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Sequence[Line], console: Console) -> None:
     """Rounds of training steps, of all schemes that lack some and the baseline, until each has enough."""
-    from isopos.lab.training.checks import usable_device
-    from isopos.lab.training.speed import step_times
+    from isopos.lab.training.run import step_times
 
     with claimed(folder / "claims" / "timing.claim") as mine:
         rounds, lacking = speed_rounds(folder), _lacking(rows, folder)
         if not mine or not lacking:
             return
         left, timed = max(lacking.values()), {name: table.row(name).scheme for name in (table.baseline, *lacking)}
-        recipe = recipe.edit(device=usable_device(recipe.training.device))
         with Bars(console, total=left) as bars:
             show = bars.add("rounds of all schemes", left)
             for n, seconds in enumerate(step_times(recipe, data, timed, left), 1):

@@ -10,7 +10,8 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, unknown_field
+from isopos.catalog import expect
+from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset
 from isopos.lab.reports.progress import Bars
 
 __all__ = ["Options", "default", "run"]
@@ -51,19 +52,17 @@ def default(arguments: Sequence[str]) -> Options:
     scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), "small")
     if "--scale" in words and recipe not in RECIPES:
         raise ValueError(f"scale: expected none beside a task, which has one recipe of its own, got one for {recipe}")
-    change = preset(recipe, scale)
+    change, own = preset(recipe, scale), Options.__dataclass_fields__
+    change.check_names(own)
     for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
-        own = name.removeprefix("no-").replace("-", "_")
-        if own not in (*change.names, "scale", "name", "resume", "overwrite", "help"):
-            raise ValueError(unknown_field(name, change.names))
+        expect("field of a recipe", name.removeprefix("no-").replace("-", "_"), (*change.names, *own, "help"))
     return Options(recipe, scale, change=change, named=recipe)  # pyright: ignore[reportArgumentType]
 
 
 def run(options: Options, console: Console) -> int:
     """Train, and return the exit status: 0, or 1 where it diverged."""
-    from isopos.lab.runs.folders import check_vacant, recipe_of, same_recipe
+    from isopos.lab.runs.folders import check_vacant, recipe_of, run_place, same_recipe
     from isopos.lab.training import run as training
-    from isopos.lab.training.checks import check_recipe, run_place
 
     first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
     console.quiet = not first
@@ -72,7 +71,7 @@ def run(options: Options, console: Console) -> int:
     if resume and overwrite:
         raise ValueError("resume: expected either --resume or --overwrite, got both")
     folder = run_place(options.name or options.recipe.replace(":", "+"))
-    recipe, warnings = check_recipe(options.change)
+    recipe, warnings = training.check_recipe(options.change)
     if resume:
         same_recipe(folder, recipe.settled_as(recipe_of(folder)))
     elif first:

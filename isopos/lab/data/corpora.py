@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from isopos.catalog import expect
 from isopos.lab.data.cache import default_root
 from isopos.lab.data.prepare import SPLITS, Progressing, in_cache, in_memory
 from isopos.lab.data.sources import find
@@ -57,8 +58,7 @@ class Corpus:
         Raises:
             ValueError: Where it is another name, or empty.
         """
-        if name not in SPLITS:
-            raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {name!r}")
+        expect("split", name, SPLITS)
         if not len(getattr(self, name)):
             has = ", ".join(other for other in SPLITS if len(getattr(self, other)))
             raise ValueError(f"split: expected tokens in {name}, got none in {self.name}; it has {has}")
@@ -136,18 +136,18 @@ def load(
             or the vocabulary does not cover the text.
     """
     kinds = ("bytes", "words", "bpe")
-    if isinstance(tokenizer, str) and tokenizer not in kinds:
-        raise ValueError(f"tokenizer: expected one of {', '.join(kinds)}, got {tokenizer!r}")
+    if isinstance(tokenizer, str):
+        expect("tokenizer", tokenizer, kinds)
     if vocabulary is not None and tokenizer not in kinds[1:]:
         raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
     found, root = find(source), default_root() if cache is None else cache
     with _shown(console) as progressing:
         raw = found.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
         if raw and sum(path.stat().st_size for path in found.files) <= SMALL:
-            made = in_memory(found)
+            sha256, used, tokens, sizes = in_memory(found)
         else:
-            made = in_cache(found, raw, tokenizer, vocabulary, root, progressing)
-    corpus = Corpus(found.name, made.sha256, made.tokenizer, **made.tokens, sizes=made.sizes)
+            sha256, used, tokens, sizes = in_cache(found, raw, tokenizer, vocabulary, root, progressing)
+    corpus = Corpus(found.name, sha256, used, **tokens, sizes=sizes)
     for split in ("train", "validation"):
         tokens = len(getattr(corpus, split))
         if tokens <= length:
@@ -160,23 +160,14 @@ def load(
 
 @contextlib.contextmanager
 def _shown(console: Console | None) -> Iterator[Progressing]:
-    """Progress on a console: a bar a stage, from the first stage on."""
-    if console is None:
-        yield lambda stage, done, total: None
-        return
-    bars, tasks = Progress(console=console, transient=True), {}
+    live, stages = console is not None and console.is_interactive, {}
+    with Progress(console=console, transient=True, disable=not live) as bars:
 
-    def show(stage: str, done: int, total: int) -> None:
-        if not console.is_interactive and stage not in tasks:
-            console.print(f"preparing text: {stage}", markup=False)
-        elif console.is_interactive:
-            bars.start()
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total or None)
-        bars.update(tasks[stage], completed=done)
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in stages:
+                stages[stage] = bars.add_task(stage, total=total or None)
+                if console is not None and not live:
+                    console.print(f"preparing text: {stage}", markup=False)
+            bars.update(stages[stage], completed=done)
 
-    try:
         yield show
-    finally:
-        if tasks:
-            bars.stop()

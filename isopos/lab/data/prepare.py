@@ -15,7 +15,7 @@ from isopos.lab.data import cache
 from isopos.lab.data.sources import Source, survey, whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
 
-__all__ = ["SPLITS", "Prepared", "Progressing", "in_cache", "in_memory", "named_split"]
+__all__ = ["SPLITS", "Progressing", "in_cache", "in_memory", "named_split"]
 
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 FORMAT = 1  # of a prepared folder
@@ -24,14 +24,8 @@ Progressing = Callable[[str, int, int], None]
 """Hears of a stage, bytes done and bytes in all (0 where unknown)."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Tokens ``[n]`` and bytes of UTF-8 of every split, with a hash that stands for both text and tokens."""
-
-    sha256: str
-    tokenizer: Tokenizer
-    tokens: dict[str, np.ndarray]
-    sizes: dict[str, int]
+Prepared = tuple[str, Tokenizer, dict[str, np.ndarray], dict[str, int]]
+"""A hash of text and tokens, and for every split its tokens ``[n]`` and how many bytes of UTF-8 they are."""
 
 
 def in_memory(source: Source) -> Prepared:
@@ -41,7 +35,7 @@ def in_memory(source: Source) -> Prepared:
     for split, _, _, piece in text.parts("reading"):
         pieces[split].append(piece)
     tokens = {split: np.frombuffer(b"".join(parts), np.uint8) for split, parts in pieces.items()}
-    return Prepared(text.sha256, Bytes(), tokens, {split: len(part) for split, part in tokens.items()})
+    return text.sha256, Bytes(), tokens, {split: len(part) for split, part in tokens.items()}
 
 
 def in_cache(
@@ -67,7 +61,7 @@ def in_cache(
     folder = cache.prepared(root, key, lambda part: text.write(part, tokenizer))
     about = json.loads((folder / "about.json").read_text())
     tokens = {split: _mapped(folder / f"{split}.bin", about["dtype"], about["tokens"][split]) for split in SPLITS}
-    return Prepared(sha256 if raw else key.partition("-")[2], tokenizer, tokens, about["bytes"])
+    return sha256 if raw else key.partition("-")[2], tokenizer, tokens, about["bytes"]
 
 
 def _learned(text: "_Text", kind: str, vocabulary: int | None, root: Path) -> Tokenizer:

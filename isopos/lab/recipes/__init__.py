@@ -1,11 +1,10 @@
 """Recipes: what a run is, and functions of a scale that return complete ones, a file a task. No torch here."""
 
-import difflib
 import importlib
 
+from isopos.catalog import expect
 from isopos.lab import tasks
-from isopos.lab.recipes.recipe import PLACEMENT, SCALES, Model, Recipe, Training, unknown_field
-from isopos.lab.recipes.specs import join_spec, parse_schemes, split_spec
+from isopos.lab.recipes.recipe import PLACEMENT, SCALES, Model, Recipe, Training, join_spec, parse_schemes, split_spec
 
 __all__ = [
     "PLACEMENT",
@@ -18,7 +17,6 @@ __all__ = [
     "parse_schemes",
     "preset",
     "split_spec",
-    "unknown_field",
 ]
 
 RECIPES = {
@@ -36,8 +34,6 @@ def preset(name: str, scale: str) -> Recipe:
         module, _, function = RECIPES[name].partition(":")
         return getattr(importlib.import_module(f"{__name__}.{module}"), function)(scale)
     if name not in tasks.TASKS and ":" not in name:
-        near = difflib.get_close_matches(name, RECIPES, 1)
-        meant = f", did you mean {near[0]}?" if near else ""
-        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, or MODULE:NAME of a task, got {name!r}{meant}")
+        expect("recipe", name, (*RECIPES, "MODULE:NAME of a task"))
     task = tasks.find(name)()
     return Recipe(task=task).edit(**task.edits)

@@ -1,19 +1,20 @@
-"""What a run is: a complete, frozen value that nests training, model and task. No torch here, so that help is instant."""
+"""What a run is: a complete, frozen value that nests training, model and task. Schemes are text: a name, then options.
 
-import difflib
-from collections.abc import Mapping, Sequence
+No torch here, so that help is instant.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from isopos import catalog
 from isopos.lab import tasks
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Task, expect
 
-__all__ = ["PLACEMENT", "SCALES", "Model", "Recipe", "Training", "unknown_field"]
+__all__ = ["PLACEMENT", "SCALES", "Model", "Recipe", "Training", "join_spec", "parse_schemes", "split_spec"]
 
 SCALES = ("tiny", "small", "paper")
-RESERVED = ("task", "scale", "name", "resume", "overwrite", "named", "change", "schemes", "attention", "seeds", "recipe")
-"""Options of commands, which no field may be called."""
 PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
 """Fields that say where and how a run is computed: they may change when it is resumed."""
 
@@ -77,16 +78,19 @@ class Recipe:
     task: Task = field(default_factory=Language)
 
     def __post_init__(self) -> None:
-        names = self.names
-        twice = {name for name in names if names.count(name) > 1 or name in RESERVED}
-        if twice:
-            raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
+        self.check_names(("task",))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The flat names of all fields."""
         parts = (self.task, self.model, self.training)
         return ("scheme", "seed", *(one.name for part in parts for one in fields(part)))
+
+    def check_names(self, others: Iterable[str]) -> None:
+        """Raise a ValueError where a field has the name of another, or of one of these, such as options of a command."""
+        names = [*self.names, *others]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by flat names, and under "task" what `isopos.lab.tasks.find` finds its task by."""
@@ -113,8 +117,7 @@ class Recipe:
             (1, 10, 64)
         """
         for name in changes:
-            if name not in self.names:
-                raise ValueError(unknown_field(name, self.names))
+            catalog.expect("field of a recipe", name, self.names)
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
         def edited(part: Any) -> Any:
@@ -150,12 +153,41 @@ class Recipe:
             raise ValueError("patience: expected validations to wait for, got validate_every = 0; give both")
 
 
-def unknown_field(name: str, names: Sequence[str]) -> str:
-    """What to say of a field that no recipe has.
+def parse_schemes(text: str) -> list[str]:
+    """The schemes of a comma list. A piece with "=" and no ":" is another option of the scheme before it.
 
     Example:
-        >>> unknown_field("stepz", ("seed", "steps"))
-        'recipe: no field stepz, did you mean steps? Valid: seed, steps'
+        >>> parse_schemes("none,rope:decay=retnet,denominator=plain,retnet")
+        ['none', 'rope:decay=retnet,denominator=plain', 'retnet']
     """
-    near = difflib.get_close_matches(name, names, 1)
-    return f"recipe: no field {name}{f', did you mean {near[0]}?' if near else '.'} Valid: {', '.join(names)}"
+    specs: list[str] = []
+    for piece in filter(None, map(str.strip, text.split(","))):
+        if "=" in piece and ":" not in piece and specs:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + piece
+        else:
+            specs.append(piece)
+    if not specs:
+        raise ValueError("schemes: expected at least one name, got none; isopos list shows them")
+    return specs
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and options of a scheme.
+
+    Example:
+        >>> split_spec("rope:decay=retnet,base=500000")
+        ('rope', {'decay': 'retnet', 'base': '500000'})
+    """
+    name, _, rest = spec.partition(":")
+    options = {}
+    for piece in filter(None, rest.split(",")):
+        option, equals, value = piece.partition("=")
+        if not equals or not option or not value:
+            raise ValueError(f"scheme {spec!r}: expected option=value, got {piece!r}")
+        options[option.strip().replace("-", "_")] = value.strip()
+    return name, options
+
+
+def join_spec(name: str, options: dict[str, str]) -> str:
+    """The inverse of `split_spec`."""
+    return name + (":" if options else "") + ",".join(f"{k}={v}" for k, v in options.items())

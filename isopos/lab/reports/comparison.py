@@ -13,8 +13,7 @@ from rich.text import Text
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe, join_spec, split_spec
 from isopos.lab.reports import grids
-from isopos.lab.runs.folders import read_rows, recipe_of
-from isopos.lab.runs.outcomes import Result
+from isopos.lab.runs.folders import Result, read_rows, recipe_of
 from isopos.lab.tasks.task import Task
 
 __all__ = ["Ranking", "Row", "Run", "about", "ranking", "read_runs"]

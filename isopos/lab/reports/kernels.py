@@ -127,7 +127,6 @@ def _parts(group: Group) -> Iterator[tuple[int, Group]]:
 
 
 def _positions(group: Group, reach: int, longest: int | None) -> Tensor:
-    """Positions of a panel."""
     if isinstance(group, Tree):
         return _complete_tree(group.branches)
     if isinstance(group, Product):

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, plain
+from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import write_text
-from isopos.lab.runs.outcomes import EXAMPLES
-from isopos.lab.runs.weights import load_run
+from isopos.lab.runs.folders import EXAMPLES
 from isopos.positions import Line
 
 __all__ = ["write"]

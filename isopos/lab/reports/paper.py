@@ -16,8 +16,7 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.plots import line_style, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
-from isopos.lab.tables.cells import SCORES, cell_name, speed_rounds
-from isopos.lab.tables.loader import Column, Line, PaperTable
+from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, speed_rounds
 from isopos.lab.tasks.task import Metric
 
 __all__ = ["differences", "spearman", "write"]
@@ -115,7 +114,6 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
 
 
 def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells, as text."""
     columns = [column for column in table.columns if not column.corpus or column.corpus in about["corpora"]]
     papers = any(row.line.figures for row in rows)
     titles = ["row", "scheme"]
@@ -205,7 +203,6 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
 
 
 def _short(name: str) -> str:
-    """A path by its last part."""
     return name if name.startswith("hf:") or " " in name else Path(name).name
 
 
@@ -263,7 +260,6 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
 
 
 def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
-    """Relative speeds, the paper's and ours."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes, title = figure.subplots(), table.columns[0].title
     drawn = [row for row in rows if row.values[title]]

@@ -35,47 +35,44 @@ class Bars:
         self.progress = Progress(*columns, *texts, console=console, transient=total is not None, disable=self.lines)
         self.total = total
         self.shared = None if total is None else self.progress.add_task("", total=total, loss="", rate="")
-        self._finish = lambda: None
+        self._line = ""  # of the run in progress, where it is not printed yet
 
     def __enter__(self) -> "Bars":
         self.progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._finish()
+        self._print()
         self.progress.stop()
+
+    def _print(self) -> None:
+        if self.lines and self._line:
+            self.progress.console.print(self._line, markup=False, highlight=False, soft_wrap=True)
+        self._line = ""
 
     def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:
         """What shows a step of a run: a function of its number and, where there are such, its loss and its rate.
 
         Where all runs share a bar, `before` are the steps of others before it.
         """
-        self._finish()
+        self._print()  # the last step of the run before, which may have ended before its time
         task = self.progress.add_task(title, total=steps, loss="", rate="") if self.shared is None else self.shared
         self.progress.update(task, description=title, completed=before)
-        line, printed, start = f"{title}: 0/{steps}", 0, None
-
-        def finish() -> None:
-            """Print the last step, where it has no line: a run may end before its time."""
-            nonlocal line
-            if self.lines and line:
-                self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            line = ""
+        self._line, printed, start = f"{title}: 0/{steps}", 0, None
 
         def show(step: int, loss: float | None = None, rate: float | None = None) -> None:
-            nonlocal line, printed, start
+            nonlocal printed, start
             shown = "" if loss is None else f"{loss:.3f} {unit}"
             speed = "" if rate is None else f"{rate:,.0f} {rate_unit}"
             self.progress.update(task, completed=before + step, loss=shown, rate=speed)
             start = start or (step, time.monotonic())  # a run that is resumed does not start at 0
             left = _left(start, step, (self.total or steps) - before)
-            line = ", ".join(filter(None, (f"{title}: {step}/{steps}", shown, speed, left)))
+            self._line = ", ".join(filter(None, (f"{title}: {step}/{steps}", shown, speed, left)))
             if step * PARTS // steps > printed:
                 printed = step * PARTS // steps
-                finish()
+                self._print()
 
-        finish()
-        self._finish = finish
+        self._print()
         return show
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints of a run: a new folder each, flushed to the disk and then marked complete in one step.
+"""The weights of a run: checkpoints on the way, and those that it ended with.
 
-A kill or a full disk while one is written leaves those before it as they are; one without its mark does not count, and one
-whose content is not what the mark says is refused. Nothing but tensors and plain values is unpickled.
+A checkpoint is a new folder, flushed to the disk and then marked complete in one step. A kill or a full disk while one is
+written leaves those before it as they are; one without its mark does not count, and one whose content is not what the mark
+says is refused. Nothing but tensors and plain values is unpickled. The last weights are a safetensors file.
 """
 
 import hashlib
@@ -14,13 +15,17 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.runs.files import flush_folder, write_json
+from isopos.lab.runs.folders import recipe_of
 
-__all__ = ["KEEP", "Checkpoint", "best", "complete", "load", "newest", "save"]
+__all__ = ["KEEP", "WEIGHTS", "Checkpoint", "best", "complete", "load", "load_run", "newest", "read_weights", "save"]
 
 KEEP = 2  # the last ones, beside the best
-STATE, MARK = "state.pt", "complete.json"
+STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
 
 
 class Checkpoint(NamedTuple):
@@ -122,3 +127,26 @@ def load(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint: {checkpoint.folder} is damaged: {error}; remove it, and --resume goes on {where}"
         ) from None
+
+
+def load_run(folder: Path) -> tuple[Recipe, Any]:
+    """The recipe and the trained model of a run, on the CPU.
+
+    Raises:
+        ValueError: Where the folder holds no run, or one without weights yet.
+    """
+    recipe = recipe_of(folder).edit(device="cpu")
+    weights = folder / WEIGHTS
+    if not weights.exists():
+        raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
+    model = recipe.task.model(recipe)
+    read_weights(model, weights)
+    return recipe, model.eval()
+
+
+def read_weights(model: Any, path: Path) -> None:
+    """Give a model the weights in a file; ValueError, which names it, where they are damaged or another model's."""
+    try:
+        load_model(model, str(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path}: expected the weights of this run's model, got: {error}") from None

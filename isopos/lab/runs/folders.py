@@ -1,16 +1,36 @@
-"""Run folders: recipe.json, metrics.jsonl, result.json, each written so that a kill at any moment leaves a whole one."""
+"""Run folders: recipe.json, metrics.jsonl, result.json, each written so that a kill at any moment leaves a whole one.
+
+A result has ended its run. It is also read in the form that it had before there were tasks.
+"""
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.runs.files import write_json, write_text
 
-__all__ = ["Interrupted", "Log", "check_vacant", "create", "read_rows", "recipe_of", "same_recipe"]
+__all__ = [
+    "EXAMPLES",
+    "Interrupted",
+    "Log",
+    "Result",
+    "check_vacant",
+    "create",
+    "fingerprint",
+    "read_rows",
+    "recipe_of",
+    "run_place",
+    "same_recipe",
+]
+
+RESULT, EXAMPLES = "result.json", "examples.json"
+LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were called
 
 
 class Interrupted(KeyboardInterrupt):
@@ -19,6 +39,13 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, signal: int):
         super().__init__(message)
         self.code = 128 + signal
+
+
+def run_place(name: str) -> Path:
+    """runs/NAME, or a ValueError where the name is not that of one folder."""
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
+    return Path("runs") / name
 
 
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
@@ -102,3 +129,42 @@ class Log(AbstractContextManager):
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    status: str  # "finished" or "diverged ..."
+    scores: Mapping[str, float | None]  # by titles of the task's metrics: None where there is none
+    rate: float  # the task's units a second
+    parameters: int  # how many
+    choices: Mapping[str, str]  # of the scheme
+    laws: str  # whether those of the trained scheme hold
+
+    def save(self, run: Path) -> None:
+        """Write it, with which the run counts as ended."""
+        write_json(run / RESULT, vars(self))
+
+    @classmethod
+    def of(cls, run: Path) -> "Result | None":
+        """That of a run, if it has ended; or a ValueError where the file is damaged."""
+        path = run / RESULT
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+            if "bits_per_byte" in found:
+                bits, found["rate"] = found.pop("bits_per_byte"), found.pop("tokens_per_second")
+                found["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
+            return cls(**found)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def fingerprint(run: Path) -> str:
+    """The sha256 of the data that a run was trained on, or nothing."""
+    for path in (run / "data.json", run / "text.json"):
+        if path.exists():
+            return json.loads(path.read_text())["sha256"]
+    return ""

@@ -1,24 +1,39 @@
 """Tables of papers as data: `isopos/lab/tables/NAME.toml` holds rows, columns, the paper's figures and edits of a recipe.
 
 Another table is another file, which may lie anywhere: its path is its name then. Keys that none has, figures that miss and
-schemes that do not parse are errors. No torch here.
+schemes that do not parse are errors. What fills a table is a cell: one run, which may fill several columns. No torch here.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from isopos.lab.recipes import SCALES, Recipe, preset, split_spec, unknown_field
+from isopos.catalog import expect
+from isopos.lab.recipes import SCALES, Recipe, preset, split_spec
 from isopos.lab.tasks.task import Metric, View
 
-__all__ = ["ASK", "TABLES", "Column", "Corpus", "Line", "PaperTable", "load_table"]
+__all__ = [
+    "ASK",
+    "SCORES",
+    "TABLES",
+    "TIMING",
+    "Cell",
+    "Column",
+    "Corpus",
+    "Line",
+    "PaperTable",
+    "cell_name",
+    "load_table",
+    "speed_rounds",
+]
 
 FOLDER = Path(__file__).parent
+SCORES, TIMING = "scores.json", "timing.json"
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 ASK = "ask"  # a source that cannot be had freely, so that --data must name a stand-in
-KINDS = ("scores", "speed")
 
 
 @dataclass(frozen=True)
@@ -97,13 +112,33 @@ class PaperTable:
         return next(row for row in self.rows if row.name == name)
 
 
-def load_table(name: str, folder: Path = FOLDER) -> PaperTable:
+@dataclass(frozen=True)
+class Cell:
+    """One run, of a row, a corpus and a seed: its place, its recipe, and what the columns that it fills show."""
+
+    folder: Path
+    corpus: str
+    recipe: Recipe
+    metrics: Sequence[Metric]
+
+    @property
+    def claim(self) -> Path:
+        """The file that says who computes it."""
+        return self.folder.parent.parent / "claims" / f"{self.folder.name}.claim"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has its scores."""
+        return (self.folder / SCORES).exists()
+
+
+def load_table(name: str) -> PaperTable:
     """The table of that name, or in that file.
 
     Raises:
         ValueError: Where there is no such file, or something in it does not fit; the message names the file.
     """
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.exists():
         raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}")
     try:
@@ -121,8 +156,7 @@ def load_table(name: str, folder: Path = FOLDER) -> PaperTable:
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
     known = {one.name: one for one in fields(kind)}
     for key in values:
-        if key not in known:
-            raise ValueError(f"{kind.__name__}: no key {key!r}; expected {', '.join(known)}")
+        expect(kind.__name__, key, known)
     try:
         return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     except TypeError as error:
@@ -134,16 +168,14 @@ def _check(table: PaperTable) -> None:
     for what, found in (("rows", names), ("columns", [column.title for column in table.columns])):
         if not found or len(set(found)) < len(found):
             raise ValueError(f"{what}: expected different names, got {found}")
-    if table.kind not in KINDS:
-        raise ValueError(f"kind: expected {' or '.join(KINDS)}, got {table.kind!r}")
+    expect("kind", table.kind, ("scores", "speed"))
     recipe = preset(table.recipe, "paper")
     if set(table.scales) != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
     for edits in (table.edits, *table.scales.values(), *(corpus.edits for corpus in table.corpora)):
         known = [name for name in recipe.names if name not in ("scheme", "seed")]
         for name in edits:
-            if name not in known:
-                raise ValueError(unknown_field(name, known))
+            expect("field of a recipe", name, known)
     if table.baseline not in names or not table.row(table.baseline).scheme:
         raise ValueError(f"baseline: expected a row with a scheme, got {table.baseline!r}")
     for row in table.rows:
@@ -154,10 +186,25 @@ def _check(table: PaperTable) -> None:
         raise ValueError(f"corpora: expected none, since {table.recipe} has no data to choose")
     known = [corpus.name for corpus in table.corpora] or [""]
     for column in table.columns:
-        if column.corpus not in known:
-            raise ValueError(f"{column.title}: expected a corpus of {', '.join(known)}, got {column.corpus!r}")
+        expect(f"{column.title}: corpus", column.corpus, known)
         if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 <= column.scored < 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
         view = table.metric(column).view
         if table.kind == "scores":
             recipe.task.check_view(view)
+
+
+def cell_name(corpus: str, scheme: str, seed: int) -> str:
+    """The folder of a cell, in characters that every file system takes.
+
+    Example:
+        >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1)
+        ('books-rope+attention=softmax-seed0', 'rope-seed1')
+    """
+    return f"{corpus}-{scheme}-seed{seed}".replace(":", "+").removeprefix("-")
+
+
+def speed_rounds(folder: Path) -> list[dict[str, float]]:
+    """Seconds of a training step by row, in each round so far."""
+    path = folder / TIMING
+    return json.loads(path.read_text()) if path.exists() else []

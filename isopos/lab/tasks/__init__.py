@@ -1,8 +1,6 @@
 """Tasks by name. One of your own is MODULE:NAME, of a module in the working folder or installed."""
 
-import difflib
-
-from isopos.catalog import own_module
+from isopos.catalog import expect, own_module
 from isopos.lab.tasks.task import Task
 
 __all__ = ["TASKS", "find", "spec"]
@@ -24,9 +22,7 @@ def find(name: str) -> type[Task]:
     """
     module, _, attribute = TASKS.get(name, name).partition(":")
     if not attribute:
-        near = difflib.get_close_matches(name, TASKS, 1)
-        meant = f", did you mean {near[0]}?" if near else ""
-        raise ValueError(f"task: expected one of {', '.join(TASKS)}, or MODULE:NAME, got {name!r}{meant}")
+        expect("task", name, (*TASKS, "MODULE:NAME"))
     found = getattr(own_module(module, "task"), attribute, None)
     if not isinstance(found, type) or not issubclass(found, Task):
         raise ValueError(f"task: expected {name} to be a subclass of isopos.lab.tasks.task.Task, got {found!r}")

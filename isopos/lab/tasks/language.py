@@ -137,7 +137,7 @@ class Text(Data):
         return model(tokens, targets=targets)
 
     def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
-        from isopos.lab.tasks.perplexity import perplexity, why_not
+        from isopos.lab.tasks.decoding import perplexity, why_not
 
         length = view.multiple * self.task.length
         scored = int(view.scored) if view.scored >= 1 else max(1, round(view.scored * length)) if view.scored else None

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isopos import catalog
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -141,8 +143,7 @@ class Task(ABC):
     def figure(self, name: str) -> Metric:
         """That of `figures` with this name, or a ValueError where there is none."""
         known = {metric.figure: metric for metric in self.figures}
-        if name not in known:
-            raise ValueError(f"figure: expected one of {', '.join(known)}, got {name!r}")
+        catalog.expect("figure", name, known)
         return known[name]
 
     def check_view(self, view: View) -> None:

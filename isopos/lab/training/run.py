@@ -1,35 +1,68 @@
-"""One run: its training from start or checkpoint to result.
+"""One run: what is checked before any work, its training from start or checkpoint to result, and what its steps cost.
 
 The batch of step n is a function of (seed, n) and weights that schemes share start equal: runs of one seed are paired.
 """
 
 import copy
+import importlib.util
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import save_model
 
 from isopos import laws
+from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs import checkpoints, weights
+from isopos.lab.runs import checkpoints
 from isopos.lab.runs.files import replacing, write_json
-from isopos.lab.runs.folders import Interrupted, Log, create, same_recipe
-from isopos.lab.runs.outcomes import EXAMPLES, Result, fingerprint
+from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
 from isopos.lab.tasks.task import Data, Metric, Scored, View
 
 if TYPE_CHECKING:
     from isopos.lab.training.trainer import Fitted
 
-__all__ = ["OnStep", "evaluate", "is_first_process", "train"]
+__all__ = ["OnStep", "check_recipe", "evaluate", "is_first_process", "step_times", "train", "usable_device"]
 
 SHOWN = 5  # examples in a report
 
 OnStep = Callable[[int, float, float], None]
 """Hears of a step, its loss as the task shows it, and the task's units a second, on the first process."""
+
+
+def usable_device(device: str) -> str:
+    """The device, where auto is a GPU if there is one; or a ValueError where this torch cannot compute on it here."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        usable = torch.zeros(1, device=device).item() == 0
+    except (RuntimeError, AssertionError):
+        usable = False
+    if not usable or torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
+    return device
+
+
+def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with its device, and what a reader of its results should know before.
+
+    Raises:
+        ValueError: Where a number, the task, the device or the logger does not fit.
+    """
+    recipe.check()
+    recipe = recipe.edit(device=usable_device(recipe.training.device))
+    t = recipe.training
+    device = torch.device(t.device)
+    there = 1 if device.index is not None else torch.cuda.device_count()
+    if device.type == "cuda" and t.devices > there:
+        raise ValueError(f"devices: expected at most the {there} of {t.device}, got {t.devices}")
+    if t.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("logger: expected tensorboard, which is not installed: pip install tensorboard, or choose csv")
+    return recipe, list(recipe.task.check(recipe))
 
 
 def train(
@@ -55,7 +88,11 @@ def train(
     first = is_first_process()
     if resume:
         same_recipe(folder, recipe)
-        _same_data(folder, data)
+        if (before := fingerprint(folder)) not in ("", data.sha256):
+            raise ValueError(
+                f"resume: expected the data of {folder}, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}; "
+                "give it back its data or choose another --name"
+            )
     elif first:
         create(folder, recipe, overwrite=overwrite)
     if first:
@@ -83,15 +120,6 @@ def train(
     return _finish(recipe, data, folder, fitted)
 
 
-def _same_data(folder: Path, data: Data) -> None:
-    before = fingerprint(folder) or data.sha256
-    if before != data.sha256:
-        raise ValueError(
-            f"resume: expected the data of {folder}, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}; "
-            "give it back its data or choose another --name"
-        )
-
-
 def is_first_process() -> bool:
     """Whether this process is the first of a run, whoever started it: torchrun, SLURM, Lightning or nobody."""
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
@@ -113,26 +141,24 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         scores = evaluate(model, recipe, data, metrics)
         if any(value is not None and not math.isfinite(value) for value in scores.values()):
             status, scores = "diverged in validation", dict.fromkeys(scores)
+    held = "-"
+    if status == "finished":
+        report = laws.check(copy.deepcopy(model.scheme).cpu())
+        held = "yes" if report.holds else f"no ({', '.join(report.broken)})"
     result = Result(
         status=status,
         scores=scores,
         rate=fitted.rate if fitted else 0.0,
         parameters=sum(p.numel() for p in model.parameters()),
         choices=model.scheme.choices,
-        laws=_laws(model) if status == "finished" else "-",
+        laws=held,
     )
-    with replacing(folder / weights.FILE) as part:
+    with replacing(folder / checkpoints.WEIGHTS) as part:
         save_model(model, str(part))
     if status == "finished" and (examples := data.examples(model, recipe, SHOWN)):
         write_json(folder / EXAMPLES, examples)
     result.save(folder)
     return result
-
-
-def _laws(model: Any) -> str:
-    """Whether the laws hold for the trained scheme."""
-    report = laws.check(copy.deepcopy(model.scheme).cpu())
-    return "yes" if report.holds else f"no ({', '.join(report.broken)})"
 
 
 def evaluate(model: Any, recipe: Recipe, data: Data, metrics: tuple[Metric, ...]) -> dict[str, float | None]:
@@ -142,3 +168,23 @@ def evaluate(model: Any, recipe: Recipe, data: Data, metrics: tuple[Metric, ...]
         if metric.view not in found:
             found[metric.view] = data.measure(model, recipe, metric.view)
     return {metric.title: found[metric.view].figures.get(metric.figure) for metric in metrics}
+
+
+def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
+    """Seconds of forward and backward of the same samples by the names of `schemes`, a round; one before warms up."""
+    works = {name: _step(recipe.edit(scheme=scheme), data) for name, scheme in schemes.items()}
+    yield from turns(works, rounds, recipe.training.device)
+
+
+def _step(recipe: Recipe, data: Data) -> Callable[[], None]:
+    device, narrow = recipe.training.device, recipe.training.precision == "bfloat16"
+    batch = [tensor.to(device) for tensor in data.batch(recipe, 1)]
+    model = recipe.task.model(recipe).to(device)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=narrow):
+            loss = data.loss(model, *batch)
+        loss.backward()
+
+    return step

@@ -7,8 +7,8 @@ One primitive carries everything:
 A denominator is the same sum with v = 1, of the same features ("encoded") or of others ("plain"). q, k ``[*b h t d]`` are
 features, v ``[*b h t e]`` values, g a pair of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along
 tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the
-causal sum, and one over j > i that walks from the last token to the first. `naive` is the specification; the fast sums walk
-over chunks and are tested against it.
+causal sum, and one over j > i that walks from the last token to the first. The specification is the definition in
+`isopos.attention.reference`; the fast sums walk over chunks and are tested against it.
 
 The words. Inputs are q, k and v as they come; their *features* are phi of them, then a map of positions (`Features` says
 which, as data). A *mask* says which keys take part. The *log decay* g weighs the past. The *denominator* is what sums are
@@ -28,9 +28,8 @@ from isopos.ops.linear.division import Clamped, divide, divide_complex
 from isopos.ops.linear.features import Stream, Sums
 from isopos.ops.linear.graph import GRAPH
 from isopos.ops.linear.kernels import KERNELS
-from isopos.ops.linear.naive import naive
 
-__all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear", "naive"]
+__all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear"]
 
 BACKENDS: tuple[Backend, ...] = (*KERNELS, GRAPH)
 
@@ -52,8 +51,9 @@ def explain(sums: Sums) -> Explanation:
 
     Example:
         >>> import torch
+        >>> from isopos.ops.linear.features import ALL_READY
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
-        >>> print(explain(Sums(q, k, v)))
+        >>> print(explain(Sums(q, k, v, ALL_READY)))
         chunks serves
         cpu does not: it sums up float32, not torch.float64
     """

@@ -4,23 +4,24 @@ Features in closed form are made on the way. Those of `ROWS`, of opaque maps, of
 made by PyTorch and read as they are. What sums over later tokens is left to PyTorch's walk.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from isopos.feature_maps import FEATURE_MAPS, FeatureMap, Phi
+from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import library
 from isopos.ops.library import KIND, Call, Input, View, flat, view
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.chunks import CHUNKS, ChunkWalk
 from isopos.ops.linear.division import count
-from isopos.ops.linear.features import Buffers, Decays, Features, Opaque, Sums
+from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.walk import Groups, Operand, Plan, Span, Upstream, Walk, Walking
 from isopos.ops.place import Place
 
-PHI = {name: n for n, name in enumerate(("identity", "elu+1", "relu", "relu2", "exp"))}
+PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
 ROWS = ("favor",)  # feature maps that cpu.c does not know, but whose features it sums up
 ONE = slice(0, 1)
 
@@ -28,7 +29,7 @@ ONE = slice(0, 1)
 class Closed(NamedTuple):
     """Features as cpu.c makes them: phi, a reflection, then a table. All numbers are float32, but those of an index."""
 
-    phi: str
+    phi: int
     kind: str  # of the table
     table: Tensor | None
     normal: Tensor | None
@@ -38,21 +39,24 @@ class Closed(NamedTuple):
     @classmethod
     def of(cls, features: Features, x: Tensor) -> "Closed | None":
         """What makes features of x, if cpu.c knows it and its widths fit; PyTorch says what is wrong with others."""
-        phi, steps, table, normal, kind = features.phi, features.map, None, None, "none"
-        if isinstance(steps, Opaque) or not isinstance(phi, FeatureMap) or phi.name not in PHI or x.dtype != torch.float32:
+        phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
+        kinds, table, normal, last = features.kinds, None, None, "none"
+        if phi is None or kinds is None:
             return None
-        if features.dtype not in (None, torch.float32):
+        if x.dtype != torch.float32 or features.dtype not in (None, torch.float32):
             return None
-        for step in steps:
-            if step.width != x.shape[-1] or step.tensor.dtype != (torch.int64 if step.kind == "gather" else torch.float32):
+        for kind, tensor in zip(kinds, () if features.map is None else features.map.tensors(), strict=True):
+            if table is not None or (kind == "reflection" and normal is not None):
                 return None
-            if table is not None or (step.kind == "reflection" and normal is not None):
+            pairs = kind in ("rotation", "lift")
+            width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
+            if width != x.shape[-1] or tensor.dtype != (torch.int64 if kind == "gather" else torch.float32):
                 return None
-            if step.kind == "reflection":
-                normal = step.tensor
+            if kind == "reflection":
+                normal = tensor
             else:
-                kind, table = step.kind, step.tensor
-        return cls(phi.name, kind, table, normal, features.mask, features.own)
+                last, table = kind, tensor
+        return cls(phi, last, table, normal, features.mask, features.own)
 
     @property
     def doubled(self) -> int:
@@ -62,7 +66,7 @@ class Closed(NamedTuple):
     def describe(self, part: Input, x: Tensor) -> tuple[int, list[Tensor]]:
         """Say in `part` what makes features of x; their width, and the tensors that must live on."""
         x = flat(x)
-        part.x, part.width, part.phi, part.kind = view(x), x.shape[-1], PHI[self.phi], KIND[self.kind]
+        part.x, part.width, part.phi, part.kind = view(x), x.shape[-1], self.phi, KIND[self.kind]
         alive = [x]
         if self.normal is not None:
             alive.append(flat(self.normal))
@@ -86,13 +90,6 @@ def _widths(features: Features, x: Tensor) -> list[int]:
     place = Place((ONE,) * (x.ndim - 3), ONE, ONE)
     with torch.no_grad():
         return [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
-
-
-def _unknown(phi: Phi) -> str:
-    """The name of a feature map that cpu.c neither makes nor reads, or ""."""
-    if not isinstance(phi, FeatureMap) or phi.name in ROWS or (phi.name in PHI and phi in (FEATURE_MAPS[phi.name],)):
-        return ""
-    return phi.name
 
 
 class Group:
@@ -146,7 +143,7 @@ class Group:
             return out, 0
         if closed.kind != "none" or closed.normal is not None:
             part.own_rows = operand.buffers("cpu own", chunks, tokens, part.width).data_ptr()
-        elif closed.phi == "identity" and closed.mask is None:
+        elif closed.phi == PHI[identity] and closed.mask is None:
             part.own = part.x
         else:
             part.own_rows = part.rows
@@ -249,12 +246,12 @@ class Cpu(Walking):
     def serves(self, sums: Sums) -> str:
         if sums.dtype != torch.float32:
             return f"it sums up float32, not {sums.dtype}"
-        for own in sums.features:
-            if unknown := _unknown(own.phi):
-                known = ", ".join((*PHI, *ROWS))
-                return f"it does not know the feature map {unknown!r}, only {known} of isopos.feature_maps"
         if sums.stream is not None:
             return self._refuses_step(sums)
+        for phi, *_ in sums.features:
+            if isinstance(phi, FeatureMap) and phi not in PHI and phi.name not in ROWS:
+                known = ", ".join((*(phi.name for phi in PHI), *ROWS))
+                return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
         if why := refusal(sums):
             return why
         if not sums.causal and sums.g is None:
@@ -271,7 +268,7 @@ class Cpu(Walking):
         return ""
 
     def _refuses_step(self, sums: Sums) -> str:
-        (q, k, v), stream, leading, tensors = sums.inputs, sums.stream, sums.q.shape[:-2], sums.tensors
+        (q, k, v), stream, tensors = sums.inputs, sums.stream, sums.tensors
         assert stream is not None
         if q.shape[-2] > 1 or not stream.sums:
             return "a step is one token after others"
@@ -285,22 +282,21 @@ class Cpu(Walking):
             return why
         if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
             return "a step has one log decay, and another before it"
-        if k.shape[:-2] != leading or v.shape[:-2] != leading or leading[:-2].numel() > 1:
+        (*leading, _, width), e = q.shape, v.shape[-1]
+        if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
             return "a step has one state a query, and at most two axes of heads and samples"
-        closed = [Closed.of(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
-        known = [x for x in closed if x is not None]
+        known = [own for features, x in zip(sums.features, sums.inputs, strict=True) if (own := Closed.of(features, x))]
         if len(known) < 3:
             return "a step makes float32 features in closed form"
-        d, of_k, e = (x.shape[-1] * own.doubled for x, own in zip(sums.inputs, known, strict=True))
-        own = q.shape[-1] * known[0].own
+        d, own = width * known[0].doubled, width * known[0].own
         shapes = [(*leading, d, e + (sums.denominator is not None and not own)), *[(*leading, own, 1)] * bool(own)]
-        fit = [x.shape for x in stream.sums] == shapes and all(x.dtype == torch.float32 for x in stream.sums)
-        if d != of_k or not fit or not all(x.is_contiguous() for x in stream.sums):
+        fit = [x.shape for x in stream.sums if x.is_contiguous() and x.dtype == torch.float32] == shapes
+        if known[0].doubled != known[1].doubled or not fit:
             return f"a step needs contiguous float32 sums {shapes}, for queries and keys alike"
-        lib = library.library(d, e, q.shape[-1], k.shape[-1], v.shape[-1])
+        lib = library.library(d, width, e)
         if lib is None:
             return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}"
-        sums.notes["step"] = lib, known, d, own, e
+        sums.notes["step"] = lib, known, Call(math.prod(leading), 1, leading[-1], 1, d, e, own)
         return ""
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
@@ -319,21 +315,21 @@ class Cpu(Walking):
 
     def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output ``[*b h 1 e]`` of the next token of a stream, and its sums."""
-        (lib, known, d, own, e), v, leading, stream = sums.notes["step"], sums.v, sums.q.shape[:-2], sums.stream
+        (lib, known, call), v, stream, alive = sums.notes["step"], sums.v, sums.stream, []
         assert stream is not None
-        call = Call(leading.numel(), 1, leading[-1], 1, d, e, own, torch.get_num_threads(), sums.denominator is not None)
-        parts, alive = zip((call.q, call.k, call.v), sums.inputs, known, strict=True), []
-        for part, x, closed in parts:
+        call.threads = torch.get_num_threads()
+        for part, x, closed in zip((call.q, call.k, call.v), sums.inputs, known, strict=True):
             alive += closed.describe(part, x)[1]
         after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
-        out, denominator = v.new_empty(v.shape), v.new_empty(*leading, 1, 1) if call.denominated else None
+        out, denominator = torch.empty_like(v, memory_format=torch.contiguous_format), None
         call.out, call.state, call.states = view(out), stream.sums[0].data_ptr(), after[0].data_ptr()
         if call.own:
             call.row, call.rows = stream.sums[1].data_ptr(), after[1].data_ptr()
-        if denominator is not None:
-            call.denominator = view(denominator)
+        if sums.denominator is not None:
+            denominator = v.new_empty(*v.shape[:-1], 1)
+            call.denominated, call.denominator = 1, view(denominator)
         if sums.g is not None and stream.before is not None:
-            alive.append((sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(leading).contiguous())
+            alive.append((sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(v.shape[:-2]).contiguous())
             call.across = alive[-1].data_ptr()
         library.run(lib.isopos_step, call)
         if stream.in_place:

@@ -1,15 +1,14 @@
 """What is summed up, as data: inputs, what makes features of them, decays and the form of the denominator."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.ops.place import Place
-from isopos.ops.rotate import lift, permute, reflect, rotate, unlift, unpermute, unrotate
 
 Decays = tuple[Tensor, Tensor] | None
 
@@ -29,80 +28,59 @@ class Buffers:
         return buffer
 
 
-KINDS = {
-    "rotation": (rotate, unrotate),
-    "lift": (lift, unlift),
-    "gather": (permute, unpermute),
-    "reflection": (reflect, reflect),
-}
-
-
-class Step(NamedTuple):
-    """A linear map of features in closed form.
-
-    Args:
-        kind: "rotation" of pairs or "lift" by a table ``[*b h t f 2]``, "gather" by an index ``[*b h t d]``, or "reflection"
-            by a normal ``[h 1 d]``: see `isopos.ops.rotate`.
-        tensor: The table, index or normal.
-        heads: Its axis of heads, from the end.
-        tokens: Its axis of tokens; None where all tokens share it.
-    """
-
-    kind: str
-    tensor: Tensor
-    heads: int
-    tokens: int | None
+class Map(Protocol):
+    """A map of features ``[*b h t d]`` that are float32 or wider, as the values of `isopos.maps` are."""
 
     @property
-    def width(self) -> int:
-        """Features that it maps."""
-        shape = self.tensor.shape
-        return 2 * shape[-2] if self.kind == "rotation" else shape[-2] if self.kind == "lift" else shape[-1]
+    def features(self) -> int | None:
+        """The width that it maps; None where any will do."""
+        ...
 
-    def __call__(self, x: Tensor, adjoint: bool = False) -> Tensor:
-        """The map of x ``[*b h t d]``, or its adjoint."""
-        function, tensor = KINDS[self.kind][adjoint], self.tensor
-        if self.kind == "reflection":
-            tensor = tensor.to(x.dtype)
-        elif self.kind != "gather":
-            dtype = torch.promote_types(x.dtype, tensor.dtype)
-            x, tensor = x.to(dtype), tensor.to(dtype)
-        return function(x, tensor)
+    @property
+    def linear(self) -> bool:
+        """Whether it has an adjoint."""
+        ...
 
+    def apply(self, x: Tensor) -> Tensor:
+        """The map of x."""
+        ...
 
-@dataclass(frozen=True, eq=False)
-class Opaque:
-    """A map of features in no closed form: functions of its tensors, which backends other than PyTorch's see from outside.
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Its adjoint."""
+        ...
 
-    Args:
-        tensors: All that gradients may reach.
-        apply: Of features ``[*b h t d]`` and tensors.
-        part: The tensors for some tokens of some heads and samples.
-        adjoint: Of what `apply` returns and tensors, where it is linear.
-    """
+    def tensors(self) -> Iterable[Tensor]:
+        """All that gradients may reach."""
+        ...
 
-    tensors: tuple[Tensor, ...]
-    apply: Callable[[Tensor, Sequence[Tensor]], Tensor]
-    part: Callable[[Sequence[Tensor], Place], tuple[Tensor, ...]]
-    adjoint: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
+    def replace(self, tensors: Sequence[Tensor]) -> Self:
+        """The same with other tensors, in that order; some may be left over."""
+        ...
+
+    def part(self, place: Place) -> Self:
+        """That for some tokens of some heads and samples."""
+        ...
 
 
-@dataclass(frozen=True, eq=False)
-class Features:
-    """What makes features of an input: phi, then a map; zero where a mask is False. By default the input is ready.
+class Features(NamedTuple):
+    """What makes features of an input: phi, then a map; zero where a mask is False.
 
     It runs again in the backward pass, a chunk group at a time; gradients reach the input and `tensors`.
 
     Args:
         phi: The feature map, of each token alone.
-        map: After it: steps in closed form, or an opaque one.
+        map: After it, or None.
+        kinds: What each tensor of the map does, one after another: a "rotation" or a "lift" by a table ``[*b h t f 2]``, a
+            "gather" by an index ``[*b h t d]``, a "reflection" by a normal ``[h 1 d]`` (see `isopos.ops.rotate`). None
+            where the map has no such closed form.
         mask: Which tokens take part, bool ``[*b 1 t 1]``.
         own: Whether the denominator takes phi's own features, without the map: a second tensor of features.
         dtype: Of features, float32 or float64; None for that of the input.
     """
 
-    phi: Phi = identity
-    map: tuple[Step, ...] | Opaque = ()
+    phi: Phi  # no default: PyTorch 2.11 cannot trace one
+    map: Map | None = None
+    kinds: tuple[str, ...] | None = ()
     mask: Tensor | None = None
     own: bool = False
     dtype: torch.dtype | None = None
@@ -110,52 +88,43 @@ class Features:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those of the map and the mask, of all tokens."""
-        own = self.map.tensors if isinstance(self.map, Opaque) else tuple(step.tensor for step in self.map)
-        return own if self.mask is None else (*own, self.mask)
+        own = () if self.map is None else self.map.tensors()
+        return tuple(own) if self.mask is None else (*own, self.mask)
 
     @property
     def direct(self) -> bool:
         """Whether `write` and `adjoint` serve it, without a graph."""
         direct = isinstance(self.phi, FeatureMap) and self.phi.write is not None and self.phi.slope is not None
-        return direct and not (isinstance(self.map, Opaque) and self.map.adjoint is None)
+        return direct and (self.map is None or self.map.linear)
 
     def ready(self, x: Tensor) -> bool:
         """Whether the features of x are x."""
-        return self.phi is identity and self.map == () and self.mask is None and self.dtype in (None, x.dtype)
+        return self.phi is identity and self.map is None and self.mask is None and self.dtype in (None, x.dtype)
 
     def replace(self, tensors: Sequence[Tensor]) -> "Features":
         """The same with other tensors, in the order of `tensors`."""
-        mask = None if self.mask is None else tensors[-1]
-        if isinstance(self.map, Opaque):
-            own = replace(self.map, tensors=tuple(tensors[: len(self.map.tensors)]))
-        else:
-            own = tuple(step._replace(tensor=tensor) for step, tensor in zip(self.map, tensors, strict=False))
-        return Features(self.phi, own, mask, self.own, self.dtype)
+        own, mask = self.map, None if self.mask is None else tensors[-1]
+        return self._replace(map=None if own is None else own.replace(tensors), mask=mask)
 
     def part(self, place: Place) -> "Features":
         """Those of some tokens of some heads and samples."""
-        if not self.map and self.mask is None:
-            return self
-        if isinstance(self.map, Opaque):
-            own = self.map.part(self.map.tensors, place)
-        else:
-            own = tuple(place.of(step.tensor, step.heads, step.tokens) for step in self.map)
-        return self.replace(own if self.mask is None else (*own, place.of(self.mask, -3, -2)))
+        own = None if self.map is None else self.map.part(place)
+        return self._replace(map=own, mask=None if self.mask is None else place.of(self.mask, -3, -2))
 
     def without_idle_mask(self) -> "Features":
         """Without a mask where it lets every token take part; on a CPU, where looking costs little."""
         if self.mask is None or self.mask.device.type != "cpu" or not self.mask.all():
             return self
-        return replace(self, mask=None)
+        return self._replace(mask=None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Features of tokens x ``[*b h t .]``, and phi's own where the denominator takes them."""
         x = x if self.mask is None else torch.where(self.mask, x, 0)  # NaN of a masked token must not reach gradients either
         plain = self.phi(x if self.dtype is None else x.to(self.dtype))
-        if not isinstance(self.map, Opaque) and self.map and self.map[0].width != plain.shape[-1]:
+        if self.map is not None and self.map.features not in (None, plain.shape[-1]):
             raise ValueError(
                 f"isometry: expected one of {plain.shape[-1]} features, as many as the feature map returns, "
-                f"got one of {self.map[0].width}; build the encoding for this head size"
+                f"got one of {self.map.features}; build the encoding for this head size"
             )
         out = (self._mapped(plain), plain)[: 1 + self.own]
         return out if self.mask is None else tuple(torch.where(self.mask, y, 0) for y in out)
@@ -180,27 +149,14 @@ class Features:
             return grads[0], None
         assert isinstance(self.phi, FeatureMap)
         assert self.phi.slope is not None
-        grad = grads[0]
-        if isinstance(self.map, Opaque):
-            assert self.map.adjoint is not None
-            grad = self.map.adjoint(grad, self.map.tensors)
-        else:
-            for step in reversed(self.map):
-                grad = step(grad, adjoint=True)
-        grad = grad.to(self.dtype or x.dtype)
+        grad = (grads[0] if self.map is None else self.map.adjoint(grads[0])).to(self.dtype or x.dtype)
         for other in grads[1:]:
             grad = grad.add_(other)
         self._drop(grad)
         return grad, None if self.phi is identity else self.phi.slope(buffers("plain", *grad.shape))
 
     def _mapped(self, plain: Tensor) -> Tensor:
-        """The map of phi's features, in their dtype."""
-        if isinstance(self.map, Opaque):
-            return self.map.apply(plain, self.map.tensors).to(plain.dtype)
-        x = plain
-        for step in self.map:
-            x = step(x)
-        return x.to(plain.dtype)
+        return plain if self.map is None else self.map.apply(plain).to(plain.dtype)
 
     def _drop(self, x: Tensor) -> None:
         """Zero where tokens take no part, in place, whatever was there."""
@@ -209,7 +165,7 @@ class Features:
             x.movedim(-3, -1)[dropped] = 0  # faster than masked_fill where few are
 
 
-READY = Features()
+READY = Features(identity)
 ALL_READY = (READY, READY, READY)
 
 
@@ -254,7 +210,7 @@ class Sums:
     q: Tensor
     k: Tensor
     v: Tensor
-    features: tuple[Features, Features, Features] = ALL_READY
+    features: tuple[Features, Features, Features]
     g: Decays = None
     causal: bool = True
     denominator: str | None = None

@@ -10,7 +10,7 @@ from isopos.exact import full_precision
 from isopos.ops.linear.autograd import Backend, Kernel
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import divide
-from isopos.ops.linear.features import Decays, Sums
+from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.step import carry
 
@@ -22,7 +22,7 @@ def _kernel(sums: Sums) -> Kernel | None:
 
 
 def _ready(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> tuple[Kernel, Sums]:
-    sums = Sums(q, k, v, g=None if g_q is None or g_k is None else (g_q, g_k), causal=causal)
+    sums = Sums(q, k, v, ALL_READY, None if g_q is None or g_k is None else (g_q, g_k), causal)
     return _kernel(sums) or CHUNKS, sums
 
 

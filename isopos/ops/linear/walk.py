@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isopos.ops.linear.autograd import Kernel
 from isopos.ops.linear.division import EPS, clamp, count
-from isopos.ops.linear.features import Buffers, Decays, Features, Opaque, Sums
+from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.place import Place
 
 CHUNK = 64  # tokens whose weights are formed explicitly
@@ -121,7 +121,7 @@ class Operand:
 
     def described(self, span: Span) -> Features | None:
         """What makes the features of these tokens, if it is direct and in closed form."""
-        if not self.direct or isinstance(self.features.map, Opaque):
+        if not self.direct or self.features.kinds is None:
             return None
         return self.features.part(span.place).without_idle_mask()
 

@@ -1,14 +1,20 @@
-"""Perplexity as the papers measure it, also of windows far longer than those of the training."""
+"""What a trained decoder is asked for: perplexity, also of windows far longer than those of the training, and text.
 
+Perplexity is measured as the papers do.
+"""
+
+import codecs
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from isopos.lab.data.corpora import Corpus
+from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
 
-__all__ = ["perplexity", "why_not"]
+__all__ = ["choose", "perplexity", "pieces", "why_not"]
 
 PIECE = 4096  # tokens that a model is given at once
 LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
@@ -74,7 +80,6 @@ def why_not(model: Decoder, corpus: Corpus, length: int, split: str = "validatio
 
 
 def _at_once(model: Decoder, length: int) -> int:
-    """Tokens that a model is given at once."""
     piece = PIECE
     if isinstance(model.head, torch.nn.Linear):
         piece = min(piece, LOGITS // model.head.out_features)
@@ -93,3 +98,47 @@ def _nats(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
         now = targets[:, max(0, start - begin) : max(0, start + piece - begin)]
         total += model.loss(x, now).item() * now.numel() if now.numel() else 0.0
     return total
+
+
+def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Tokens ``[b]`` drawn from logits ``[b vocabulary]``.
+
+    Divided by the temperature first; then only the most probable tokens remain whose predecessors, in that order, are less
+    than `top_p` together: at least one.
+
+    Example:
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(1000, 3)
+        >>> drawn = choose(logits, 1.0, 0.7, torch.Generator().manual_seed(0))
+        >>> drawn.unique().tolist(), choose(logits, 0.0, 1.0, torch.Generator()).unique().tolist()
+        ([0, 1], [0])
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    below = (logits - logits.amax(-1, keepdim=True)).double()  # so that small temperatures do not overflow
+    probabilities = (below / temperature).softmax(-1).to(logits.dtype)
+    if top_p < 1:
+        ordered, order = torch.sort(probabilities, stable=True, dim=-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+@torch.no_grad()
+def pieces(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    start: Tensor,
+    tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator,
+) -> Iterator[str]:
+    """Text as it comes: the tokens ``[1 t]`` of its start are read at once, then each token is chosen, see `choose`."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    x, stream = model.advance(start)
+    logits = model.head(x[:, -1])  # of the last token only: a vocabulary may be large
+    for _ in range(tokens):
+        token = choose(logits, temperature, top_p, generator)
+        yield decoder.decode(tokenizer.piece(int(token)))
+        logits, stream = model.step(token, stream)
+    yield decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Attention by its definition: every weight is formed. What tests and benchmarks measure `isopos.attention` by.
+"""Attention by its definition: every weight is formed. What tests and benchmarks measure the fast functions by.
 
     y_i = sum_j w_ij (v_j + row_ij) / sum_j w_ij
 
@@ -8,7 +8,8 @@
 Sums are over the keys j that take part: those that are not masked, of the query's segment, and where it is causal not after
 the query, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs
 of features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
-differentiable any number of times. Arguments are those of `isopos.attention`, which checks them; nothing does here.
+differentiable any number of times. Arguments are those of `linear_attention` and `softmax_attention`, which check them;
+nothing does here.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ def linear(
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
     factor = _takes_part(q, k, causal, mask, segment_ids).to(q.dtype)
     if decay is not None:
-        factor = factor * (-_differences(decay)).exp()
+        factor = factor * _exponents(decay, causal).exp().to(q.dtype)
     if denominator == "complex":
         a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rho_q(q), rho_k(k)))
         weight = (a.conj() @ b.mT) * factor
@@ -94,7 +95,7 @@ def softmax(
         if term.side != "value":
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
-        logits = logits - _differences(decay)
+        logits = logits + _exponents(decay, causal)
     part = _takes_part(q, k, causal, mask, segment_ids)
     weight = torch.where(part, (logits - logits.amax(-1, keepdim=True)).exp(), 0)
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
@@ -138,9 +139,10 @@ def _without(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[..., None, :, None], x, 0)
 
 
-def _differences(decay: Pair) -> Tensor:
+def _exponents(decay: Pair, causal: bool) -> Tensor:
     g_q, g_k = _pair(decay)
-    return (g_q[..., :, None] - g_k[..., None, :]).abs()
+    difference = g_q[..., :, None] - g_k[..., None, :]
+    return difference.tril(g_k.shape[-1] - g_q.shape[-1]) if causal else -difference.abs()
 
 
 def _clipped(term: Clipped) -> Tensor:
