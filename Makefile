@@ -1,7 +1,6 @@
 # Everything is installed into .venv, in this folder, on first use. Variables, all optional:
 #   PYTHON=python3.12   the interpreter that makes .venv
-#   ARGS="..."          more arguments for isopos compare (run) or pytest (test, test-all); pairs as 3.12=2.13 (test-versions);
-#                       or of python -m tools.fuzz (fuzz)
+#   ARGS="..."          more arguments for isopos compare (run), pytest (test, test-all) or tools.fuzz (fuzz); pairs as 3.12=2.13 (test-versions)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux: PyTorch's own index of CPU builds, without CUDA
 
 PYTHON ?= python3
@@ -27,7 +26,7 @@ test-all: .venv/.installed-peers  ## the slow tests, and agreement with other li
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
 
-fuzz: .venv/.installed-dev      ## random calls, commands and damaged run folders, against what each should give
+fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: python -m tools.fuzz ARGS
 	@$(BIN)/python -m tools.fuzz $(ARGS)
 
 lint: .venv/.installed-dev      ## check style, format and types
@@ -50,13 +49,18 @@ STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-peers
 .venv/.installed-dev: EXTRAS := lab,dev
 .venv/.installed-peers: EXTRAS := lab,dev,peers,data
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python
-	@$(PIP) --version >/dev/null 2>&1 || { $(NEW_VENV); }
+	@if $(HALF) || ! $(PIP) --version >/dev/null 2>&1; then $(NEW_VENV); fi
+	@touch .venv/.installing
 	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
 	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".[$(EXTRAS)]"
+	@rm .venv/.installing
 	@touch .venv/.installed-run $(if $(findstring dev,$(EXTRAS)),.venv/.installed-dev) $@
 
 # Absent, or a link to a Python that is gone: the stamps above are stale.
 $(BIN)/python: ;
+
+# An installation that was interrupted when it had begun to write: packages may lack files, which pip does not see.
+HALF = [ -n "$$(find .venv/lib/python*/site-packages -prune -newer .venv/.installing 2>/dev/null)" ]
 
 FAIL = { echo "isopos: $(1)" >&2; exit 1; }
 define NEW_VENV
@@ -65,5 +69,5 @@ define NEW_VENV
 name another: make PYTHON=python3.12 ...); \
 "$(PYTHON)" -c "import ensurepip, venv" 2>/dev/null \
 || $(call FAIL,$(PYTHON) lacks venv or ensurepip; on Debian and Ubuntu: apt install python3-venv); \
-"$(PYTHON)" -m venv --clear .venv
+rm -rf .venv && mkdir .venv && touch .venv/.installing && "$(PYTHON)" -m venv .venv
 endef
