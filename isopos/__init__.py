@@ -25,7 +25,7 @@ _NAMES = {
     "models": ("Decoder",),
     "ops.linear": ("Clamped",),
     "positions": ("forest", "grid", "packed", "product", "ring", "sequence", "tree"),
-    "scheme": ("Scheme",),
+    "scheme": ("Scheme", "parameter_groups"),
     "state": ("State",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

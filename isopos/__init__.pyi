@@ -30,6 +30,7 @@ from isopos.positions import ring as ring
 from isopos.positions import sequence as sequence
 from isopos.positions import tree as tree
 from isopos.scheme import Scheme as Scheme
+from isopos.scheme import parameter_groups as parameter_groups
 from isopos.schemes.additive import learned as learned
 from isopos.schemes.additive import none as none
 from isopos.schemes.additive import shiv_quirk as shiv_quirk

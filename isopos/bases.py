@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from isopos.exact import ExactModule
+from isopos.exact import ExactModule, narrow, wide
 from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
 from isopos.ops.rotate import skew_exponential
 
@@ -49,8 +49,9 @@ class Householder(Basis):
         self.parametrise("normal", normal, learned=learned)
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        normal = self.parameter.to(device, torch.float64)
-        return Reflection((normal / normal.norm(dim=-1, keepdim=True)).to(dtype)[:, None])
+        device = device or self.parameter.device
+        normal = wide(self.parameter, device)
+        return Reflection(narrow(normal / normal.norm(dim=-1, keepdim=True), dtype, device)[:, None])
 
 
 class Orthogonal(Basis):
@@ -74,7 +75,8 @@ class Orthogonal(Basis):
         self.parametrise("generator", generator, learned=learned)
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(skew_exponential(self.parameter.to(device, torch.float64)).to(dtype))
+        device = device or self.parameter.device
+        return Matrix(narrow(skew_exponential(wide(self.parameter, device)), dtype, device))
 
 
 class OddEven(Basis):
@@ -128,7 +130,7 @@ class Fourier(Basis):
         self.matrix = torch.cat((*ends, pairs))
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(self.matrix.to(device, dtype)[None])
+        return Matrix(narrow(self.matrix, dtype, device)[None])
 
 
 class ComplexFourier(Basis):
@@ -158,7 +160,7 @@ class ComplexFourier(Basis):
         self.matrix = rows.flatten(2).flatten(0, 1) * (2 / features) ** 0.5
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(self.matrix.to(device, dtype)[None])
+        return Matrix(narrow(self.matrix, dtype, device)[None])
 
 
 class Pairs(Basis):

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -58,10 +59,10 @@ def expect(what: str, value: Any, names: Iterable[str]) -> None:
 
 
 def at_least(name: str, value: int, least: int = 1) -> int:
-    """The value; ValueError where it is no integer, or less."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    """The value, of numpy's integers as Python's; ValueError where it is no integer, or less."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return value
+    return value if isinstance(value, int) else int(value)
 
 
 def own_module(name: str, what: str) -> ModuleType:
@@ -70,5 +71,5 @@ def own_module(name: str, what: str) -> ModuleType:
         sys.path.append("")  # last, so that no file here takes the place of a library
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever the user's module does
+    except (Exception, SystemExit) as error:  # whatever the user's module does
         raise ValueError(f"{what}: cannot import {name}: {type(error).__name__}: {error}") from None

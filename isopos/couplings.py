@@ -5,14 +5,14 @@ on one side only; stochastic encodings are relative in expectation.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
-from isopos.exact import Weight, constant, full_precision, normal
+from isopos.exact import Weight, constant, full_precision, narrow, normal, wide, wide_device
 from isopos.maps import Affine, Append, Composed, Matrices, Rotation, Scaling, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotations
@@ -23,7 +23,18 @@ Side = Literal["query", "key"]
 __all__ = ["Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"]
 
 
-class _Sided(Coupling, ABC):
+class _Apart(Coupling, ABC):
+    """A coupling whose queries and keys have maps of their own, so that it is no map itself."""
+
+    def forward(self, *_: Any, **__: Any) -> Never:
+        name = type(self).__name__
+        raise TypeError(
+            f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them apart, "
+            "or the arguments of attention, scheme.at(x); got encoding(x)"
+        )
+
+
+class _Sided(_Apart, ABC):
     """One rule for both sides."""
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -62,7 +73,7 @@ class Absolute(_Sided):
         return self.encoding(x if side == self.side else self.group.origin(*x.shape[:-1], device=x.device), dtype)
 
 
-class Constrained(Coupling):
+class Constrained(_Apart):
     """Horn's scheme 1: sinusoids u in further channels, with a projection that keeps their product relative.
 
     <(q, u_x W*), (k, u_y)> = <q, k> + sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)),
@@ -82,6 +93,8 @@ class Constrained(Coupling):
         https://arxiv.org/abs/2102.07680
     """
 
+    is_additive = True
+
     def __init__(self, features: int, heads: int, frequency: Tensor, *, outside: int = 0):
         super().__init__()
         if frequency.ndim != 2 or not frequency.isfinite().all():
@@ -99,21 +112,21 @@ class Constrained(Coupling):
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """q, then u_x W*."""
         sin, cos = self._sinusoids(x)
-        a, b = self.parameter[:, None].double().unbind(-1)
-        return Append(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2).to(dtype))
+        a, b = wide(self.parameter, x.device)[:, None].unbind(-1)
+        return Append(narrow(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2), dtype, x.device))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """k, then u_y."""
-        return Append(torch.stack(self._sinusoids(x), -1).flatten(-2).to(dtype))
+        return Append(narrow(torch.stack(self._sinusoids(x), -1).flatten(-2), dtype, x.device))
 
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
         angle = angles(x, self.frequency)
-        inside = torch.arange(x.shape[-2], device=x.device)[:, None] >= self.outside
+        inside = torch.arange(x.shape[-2], device=angle.device)[:, None] >= self.outside
         return angle.sin() * inside, angle.cos() * inside
 
 
-class TransformerXL(Coupling):
+class TransformerXL(_Apart):
     """Four terms of content and relative sinusoids: (q_x + u)^T k_y + (q_x + v)^T W p_{y-x}.
 
     p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y:
@@ -129,6 +142,8 @@ class TransformerXL(Coupling):
         - Transformer-XL (Dai et al. 2019), section 3.3. https://arxiv.org/abs/1901.02860
         - RoFormer (Su et al. 2021), Eq. 7.
     """
+
+    is_additive = True
 
     def __init__(self, features: int, heads: int, width: int, *, seed: int = 0):
         super().__init__()
@@ -191,8 +206,8 @@ class XPos(_Sided):
                 f"got {x.abs().max().item()}; use rope with decay='retnet' for longer sequences"
             )
         sign = 1 if side == "query" else -1  # queries shrink with x, keys grow
-        factor = torch.exp(sign * self.log_scale.to(x.device) * x.double())[..., None, :, :]
-        return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(factor.to(dtype)))
+        factor = torch.exp(sign * wide(self.log_scale, x.device) * wide(x))[..., None, :, :]
+        return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(narrow(factor, dtype, x.device)))
 
 
 class SineSPE(_Sided):
@@ -231,11 +246,12 @@ class SineSPE(_Sided):
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
-        angle = angle + self.phase.parameter[:, None].double() if side == "query" else angle
-        waves = torch.stack((angle.cos(), angle.sin()), -1) * self.gain.parameter[:, None, ..., None]
-        noise = self.noise.to(x.device) / self.out_features**0.5
+        angle = angle + wide(self.phase.parameter, x.device)[:, None] if side == "query" else angle
+        waves = torch.stack((angle.cos(), angle.sin()), -1) * wide(self.gain.parameter, x.device)[:, None, ..., None]
+        noise = wide(self.noise, x.device) / self.out_features**0.5
+        waves, noise = (narrow(a, dtype, x.device) for a in (waves, noise))
         with full_precision(x.device):
-            return Matrices(torch.einsum("...dkc,dkcr->...rd", waves.to(dtype), noise.to(dtype)))
+            return Matrices(torch.einsum("...dkc,dkcr->...rd", waves, noise))
 
 
 class ConvSPE(_Sided):
@@ -265,9 +281,9 @@ class ConvSPE(_Sided):
         self.parametrise("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        lags = x.long() - torch.arange(self.reach, device=x.device)  # [*b t p]
-        noise = gaussian(lags, self.features * self.out_features, self.seed).to(dtype) / self.out_features**0.5
-        noise = noise.unflatten(-1, (self.out_features, self.features))
+        lags = (x.long() - torch.arange(self.reach, device=x.device)).to(wide_device(x.device))  # [*b t p]
+        noise = narrow(gaussian(lags, self.features * self.out_features, self.seed), dtype, x.device)
+        noise = (noise / self.out_features**0.5).unflatten(-1, (self.out_features, self.features))
         with full_precision(x.device):
             return Matrices(
                 torch.einsum("...tprd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype))

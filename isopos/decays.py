@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from isopos.exact import ExactModule, constant
+from isopos.exact import ExactModule, constant, wide
 from isopos.positions import Line
 
 __all__ = ["Decay", "alibi_rates", "permuteformer_rates", "retnet_rates"]
@@ -34,12 +34,12 @@ class Decay(ExactModule):
     @property
     def rate(self) -> Tensor:
         """Nats a step ``[h]``: float64."""
-        return self.initial_rate if self.log_rate is None else self.log_rate.double().exp()
+        return self.initial_rate if self.log_rate is None else wide(self.log_rate).exp()
 
     def forward(self, x: Tensor) -> Tensor:
-        """g at positions x ``[*b t 1]``: float64 ``[*b h t]``."""
+        """g at positions x ``[*b t 1]``: float64 ``[*b h t]``, on the CPU where x's device has no float64."""
         Line(real=True).check(x)
-        return -self.rate.to(x.device)[:, None] * x[..., None, :, 0].double()
+        return -wide(self.rate, x.device)[:, None] * wide(x[..., None, :, 0])
 
 
 def retnet_rates(heads: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import expect
-from isopos.exact import ExactModule, constant, once
+from isopos.exact import ExactModule, constant, narrow, once, wide
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.tree import path
@@ -44,6 +44,7 @@ class Coupling(ExactModule, ABC):
     is_complex: bool = False  # whether it multiplies pairs of features by phases, as complex numbers
     is_trivial: bool = False  # whether positions change nothing
     is_random: bool = False  # whether it is relative in expectation only
+    is_additive: bool = False  # whether it adds to scores what is no product of features, so that their scale matters
     is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
 
     @abstractmethod
@@ -119,7 +120,7 @@ class Rotary(Encoding):
         learned: Whether the frequencies are learned. Fixed ones are float64 constants outside parameters and buffers.
         lift: Map d features to 2d instead of rotating pairs.
         group: A line by default, a grid for several coordinates; for a ring of n frequencies must be multiples of 2 pi / n.
-        max_length: Positions from 0 on that make sense, if fewer than all.
+        max_length: Positions from 0 on that make sense, if fewer than all; others are refused.
 
     References:
         - RoFormer (Su et al. 2021), Eq. 14-16. https://arxiv.org/abs/2104.09864
@@ -149,7 +150,7 @@ class Rotary(Encoding):
         if self.group.columns != columns:
             raise ValueError(f"frequency: expected {self.group.columns} coordinates for {self.group}, got {columns}")
         if isinstance(self.group, Ring):
-            whole = frequency.detach().double() * self.group.period / (2 * math.pi)
+            whole = constant(frequency) * self.group.period / (2 * math.pi)
             if learned or not torch.allclose(whole, whole.round(), rtol=0, atol=1e-6):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
             self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
@@ -161,7 +162,20 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
+        self._check_length(x)
         return Rotation(rotations(x, self.parameter, dtype), self.is_lift)
+
+    def _check_length(self, x: Tensor) -> None:
+        """ValueError where positions leave those that make sense; not while compiling, nor on a GPU, which would wait."""
+        limit = self.max_length
+        if limit is None or torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
+            return
+        low, high = x.min().item(), x.max().item()
+        if max(high - low, high, -low) >= limit:
+            raise ValueError(
+                f"positions: expected magnitudes and offsets below {limit}, from which on weights are negative, "
+                f"got {low} to {high}; build the scheme for the longest sequence, length={int(max(high - low, high)) + 1}"
+            )
 
 
 class Permutation(Encoding):
@@ -169,7 +183,7 @@ class Permutation(Encoding):
 
     Powers come from the cycles of pi, so no table grows with length. Nonnegative features stay nonnegative, and so do the
     denominators. Positions that differ by a multiple of a head's order look alike to it; all heads together tell
-    `common_order` positions apart.
+    `common_order` positions apart. On a grid both are those of the axis that repeats first.
 
     Args:
         permutation: int64 ``[h d]``, one of the features a head; or ``[h c d]`` for c coordinates, whose permutations must
@@ -204,8 +218,9 @@ class Permutation(Encoding):
         # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
         table = torch.tensor([[_cycle_table(axis) for axis in head] for head in maps.tolist()], device="cpu")
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
-        self.orders = tuple(math.lcm(*head.flatten().tolist()) for head in table[:, :, 3])
-        self.order = self.common_order = math.lcm(*self.orders)
+        orders = [[math.lcm(*axis) for axis in head] for head in table[:, :, 3].tolist()]
+        self.orders = tuple(map(min, orders))
+        self.order = self.common_order = min(math.lcm(*axis) for axis in zip(*orders, strict=True))
         if length is not None and self.common_order < length:
             warnings.warn(
                 f"permutation: {self.common_order} positions are told apart, of {length} of the longest sequence; "
@@ -305,23 +320,32 @@ class Exponential(Encoding):
             raise ValueError(f"generator: expected [h d d] with even d, got {list(generator.shape)}")
         self.group = Line(real=True)
         self.features = self.out_features = generator.shape[-1]
-        frequency = _spectrum(constant(generator))[0]
-        gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
-        if not (gaps > 1e-9 * frequency[..., -1:]).all():
-            raise ValueError(
-                "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
-                "add a little noise, such as 0.01 * torch.randn_like(generator)"
-            )
+        _check_spectrum(generator)
         self.parametrise("generator", generator, learned=learned)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if not self.parameter.is_meta:
+            _check_spectrum(self.parameter)
 
     def frequency(self) -> Tensor:
         """Angles a step of the planes that the generator rotates now: float64 ``[h d/2]``."""
-        return _spectrum(self.parameter.double())[0]
+        return _spectrum(wide(self.parameter))[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, basis = _spectrum(self.parameter.to(x.device, torch.float64))
-        return Chain(Matrix(basis.to(dtype)), Rotation(rotations(x, frequency[:, None], dtype)))
+        frequency, basis = _spectrum(wide(self.parameter, x.device))
+        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency[:, None], dtype)))
+
+
+def _check_spectrum(generator: Tensor) -> None:
+    frequency = _spectrum(constant(generator))[0]
+    gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
+    if not (gaps > 1e-9 * frequency[..., -1:]).all():
+        raise ValueError(
+            "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
+            "add a little noise, such as 0.01 * torch.randn_like(generator)"
+        )
 
 
 class _Eigh(torch.autograd.Function):
@@ -394,7 +418,8 @@ class TreePath(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        return Operators(path(skew_exponential(self.parameter.to(x.device, torch.float64)).to(dtype), x))
+        step = skew_exponential(wide(self.parameter, x.device))
+        return Operators(path(narrow(step, dtype, x.device), x))
 
 
 class InBasis(Encoding):

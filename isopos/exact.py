@@ -1,6 +1,10 @@
 """Modules whose parameters stay exact when the model around them is cast, and what else every layer needs."""
 
+import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +17,33 @@ def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
+WIDE = {"cpu": True, "cuda": True, "meta": True, "mps": False}
+"""Types of devices, and whether they have float64; another type is tried when it is first met."""
+
+
+def wide_device(device: torch.device) -> torch.device:
+    """Where the float64 numbers of tensors on a device are computed: there, or on the CPU where it has none (MPS)."""
+    if device.type not in WIDE:
+        try:
+            WIDE[device.type] = (torch.ones((), dtype=torch.float64, device=device) + 2.0**-40 - 1).item() == 2.0**-40
+        except (TypeError, RuntimeError):
+            WIDE[device.type] = False
+    return device if WIDE[device.type] else torch.device("cpu")
+
+
+def wide(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor in float64, for work on a device, by default its own: there, or on the CPU where that device has none."""
+    return value.to(wide_device(value.device if device is None else device)).to(torch.float64)
+
+
+def narrow(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """A tensor rounded to a dtype, then on a device, which need not have the tensor's own dtype."""
+    return value.to(dtype).to(device)
+
+
 def constant(value: Tensor) -> Tensor:
     """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
-    return value.detach().to("cpu", torch.float64, copy=True)
+    return value.detach().to("cpu", copy=True).to(torch.float64)
 
 
 class ExactModule(nn.Module):
@@ -53,7 +81,7 @@ class ExactModule(nn.Module):
         """Back to the initial value."""
         if self.parameter_name and self.parameter is not self.initial:
             with torch.no_grad():
-                self.parameter.copy_(self.initial)
+                self.parameter.copy_(narrow(self.initial, self.parameter.dtype, self.parameter.device))
 
 
 class Weight(ExactModule):
@@ -85,3 +113,17 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, at no cost where all are equal."""
     return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
+
+
+def shown(value: Any) -> str:
+    """A value with the shapes of its tensors."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown, value))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = (f"{field.name}={shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        return f"{type(value).__name__}({', '.join(inner)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+    return value.__name__ if inspect.isfunction(value) else repr(value)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, dataclass_transform
 import torch
 from torch import Tensor
 
-from isopos.exact import broadcast, full_precision
+from isopos.exact import broadcast, full_precision, shown
 from isopos.feature_maps import Phi
 from isopos.ops.place import Axes, Place
 from isopos.ops.rotate import (
@@ -68,7 +68,7 @@ class TokenMap(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        dataclass(frozen=True, eq=False)(cls)
+        dataclass(frozen=True, eq=False, repr=False)(cls)
         types = {own.name: own.type for own in fields(cls)}  # pyright: ignore[reportArgumentType]
         cls._axes = {own.name: own.metadata.get("axes") for own in fields(cls)}  # pyright: ignore[reportArgumentType]
         cls._tensors = tuple((name, own) for name, own in cls._axes.items() if own is not None)
@@ -183,6 +183,9 @@ class TokenMap(ABC):
                 f"{name}: expected {length} tokens, one a position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
                 f"evaluate the encoding at the positions of {name}"
             )
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x ``[*b h t d]``."""

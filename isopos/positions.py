@@ -367,11 +367,14 @@ class Product(Group):
 def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
     """Positions 0 to t - 1 of a sequence: int64 ``[t 1]``. Add an integer to shift them.
 
+    The length may be symbolic, or a tensor of one integer, as compilers and tracers have it.
+
     Example:
         >>> sequence(3).tolist()
         [[0], [1], [2]]
     """
-    return torch.arange(at_least("t", t, 0), device=device)[:, None]
+    symbolic = isinstance(t, torch.SymInt) or (isinstance(t, Tensor) and t.ndim == 0 and t.dtype in INTEGER_DTYPES)
+    return torch.arange(t if symbolic else at_least("t", t, 0), device=device)[:, None]
 
 
 def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:

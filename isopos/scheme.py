@@ -1,10 +1,7 @@
 """A scheme: the choices that make attention see positions, as one module. `isopos.schemes` has the named ones."""
 
 import hashlib
-import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Literal, Never, TypedDict, get_args
 
@@ -16,12 +13,13 @@ from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Encoding
-from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides
+from isopos.exact import ExactModule, shown
+from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, Phi, sides
 from isopos.maps import Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 
-__all__ = ["Arguments", "Choices", "Scheme", "choices_of"]
+__all__ = ["Arguments", "Choices", "Scheme", "choices_of", "parameter_groups"]
 
 AttentionName = Literal["linear", "softmax"]
 DenominatorName = Literal["plain", "encoded", "complex", "none"]
@@ -59,22 +57,8 @@ class Arguments(dict[str, Any]):
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:
-        rows = (f"    {name}={_shown(value)},\n" for name, value in self.items())
+        rows = (f"    {name}={shown(value)},\n" for name, value in self.items())
         return f"{type(self).__name__}(\n{''.join(rows)})"
-
-
-def _shown(value: Any) -> str:
-    """A value with the shapes of its tensors."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
-    if is_dataclass(value) and not isinstance(value, type | Group):
-        inner = (f"{field.name}={_shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
-        return f"{type(value).__name__}({', '.join(inner)})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_shown(inner)}' for name, inner in value.items())}}}"
-    return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
 class Scheme(nn.Module):
@@ -215,8 +199,11 @@ class Scheme(nn.Module):
 
     @property
     def feature_map(self) -> Phi:
-        """phi of linear attention."""
-        return FEATURE_MAPS[self.choices["feature_map"]] if self.favor is None else self.favor
+        """phi of linear attention; that of `Favor` without its scales, where these do not divide out."""
+        if self.favor is None:
+            return FEATURE_MAPS[self.choices["feature_map"]]
+        added = self.encoding.is_additive and not self.inside
+        return FeatureMap("favor", self.favor.forward) if self.normalised or added else self.favor
 
     @property
     def outside(self) -> int:
@@ -290,3 +277,30 @@ class Scheme(nn.Module):
             changes["locality"] = found["locality"][..., places.shape[-2] - new :, :]
         changes["decay"] = decay[0] if isinstance(decay, tuple) else decay
         return Arguments(found | changes, state=own.stamped(self.fingerprint, places))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """A model's parameters for an optimiser: those that shrink by weight decay, and those that must not.
+
+    Generators, frequencies, rates, gains and tables of positions would drift from what they mean; biases and norms are no
+    weights. So what schemes learn keeps its size, and so does what has fewer than two axes. Order is that of
+    ``model.parameters()`` within each group; shared parameters are there once.
+
+    Args:
+        model: Any module, isopos' or not.
+        weight_decay: Of the first group.
+
+    Example:
+        >>> import isopos
+        >>> model = isopos.Decoder(256, 32, 2, isopos.rope(8, 4, learned=True))
+        >>> groups = parameter_groups(model, 0.1)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]
+        [(0.1, 14), (0.0, 24)]
+        >>> optimizer = torch.optim.AdamW(groups)
+    """
+    parts = (module for module in model.modules() if isinstance(module, ExactModule | Embedding))
+    exempt = {id(parameter) for module in parts for parameter in module.parameters()}
+    weights, others = [], []
+    for parameter in model.parameters():
+        (others if parameter.ndim < 2 or id(parameter) in exempt else weights).append(parameter)
+    return [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

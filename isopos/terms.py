@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isopos.exact import shown
 from isopos.ops import clipped
 
 __all__ = ["Clipped", "Indexed", "Term"]
@@ -16,7 +17,7 @@ __all__ = ["Clipped", "Indexed", "Term"]
 SIDES = ("query", "key", "none", "value")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Term(ABC):
     """Rows of a table, one a bucket, that meet a query and a key whose offset falls into it.
 
@@ -32,6 +33,9 @@ class Term(ABC):
     def __post_init__(self) -> None:
         if self.side not in SIDES:
             raise ValueError(f"side: expected one of {', '.join(SIDES)}, got {self.side!r}")
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     @property
     @abstractmethod
@@ -62,7 +66,7 @@ class Term(ABC):
         return bucketed @ self.table.to(weight.dtype)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Indexed(Term):
     """A term whose buckets are given, int64 ``[*b t s]``."""
 
@@ -76,7 +80,7 @@ class Indexed(Term):
         return self.buckets
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Clipped(Term):
     """A term whose offsets are clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
 

@@ -200,7 +200,7 @@ SCHEMES = [
         ("orthogonal", {"matrix": "orthogonal"}),
     ),
     *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
-    *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long"})),
+    *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long", "length": 2})),
     *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
@@ -223,6 +223,28 @@ SCHEMES = [
     *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), relative=False, inside=True),
     *_rows("shiv-quirk", ("", {}), ("branches", {"branches": 3, "depth": 2}), relative=False, directed=False),
 ]
+LEARNED = {  # by scheme, the names of its weights in files, which stay what they are
+    "learned": {"embedding.weight"},
+    "shaw": {"bias.keys.weight", "bias.values.weight"},
+    "transformer-xl": {"encoding.content.weight", "encoding.location.weight", "encoding.projection"},
+    "t5": {"bias.weight"},
+    "deberta": {"bias.keys.weight", "bias.queries.weight"},
+    "horn-constrained": {"encoding.projection"},
+    "horn-clipped": {"bias.weight"},
+    "spe-sine": {"encoding.frequency", "encoding.gain.weight", "encoding.phase.weight"},
+    "spe-conv": {"encoding.filters"},
+    "shiv-quirk": {"embedding.decay"},
+    "ape-sequence": {"encoding.generator"},
+    "ape-absolute": {"encoding.encoding.generator"},
+    "ape-ring": {"encoding.basis.generator"},
+    "ape-tree": {"encoding.generator"},
+}
+STORED = {  # of options
+    "rope-learned": {"encoding.frequency"},
+    "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
+    "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
+    "lrpe-orthogonal-learned": {"encoding.encoding.frequency"},
+}
 PRESETS = [next(case for case in SCHEMES if case.name == name) for name in dict.fromkeys(c.name for c in SCHEMES)]
 """The first row of each scheme, for tests too slow for every option."""
 

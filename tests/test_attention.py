@@ -292,3 +292,21 @@ def test_half_puts_the_first_of_each_pair_first():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["ape-sequence", "rotary", "fixed"])
+def test_absorbed_angles_learn_where_they_did(name):
+    learned = name != "fixed"
+    scheme = schemes.compose(
+        encodings.InBasis(encodings.Rotary(torch.rand(HEADS, 1, HEAD_DIM // 2), learned=learned), bases.Fourier(HEAD_DIM))
+        if name != "ape-sequence"
+        else encodings.Exponential(torch.randn(HEADS, HEAD_DIM, HEAD_DIM)),
+        HEADS,
+        {"attention": "softmax"},
+    )
+    layer = Attention(WIDTH, scheme)
+    absorbed = absorb(scheme, layer.query, layer.key)
+    assert isinstance(absorbed.encoding.parameter, torch.nn.Parameter) == learned
+    if learned:
+        layer(tokens(2, 9).float(), absorbed.at(sequence(9)), causal=True).square().sum().backward()
+        assert (absorbed.encoding.parameter.grad != 0).all()

@@ -110,7 +110,7 @@ def test_a_value_is_remembered_while_its_stamp_stays(tmp_path):
     made = []
 
     def ask(stamp):
-        return cache.remembered(tmp_path, "key", stamp, lambda: made.append(stamp) or [stamp, len(made)])
+        return cache.remembered(tmp_path, "key", stamp, list[int], lambda: made.append(stamp) or [stamp, len(made)])
 
     assert [ask(1), ask(1), ask(2), ask(2)] == [[1, 1], [1, 1], [2, 2], [2, 2]]
     for damage in ("", "[]", "{", '{"stamp": 2}'):

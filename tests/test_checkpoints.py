@@ -13,7 +13,7 @@ from isopos.lab.runs import checkpoints
 
 
 def _state(value):
-    return {"model": {"weight": torch.full((100,), float(value))}, "best": [value, 1.5]}
+    return {"model": {"weight": torch.full((100,), float(value))}, "optimizer": {}, "best": [value, 1.5], "step": value}
 
 
 def _steps(run):
@@ -63,14 +63,16 @@ def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path, damage):
         (last / "state.pt").unlink()
     else:
         (last / "state.pt").write_bytes(content if damage == "flip" else content[:-7])
-    with pytest.raises(ValueError, match=f"{last} is damaged.*remove it, and --resume goes on from step 1, {before}$"):
+    with pytest.raises(
+        ValueError, match=f"{last / 'state.pt'}: .*remove {last}, and --resume goes on from step 1, {before}$"
+    ):
         checkpoints.load(checkpoints.newest(tmp_path))
 
 
 def test_a_damaged_mark_is_named(tmp_path):
     folder = checkpoints.save(tmp_path, _state(1), 1)
     (folder / "complete.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{folder / 'complete.json'} is damaged.*remove {folder}"):
+    with pytest.raises(ValueError, match=f"{folder / 'complete.json'}: expected JSON, .*remove {folder}"):
         checkpoints.newest(tmp_path)
 
 
@@ -80,7 +82,7 @@ def test_nothing_but_tensors_and_plain_values_is_unpickled(tmp_path):
     mark = json.loads((folder / "complete.json").read_text())
     mark["sha256"] = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
     (folder / "complete.json").write_text(json.dumps(mark))
-    with pytest.raises(ValueError, match="is damaged: it holds more than tensors and plain values"):
+    with pytest.raises(ValueError, match=r"state\.pt: it holds more than tensors and plain values"):
         checkpoints.load(checkpoints.newest(tmp_path))
 
 
@@ -89,10 +91,12 @@ import resource, sys, torch
 from pathlib import Path
 from isopos.lab.runs import checkpoints
 run = Path(sys.argv[1])
-checkpoints.save(run, {"model": torch.zeros(10)}, 1)
+def state(step, size):
+    return {"model": {"weight": torch.zeros(size)}, "optimizer": {}, "best": [0, 1.5], "step": step}
+checkpoints.save(run, state(1, 10), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # as a disk that is full after 1 MiB
 try:
-    checkpoints.save(run, {"model": torch.zeros(1 << 20)}, 2)
+    checkpoints.save(run, state(2, 1 << 20), 2)
 except OSError as error:
     print(error)
 """
@@ -118,7 +122,8 @@ import sys, torch
 from pathlib import Path
 from isopos.lab.runs import checkpoints
 for step in range(1, 10_000):
-    checkpoints.save(Path(sys.argv[1]), {"model": torch.full((200_000,), float(step))}, step)
+    state = {"model": {"weight": torch.full((200_000,), float(step))}, "optimizer": {}, "best": [0, 1.5], "step": step}
+    checkpoints.save(Path(sys.argv[1]), state, step)
     print(step, flush=True)
 """
 
@@ -137,4 +142,4 @@ def test_a_kill_at_any_moment_leaves_whole_ones(tmp_path):
         found = checkpoints.complete(run)
         assert found[-1].step >= int(said)
         for checkpoint in found:
-            assert checkpoints.load(checkpoint)["model"][0] == checkpoint.step
+            assert checkpoints.load(checkpoint)["model"]["weight"][0] == checkpoint.step

@@ -49,6 +49,27 @@ def test_help_does_not_import_torch(arguments, monkeypatch):
     assert " torch" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check rope --head-dim 10000000",
+        "check rope --heads 10000000",
+        "show rope --reach 10000000",
+        "bench --rounds 10000000",
+        "compare --seeds 10000000",
+        "table permuteformer-4 --seeds 10000000",
+        "generate runs/one --tokens 10000000000",
+    ],
+)
+def test_a_number_beyond_reason_is_refused_by_its_name(isopos, tmp_path, line):
+    code, out, err = isopos(*line.split())
+    *_, name, number = line.split()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"isopos: {name.removeprefix('--').replace('-', '_')}: expected at most ")
+    assert err.endswith(f", got {number}\n")
+    assert not list(tmp_path.iterdir())
+
+
 TYPOS = [
     "compre",
     "compare --step x",
@@ -162,3 +183,55 @@ def test_show_names_what_does_not_fit(isopos, tmp_path, arguments, message):
     assert message in err
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+RAISING = """
+import sys
+from mine import Good
+
+class Raises(Good):
+    def forward(self, x, dtype=None):
+        return {}["key"]
+
+class Exits(Good):
+    def forward(self, x, dtype=None):
+        sys.exit(0)
+
+class Empty(Good):
+    def forward(self, x, dtype=None):
+        return None
+
+def factory():
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def raising(monkeypatch, tmp_path):
+    """Modules of a user's, and the file of one."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in (("mine", OWN), ("raising", RAISING), ("exits", "raise SystemExit(0)\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path / "raising.py"
+
+
+@pytest.mark.parametrize(
+    ("subject", "said"),
+    [
+        ("raising:Raises", "KeyError: 'key' (FILE, line 7: return {}[\"key\"])"),
+        ("raising:Exits", "SystemExit: 0 (FILE, line 11: sys.exit(0))"),
+        ("raising:Empty", "TypeError: expected a map of isopos.maps at positions, got NoneType"),
+        ("raising:factory", "ZeroDivisionError: division by zero (FILE, line 18: return 1 / 0)"),
+    ],
+)
+def test_what_raises_could_not_be_measured(isopos, raising, subject, said):
+    code, out, err = isopos("check", subject)
+    assert (code, err) == (3, "")
+    assert out.startswith(f"{subject}: could not be measured: ")
+    assert f"could not be measured: {said.replace('FILE', str(raising))}" in out
+
+
+def test_a_module_that_exits_is_a_failure(isopos, raising):
+    assert isopos("check", "exits:Good") == (2, "", "isopos: subject: cannot import exits: SystemExit: 0\n")
+    assert isopos("compare", "--task", "exits:Good")[::2] == (2, "isopos: task: cannot import exits: SystemExit: 0\n")

@@ -6,7 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from isopos.lab.recipes import Recipe
+from isopos.lab.reports.comparison import ranking
+from isopos.lab.runs import folders
 from isopos.lab.tasks.language import Text
+from isopos.lab.training import memory
 from isopos.lab.training import run as training
 
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
@@ -56,7 +60,9 @@ def test_a_comparison_end_to_end(isopos, tmp_path):
     assert runs == sorted(f"{name}-seed{seed}" for name in names for seed in range(2))
     page, text = _check_page(folder / "report.html")
     assert sum(i.startswith("curve-") for i in page.ids) == 8
-    assert sum(i.startswith("kernel-") for i in page.ids) == 4
+    best_first = [f"kernel-{row.scheme}" for row in ranking(folder).rows]
+    assert [name for name in page.ids if name.startswith("kernel-")] == best_first
+    assert len(best_first) == 4
     about = json.loads((folder / "comparison.json").read_text())
     assert about["complete"]
     assert about["sha256"][:12] in out
@@ -251,3 +257,78 @@ def test_overwrite_replaces_comparisons_only(isopos, tmp_path):
     code, _, err = isopos(*arguments)
     assert code == 2
     assert "holds no comparison" in err
+
+
+def _interrupted_in(monkeypatch, scheme):
+    original = training.train
+
+    def train(recipe, *rest):
+        if recipe.scheme == scheme:
+            raise KeyboardInterrupt
+        return original(recipe, *rest)
+
+    monkeypatch.setattr(training, "train", train)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path, monkeypatch, killed):
+    """Replaced by one that is killed, by one that is interrupted in its second run, and by one in its first."""
+    folder, arguments = tmp_path / "runs" / "one", ["compare", "--schemes", "none,rope", "--name", "one", *TINY]
+    assert isopos(*arguments)[0] == 0
+    page = (folder / "report.html").read_text()
+    if killed:
+        folders.begin(folder, "comparison.json", {"killed": True})
+    with monkeypatch.context() as patch:
+        _interrupted_in(patch, "rope")
+        code, out, _ = isopos(*arguments, "--overwrite")
+    assert code == 130
+    assert "until a comparison is complete, runs/.one.replaced keeps what runs/one was" in out
+    assert "unfinished rope-seed0" in (folder / "report.html").read_text()
+    with monkeypatch.context() as patch:
+        _interrupted_in(patch, "none")
+        code, out, _ = isopos(*arguments, "--overwrite")
+    assert code == 130
+    assert "no run was finished: runs/one is what it was" in out
+    assert (folder / "report.html").read_text() == page
+    assert isopos(*arguments, "--overwrite")[0] == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+
+
+def test_the_report_of_a_comparison_that_was_killed(isopos, tmp_path):
+    folder = tmp_path / "runs" / "one"
+    assert isopos("compare", "--schemes", "none,rope", "--name", "one", *TINY)[0] == 0
+    page = (folder / "report.html").read_text()
+    for name in ("report.html", "curves.svg", "rope-seed0/result.json"):
+        (folder / name).unlink()
+    about = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps(about | {"complete": False, "speed": {}}))
+    code, out, err = isopos("report", "runs/one")
+    assert (code, err) == (0, "")
+    assert "report: runs/one/report.html" in out
+    found, text = _check_page(folder / "report.html")
+    assert "Interrupted: unfinished rope-seed0" in text
+    assert "Interrupted" not in page
+    assert {"kernel-none", "curve-rope-seed0"} <= set(found.ids)
+
+
+@pytest.mark.parametrize(("folder", "said"), [("runs", "it holds runs/one"), ("nowhere", "isopos compare makes some")])
+def test_a_report_needs_a_comparison(isopos, tmp_path, folder, said):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "comparison.json").write_text("{}")
+    code, out, err = isopos("report", folder)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.parametrize("command", ["compare --name one", "train quickstart", "table permuteformer-4 --scale tiny"])
+def test_a_batch_beyond_memory_is_found_before_the_name_is_taken(isopos, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(memory, "_there", lambda *_: 1000.0)
+    sizes = TINY if "table" not in command else []
+    code, _, err = isopos(*command.split(), *sizes)
+    assert code == 2
+    assert err.startswith("isopos: batch: expected one whose 1 parts fit into the 0.0 GiB of memory, got ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_batch_that_fits_is_none_of_them():
+    memory.check_memory(Recipe())

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import hashlib
 import io
+import itertools
 import lzma
 import os
 import subprocess
@@ -17,8 +18,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.data import corpora, prepare
+from isopos.lab.data import corpora, prepare, sources
 from isopos.lab.data.corpora import Corpus, load
+from isopos.lab.data.sources import whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Words, load_tokenizer
 
 PROSE = "".join(f"line {n} of a text with café and words number {n % 7}\n" for n in range(300))
@@ -359,7 +361,7 @@ def test_a_damaged_cache_is_noticed(tmp_path, cache):
     load(str(path), 8, tokenizer="words")
     (stream,) = cache.glob("*/train.bin")
     stream.write_bytes(stream.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"cache: expected \d+ tokens in .*train.bin, got .* remove"):
+    with pytest.raises(ValueError, match=r"train\.bin: expected \d+ tokens, got .*; remove .*, and it is prepared again"):
         load(str(path), 8, tokenizer="words")
 
 
@@ -541,3 +543,117 @@ def test_novels_are_split_by_book():
     assert sum(read.sizes.values()) < 66_471_152
     assert not (read.validation == 13).any()
     assert (read.train == 10).sum() > 100_000
+
+
+def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
+    folder, other = tmp_path / "texts", tmp_path / "other"
+    for path in (folder / "below", other):
+        path.mkdir(parents=True)
+        (path / "a.txt").write_text(PROSE)
+    assert [name for name, _ in sources.find(str(folder)).documents()] == [f"{folder}/below/a.txt"]
+    scan = os.scandir
+
+    def unreadable(path):
+        if str(path).endswith("below"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", unreadable)
+        with pytest.raises(ValueError, match=f"data: cannot read {folder}/below: Permission denied"):
+            sources.find(str(folder))
+    for link, target, message in (
+        ("linked", other, f"expected folders, got the link {folder}/linked, which is not followed"),
+        ("broken.txt", tmp_path / "gone", f"cannot read {folder}/broken.txt: No such file"),
+        ("endless.txt", "/dev/zero", f"cannot read {folder}/endless.txt: expected a plain file"),
+    ):
+        (folder / link).symlink_to(target)
+        with pytest.raises(ValueError, match=f"data: {message}"):
+            sources.find(str(folder))
+        (folder / link).unlink()
+    (folder / "linked.txt").symlink_to(other / "a.txt")  # a file is read where it is
+    assert len(list(sources.find(str(folder)).documents())) == 2
+
+
+@pytest.mark.parametrize("where", ["alone", "in a folder"])
+def test_what_has_no_end_is_refused_before_it_is_read(tmp_path, where):
+    os.mkfifo(tmp_path / "pipe.txt")
+    source = tmp_path / "pipe.txt" if where == "alone" else tmp_path
+    with pytest.raises(
+        ValueError, match=r"data: cannot read .*pipe\.txt: expected a plain file, got a folder, a pipe or a device"
+    ):
+        load(str(source), 8)
+    with pytest.raises(ValueError, match="data: cannot read /dev/zero: expected a plain file"):
+        load("/dev/zero", 8)
+
+
+@pytest.mark.parametrize("name", ["valid.txt", "wiki.test.tokens", "validation.csv"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_a_split_that_is_empty_is_not_replaced_by_another_text(tmp_path, cache, name, tokenizer):
+    (tmp_path / "train.txt").write_text(PROSE)
+    (tmp_path / name).write_text("")
+    split = "test" if "test" in name else "validation"
+    with pytest.raises(ValueError, match=f"data: expected text in .*{name}, which is {split} by its name, got none"):
+        load(str(tmp_path), 8, tokenizer=tokenizer)
+
+
+def test_an_archive_that_unpacks_without_limit_is_refused(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(sources, "UNPACKED", 1 << 21)
+    with gzip.open(tmp_path / "bomb.txt.gz", "wb") as file:
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for n in range(64):
+            archive.writestr(f"{n}.txt", bytes(1 << 20))
+    for name in ("bomb.txt.gz", "bomb.zip"):
+        with pytest.raises(
+            ValueError, match=rf"data: expected text, but .*{name[:8]}.* unpacks to more than 100 times its size"
+        ):
+            load(str(tmp_path / name), 8)
+    assert not list(cache.glob("tokens-*"))
+
+
+def test_text_without_lines_is_cut_in_time_that_grows_as_it_does():
+    """Every block is joined to others once or twice, whatever is before it."""
+
+    class Block(bytes):
+        scanned = 0
+
+        def __contains__(self, part):
+            Block.scanned += len(self)
+            return super().__contains__(part)
+
+    blocks = [Block(b"x" * 1000) for _ in range(400)]
+    assert b"".join(whole_lines(iter(blocks))) == b"x" * 400_000
+    assert Block.scanned <= 4 * 400_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_are_cut_as_by_the_plain_way(seed):
+    def plain(blocks):
+        held = b""
+        for block in blocks:
+            held += block
+            cut = held.rfind(b"\n") + 1 or held.rfind(b" ") + 1
+            if cut:
+                yield held[:cut]
+                held = held[cut:]
+        if held:
+            yield held
+
+    random = np.random.default_rng(seed)
+    text = bytes(random.choice([*b"aaaaaa \n"], 400).tolist())
+    cuts = sorted(random.integers(0, 400, 40).tolist())
+    blocks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, 400])]
+    assert list(whole_lines(blocks)) == list(plain(blocks))
+
+
+def test_members_of_a_zip_are_read_in_sorted_order(tmp_path):
+    with zipfile.ZipFile(tmp_path / "books.zip", "w") as archive:
+        for name in ("c.txt", "a.txt", "d/b.txt", "B.txt"):
+            archive.writestr(name, name)
+    found = [
+        (name.rpartition(".zip/")[2], b"".join(blocks))
+        for name, blocks in sources.find(str(tmp_path / "books.zip")).documents()
+    ]
+    assert found == [(name, name.encode()) for name in ("B.txt", "a.txt", "c.txt", "d/b.txt")]

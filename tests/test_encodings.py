@@ -477,3 +477,15 @@ def test_long_sequences_hold_no_index(columns, monkeypatch):
     assert (powers.length, powers.leading, powers.features) == (held.length, held.leading, held.features)
     one, other = (linear_attention(q, q, q, isometry=rho, causal=True) for rho in (held, powers))
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("wrong", ["zero", "equal"])
+def test_generators_that_the_constructor_refuses_are_not_loaded(wrong):
+    encoding, start = Exponential(torch.randn(2, 4, 4)), torch.zeros(2, 4, 4)
+    if wrong == "equal":
+        start[:, 1, 0] = start[:, 3, 2] = 1.0
+    with pytest.raises(ValueError, match="distinct frequencies"):
+        Exponential(start)
+    with pytest.raises(ValueError, match="generator: expected a skew part with distinct frequencies"):
+        torch.nn.ModuleList([encoding]).load_state_dict({"0.generator": start})
+    encoding.load_state_dict({"generator": torch.randn(2, 4, 4)})

@@ -1,6 +1,9 @@
 """Run folders, and those that were written before there were tasks."""
 
+import contextlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -78,8 +81,62 @@ def test_numbers_survive_a_log_bit_for_bit(tmp_path):
     assert folders.read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.1 + 0.2}]
 
 
+class Killed(BaseException):
+    pass
+
+
+def _kill_at(monkeypatch, moment):
+    """Makes the process end at a call that changes folders: a removal is left half done."""
+    calls = []
+
+    def killing(change):
+        def call(path, *rest, **options):
+            calls.append(path)
+            if len(calls) == moment:
+                if change is shutil.rmtree and path.exists():
+                    next(path.iterdir()).unlink()
+                raise Killed
+            return change(path, *rest, **options)
+
+        return call
+
+    monkeypatch.setattr(folders.shutil, "rmtree", killing(shutil.rmtree))
+    for name in ("rename", "mkdir"):
+        monkeypatch.setattr(Path, name, killing(getattr(Path, name)))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_a_kill_at_any_moment_costs_nothing_that_was_there(tmp_path, monkeypatch, moment, again):
+    """Killed while it is replaced, or while a second try puts back what the first one's kill left aside."""
+    run = tmp_path / "run"
+    folders.begin(run, "recipe.json", {"mine": 1})
+    (run / "more").write_text("whole")
+    if again:
+        folders.begin(run, "recipe.json", {"killed": 1})
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        _kill_at(patch, moment)
+        folders.begin(run, "recipe.json", {"new": 1})
+        folders.put_back(run)
+    folders.begin(run, "recipe.json", {"newer": 1})
+    assert json.loads((run / "recipe.json").read_text()) == {"newer": 1}
+    assert folders.put_back(run)
+    assert json.loads((run / "recipe.json").read_text()) == {"mine": 1}
+    assert (run / "more").read_text() == "whole"
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", ".run.new", ".run.gone", "..run.new.gone"}
+
+
+def test_a_run_that_a_kill_left_aside_is_there_again(tmp_path):
+    folders.create(tmp_path / "run", Recipe())
+    (tmp_path / "run").rename(folders.aside(tmp_path / "run"))
+    with pytest.raises(ValueError, match="exists"):
+        folders.create(tmp_path / "run", Recipe().edit(steps=3))
+    assert folders.recipe_of(tmp_path / "run") == Recipe()
+
+
 def test_a_result_is_read_as_it_was_written(tmp_path):
-    result = Result("finished", {"accuracy": 0.5, "loss": None}, 3.0, **MORE)
+    result = Result("finished", {"bits/byte": 0.5, "at 2x": None, "at 4x": None}, 3.0, **MORE)
+    (tmp_path / "recipe.json").write_text("{}")
     assert Result.of(tmp_path) is None
     result.save(tmp_path)
     assert Result.of(tmp_path) == result
@@ -91,7 +148,8 @@ def test_a_run_of_before_there_were_tasks(tmp_path):
     )
     (tmp_path / "result.json").write_text(json.dumps(OLD | MORE))
     (tmp_path / "text.json").write_text(json.dumps({"name": "text", "sha256": "abc"}))
-    (tmp_path / "comparison.json").write_text(json.dumps({"text": "mine", "bytes": 12_345, "sha256": "abc"}))
+    said = {"torch": "2.13.0", "device": "cpu", "threads": 2, "planned": [], "complete": True}
+    (tmp_path / "comparison.json").write_text(json.dumps({"text": "mine", "bytes": 12_345, "sha256": "abc"} | said))
     recipe = recipe_of(tmp_path)
     assert (recipe.training.steps, recipe.training.clip, recipe.task.length) == (3, 0.5, 16)
     assert Result.of(tmp_path) == Result("finished", {"bits/byte": 2.5, "at 2x": 2.625, "at 4x": None}, 9.0, **MORE)
@@ -101,6 +159,7 @@ def test_a_run_of_before_there_were_tasks(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", '{"status": "finished"}', json.dumps(OLD | MORE | {"bits_per_byte": {}})])
 def test_a_damaged_result_is_named(tmp_path, text):
+    (tmp_path / "recipe.json").write_text("{}")
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json: "):
         Result.of(tmp_path)

@@ -6,9 +6,9 @@ from cases import COMPOSED, SCHEMES, ids, scheme_case, tree_generator
 
 import isopos
 from isopos import couplings, encodings, laws, maps
-from isopos.positions import Ring, Tree
+from isopos.positions import Line, Ring, Tree
 
-OF_SCORES = {"relative", "precision", "batch", "gradient"}
+OF_SCORES = {"width", "relative", "precision", "batch", "gradient"}
 OF_ENCODINGS = OF_SCORES | {"bounded", "unitary", "homomorphism", "identity", "decomposable"}
 PROPERTIES = {"directional", "periodic", "positive"}
 
@@ -26,13 +26,15 @@ def test_every_scheme_obeys_what_it_promises(case):
     assert report.broken == broken_of(case), report
     assert ("shifted by" in str(report)) == (not case.relative)
     names = {finding.name for finding in report.findings if finding.is_law}
+    assert ("seen" in names) == (case.name != "none")
+    names -= {"seen"}
     if isinstance(scheme.encoding, encodings.Encoding):
         assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if scheme.group.is_grid else set())
         if scheme.embedding is scheme.bias is None:
             assert report["directional"].holds == case.directed
     else:
         assert names == OF_SCORES | {"attention"}
-    assert {finding.name for finding in report.findings} - names <= PROPERTIES
+    assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen"}
 
 
 @pytest.mark.parametrize("case", [case for case in SCHEMES if len(case.kinds) == 2], ids=ids)
@@ -206,6 +208,82 @@ def test_a_parameter_of_one_axis_is_measured():
     assert laws.check(_OneAxis).holds
 
 
+# What an encoding's own code keeps from being measured
+
+
+class _Raising(_Broken):
+    """Raises an error from a position on."""
+
+    def __init__(self, error=None, limit=0):
+        super().__init__()
+        self.error, self.limit = error or LookupError("no such row"), limit
+
+    def forward(self, x, dtype=torch.float32):
+        if (x > self.limit).any():
+            raise self.error
+        return self.inner(x, dtype)
+
+
+@pytest.mark.parametrize(
+    "error", [LookupError("no such row"), SystemExit(0), SystemExit("bye"), torch.OutOfMemoryError("x")]
+)
+def test_what_raises_could_not_be_measured(error):
+    report = laws.check(_Raising(error))
+    assert not report.holds
+    assert report.unmeasured == ["width"]
+    assert report.broken == []
+    assert f"could not be measured: {type(error).__name__}: {error} ({__file__}, line " in str(report)
+    assert report["width"].note.endswith(": raise self.error)")
+    assert "every law holds" not in str(report)
+
+
+def test_what_raises_far_out_is_measured_near():
+    report = laws.check(_Raising(limit=2000))
+    assert report.unmeasured == ["exact"]
+    assert "LookupError: no such row" in report["exact"].note
+    assert report["relative"].holds
+    assert report["batch"].holds
+    assert not report.holds
+
+
+def test_what_a_scheme_raises_could_not_be_measured():
+    scheme = isopos.schemes.compose(_Raising(limit=2000), 1, {})
+    scheme.decay = _Raising()  # a part that only attention takes
+    report = laws.check(scheme)
+    assert report.unmeasured == ["exact", "attention", "positive"]
+    assert report["relative"].holds
+
+
+def test_an_interrupt_is_none():
+    with pytest.raises(KeyboardInterrupt):
+        laws.check(_Raising(KeyboardInterrupt()))
+
+
+def _of_width(features, out_features, forward):
+    encoding = type("Declared", (encodings.Encoding,), {"forward": forward})()
+    encoding.group, encoding.features, encoding.out_features = Line(real=True), features, out_features
+    return encoding
+
+
+def _rotate(_, x, dtype=torch.float32):
+    return encodings.Rotary(torch.full((1, 1, 2), 1e-3))(x, dtype)
+
+
+def test_widths_are_compared_with_what_is_declared():
+    assert laws.check(_of_width(4, 4, _rotate)).holds
+    for features, out_features, found in ((4, 8, "it says 4 and 8"), (6, 6, "it says 6 and 6"), (6, 4, "it says 6 and 4")):
+        report = laws.check(_of_width(features, out_features, _rotate))
+        assert "width" in report.broken
+        assert not report.holds
+        assert report["width"].note == f"its maps take 4 features and return 4; {found}"
+
+
+def test_what_returns_no_map_could_not_be_measured():
+    report = laws.check(_of_width(4, 4, lambda self, x, dtype=torch.float32: x))
+    assert report.unmeasured == ["width"]
+    assert "expected a map of isopos.maps at positions, got Tensor" in str(report)
+
+
 def test_an_encoding_that_does_not_say_what_it_is_is_refused():
     class Silent(_Broken):
         def __init__(self):
@@ -301,3 +379,24 @@ class _Clamped(_Broken):
 @pytest.mark.parametrize("broken", [_Coarse, _Clamped])
 def test_exactness_is_that_of_offsets_far_out(broken):
     assert "exact" in laws.check(broken).broken
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_attention_law_is_measured_both_ways(monkeypatch, causal):
+    from isopos.laws import checks
+
+    def attend(*inputs, **options):
+        out = isopos.linear_attention(*inputs, **options)
+        return out + options["isometry"].table.sum() if options["isometry"] and options["causal"] == causal else out
+
+    assert laws.check(isopos.rope(8, 2)).holds
+    monkeypatch.setattr(checks, "linear_attention", attend)
+    assert laws.check(isopos.rope(8, 2)).broken == ["attention"]
+
+
+def test_positions_that_change_nothing_are_found(monkeypatch):
+    assert laws.check(isopos.horn_constrained(8, 2, feature_map="favor")).holds
+    scheme = isopos.horn_constrained(8, 2, feature_map="favor")
+    monkeypatch.setattr(type(scheme), "feature_map", property(lambda scheme: scheme.favor))  # scales drown what is added
+    assert laws.check(scheme).broken == ["seen"]
+    assert laws.check(isopos.t5(8, 2))["seen"].holds, "tables that start at zero are seen by what they learn"

@@ -559,3 +559,20 @@ def test_autocast_does_not_reach_a_basis(name):
         assert torch.equal(rho(x), encoding(sequence(5))(x))
         inside = rho(x)
     assert torch.equal(inside, rho(x))
+
+
+@causality
+@pytest.mark.parametrize("denominator", ["plain", None])
+@pytest.mark.parametrize("fewer", [0, 3])
+def test_packed_queries_and_keys_may_decay_apart(causal, fewer, denominator):
+    """Offsets of a query's log decay to its key's stay what they are in every segment."""
+    if fewer and not causal:
+        pytest.skip("without causal, a decay needs as many queries as keys")
+    s, ids = 9, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    q, k, v = inputs(2, t=s - fewer, s=s)
+    keys = -torch.rand(2, HEADS, s, dtype=torch.float64).cumsum(-1)
+    later = torch.cat((keys[..., 1:], keys[..., -1:] - 1), -1)
+    queries = (keys + torch.rand(2, HEADS, s, dtype=torch.float64) * (later - keys))[..., fewer:]
+    options = {"decay": (queries, keys), "segment_ids": ids, "causal": causal, "feature_map": elu1}
+    options["denominator"] = denominator  # one would cancel what is wrong with a query's own factor
+    close(linear_attention(q, k, v, **options), quadratic(q, k, v, **options))

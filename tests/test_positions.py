@@ -2,11 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
+import isopos
 from isopos import positions
-from isopos.positions import Line, Product, Ring, Tree, depths
+from isopos.positions import Line, Product, Ring, Tree, depths, grid, sequence
 
 GROUPS = [
     Line(),
@@ -146,3 +148,50 @@ def test_real_lines_take_floats():
     Line().check(torch.zeros(3, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="integers"):  # whose differences would wrap
         Line().check(torch.zeros(3, 1, dtype=torch.uint8))
+
+
+def test_elements_of_a_ring_need_not_lie_within_its_period():
+    ring, x, y = Ring(12), torch.tensor([[-1], [25], [-30]]), torch.tensor([[2], [10], [-14], [47]])
+    within = ring.distance(x % 12, y % 12)
+    assert within.tolist() == [[3, 1, 1, 0], [1, 3, 3, 2], [4, 4, 4, 5]]
+    assert ring.distance(x, y).equal(within)
+    assert ring.distance(y, x).equal(within.mT)
+
+
+@pytest.mark.parametrize("length", [np.int64(3), np.int32(3), np.uint8(3), torch.tensor(3)])
+def test_lengths_may_be_integers_of_other_kinds(length):
+    assert sequence(length).tolist() == [[0], [1], [2]]
+    assert sequence(length).dtype == torch.int64
+
+
+@pytest.mark.parametrize("length", [3.0, np.float64(3), True, "3", torch.tensor(3.0), torch.tensor([3]), -1, np.int64(-1)])
+def test_other_lengths_are_refused(length):
+    with pytest.raises(ValueError, match="t: expected an integer of at least 0"):
+        sequence(length)
+
+
+def test_numpy_integers_are_sizes():
+    assert Ring(np.int64(4)).noun == "ring of 4"
+    assert grid(np.int64(2), 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lengths_may_be_symbolic(strict):
+    class Rotated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scheme = isopos.rope(8, 2)
+
+        def forward(self, q):
+            return self.scheme.encoding(sequence(q.shape[-2]))(q)
+
+    short, long = torch.randn(1, 2, 12, 8), torch.randn(1, 2, 20, 8)
+    lengths = {2: torch.export.Dim("t", min=2, max=64)}
+    program = torch.export.export(Rotated(), (short,), dynamic_shapes=(lengths,), strict=strict)
+    torch.testing.assert_close(program.module()(long), Rotated()(long))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_lengths_may_be_traced():
+    traced = torch.jit.trace(lambda x: sequence(x.shape[0]), torch.zeros(3))
+    assert traced(torch.zeros(5)).equal(sequence(5))

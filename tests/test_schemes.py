@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from cases import (
     HEAD_DIM,
     HEADS,
+    LEARNED,
     PRESETS,
     SCHEMES,
     SOFTMAX_ONLY,
+    STORED,
     TOLERANCE,
     close,
     gradients,
@@ -240,30 +242,6 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert grad.isfinite().all()
             heads = grad if grad.ndim == 1 else grad.flatten(1).abs().sum(1)
             assert (heads != 0).all()
-
-
-LEARNED = {  # names of weights in files: they stay what they are
-    "learned": {"embedding.weight"},
-    "shaw": {"bias.keys.weight", "bias.values.weight"},
-    "transformer-xl": {"encoding.content.weight", "encoding.location.weight", "encoding.projection"},
-    "t5": {"bias.weight"},
-    "deberta": {"bias.keys.weight", "bias.queries.weight"},
-    "horn-constrained": {"encoding.projection"},
-    "horn-clipped": {"bias.weight"},
-    "spe-sine": {"encoding.frequency", "encoding.gain.weight", "encoding.phase.weight"},
-    "spe-conv": {"encoding.filters"},
-    "shiv-quirk": {"embedding.decay"},
-    "ape-sequence": {"encoding.generator"},
-    "ape-absolute": {"encoding.encoding.generator"},
-    "ape-ring": {"encoding.basis.generator"},
-    "ape-tree": {"encoding.generator"},
-}
-STORED = {  # of options
-    "rope-learned": {"encoding.frequency"},
-    "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
-    "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
-    "lrpe-orthogonal-learned": {"encoding.encoding.frequency"},
-}
 
 
 @every
@@ -1011,3 +989,190 @@ def test_arguments_of_one_attention_do_not_pass_for_the_other():
         linear_attention(q, k, v, **schemes.alibi(HEAD_DIM, HEADS, attention="softmax").at(sequence(5)))
     with pytest.raises(TypeError, match="feature_map"):
         softmax_attention(q, k, v, **schemes.rope(HEAD_DIM, HEADS).at(sequence(5)))
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 7, 12, 13, 129])
+def test_frequencies_of_a_ring_are_whole_turns_a_period_up_to_half_a_turn_a_step(period):
+    ring = schemes.ape_ring(16, 2, period=period).encoding.encoding
+    turns = ring.parameter.flatten() * period / (2 * math.pi)
+    close(turns, turns.round())
+    whole = turns.round().int().tolist()
+    assert whole == sorted(whole, reverse=True)
+    assert (whole[-1], whole[0]) == (1, period // 2), "one turn a period; half a turn a step, or the most below it"
+    assert ring.order == period
+
+
+def test_options_of_a_recipe_follow_its_samples():
+    from isopos.lab.recipes import preset
+    from isopos.lab.tasks.build import build_scheme
+    from isopos.models import TOKEN_STD
+
+    recipe = preset("lrpe-alm", "tiny")
+    reach = recipe.task.reach
+    assert reach > recipe.task.length
+    built = {name: build_scheme(recipe.edit(scheme=name)) for name in ("cosformer", "sinusoidal", "learned")}
+    assert built["cosformer"].max_length == reach
+    assert (built["cosformer"].encoding.parameter == math.pi / 2 / reach).all()
+    assert built["sinusoidal"].embedding.scale == TOKEN_STD
+    assert built["learned"].max_length == recipe.task.length
+    chosen = build_scheme(recipe.edit(scheme="cosformer:length=9000"))
+    assert chosen.max_length == 9000
+
+
+# Of the papers, or of the first lines of each preset; typed by hand, since pages of the documentation follow the code
+DEFAULTS = """
+    none: linear elu+1 plain none
+    sinusoidal: linear elu+1 plain none, scale=1.0
+    learned: linear elu+1 plain none, length=2048 seed=0
+    shiv-quirk: linear elu+1 plain none, branches=2
+    ape-sequence: linear elu+1 plain none, initial=rope base=10000.0
+    ape-absolute: linear elu+1 plain none, side=key initial=rope base=10000.0
+    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0
+    ape-ring: linear elu+1 plain none, period=128 seed=0
+    ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
+    ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
+    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 outside=0 inside=False base=10000.0
+    horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
+    shaw: softmax softmax softmax none, reach=16 seed=0
+    transformer-xl: softmax softmax softmax none, seed=0
+    t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
+    deberta: softmax softmax softmax none, buckets=256 max_distance=512 seed=0
+    alibi: linear elu+1 plain alibi
+    lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=False
+        learned_basis=False base=10000.0 seed=0
+    lrpe-orthogonal: linear elu+1 plain none, basis=householder identity=0 theta=a length=512 learned=False
+        learned_basis=False base=10000.0 seed=0
+    lrpe-permutation: linear elu+1 plain none, basis=householder learned_basis=False seed=0
+    permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
+    permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
+    rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
+    retnet: linear elu+1 plain retnet, original=False base=10000.0
+    xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    cosformer: linear relu encoded none, length=2048
+    spe-sine: linear elu+1 encoded none, sines=5 seed=0
+    spe-conv: linear elu+1 encoded none, reach=8 seed=0
+"""
+
+
+def test_defaults_of_presets_are_those_of_the_papers():
+    written, found = {}, {}
+    for line in DEFAULTS.replace("\n        ", " ").strip().splitlines():
+        name, _, rest = line.strip().partition(": ")
+        written[name] = rest
+    for name, function in schemes.REGISTRY.items():
+        choices = function(HEAD_DIM, HEADS).choices
+        options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        given = " ".join(f"{option}={value}" for option, value in options.items() if value is not None)
+        main = " ".join(choices[name] for name in ("attention", "feature_map", "denominator", "decay"))
+        found[name] = f"{main}, {given}".removesuffix(", ")
+    assert found == written
+    assert schemes.retnet(HEAD_DIM, HEADS, original=True).choices | {"attention": ""} == {
+        "attention": "",
+        "feature_map": "identity",
+        "denominator": "none",
+        "decay": "retnet",
+    }
+    assert schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True).choices["denominator"] == "complex"
+    assert schemes.horn_clipped(HEAD_DIM, HEADS).bias.reach == 8
+    assert schemes.horn_clipped(HEAD_DIM, HEADS, axes=2).bias.reach == 2
+    assert schemes.shiv_quirk(16, 4).embedding.depth == 16
+    assert schemes.deberta(HEAD_DIM, HEADS).scale == (3 * HEAD_DIM) ** -0.5
+
+
+@pytest.mark.parametrize("name", ["horn-constrained", "horn-clipped", "rope", "none"])
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_favor_is_its_estimator_wherever_its_scales_do_not_divide_out(name, denominator, dtype):
+    case = schemes.REGISTRY[name](HEAD_DIM, HEADS, feature_map="favor", denominator=denominator)
+    (q, k, v), x = inputs(1, t=9), sequence(9)
+    with torch.no_grad():
+        at = perturb(case).at(x, dtype=torch.float64)
+        expected = quadratic(q, k, v, **at | {"feature_map": case.favor.forward}, causal=True)
+        out = linear_attention(*(a.to(dtype) for a in (q, k, v)), **at, causal=True)
+        elsewhere = linear_attention(q, k, v, **case.at(3 * x, dtype=torch.float64), causal=True)
+    assert out.isfinite().all()
+    close(out, expected, roundings=TOLERANCE if dtype == torch.float64 else 16)
+    assert (name == "none") == torch.allclose(elsewhere, expected, rtol=0, atol=1e-4)
+
+
+def test_unknown_options_get_the_close_name():
+    with pytest.raises(TypeError, match="rope: unknown option 'bsae': did you mean base"):
+        isopos.rope(8, 2, bsae=100.0)
+    with pytest.raises(TypeError, match="lrpe-orthogonal: unknown option 'identty': did you mean identity"):
+        schemes.lrpe_orthogonal(8, 2, identty=2)
+    assert isopos.rope(8, 2, attention="softmax", scale=0.5).scale == 0.5, "what every scheme takes besides"
+
+
+APART = [case for case in PRESETS if not isinstance(case.build().encoding, encodings.Encoding)]
+
+
+@pytest.mark.parametrize("case", APART, ids=ids)
+def test_what_maps_queries_and_keys_apart_says_so(case):
+    encoding = case.build().encoding
+    with pytest.raises(TypeError, match=f"query.* key.* since {type(encoding).__name__} maps them apart.* scheme.at"):
+        encoding(sequence(3))
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_cosformer_beyond_its_length_is_refused(kind):
+    scheme = schemes.cosformer(HEAD_DIM, HEADS, length=16, attention=kind)
+    for x in (sequence(16), sequence(16) - 15, sequence(16)[None] - torch.tensor([[[0]], [[9]]]).clamp_max(0)):
+        scheme.at(x)
+    for x in (sequence(17), sequence(17) - 8, sequence(2) + 15, -sequence(2) - 15):
+        with pytest.raises(ValueError, match=r"offsets below 16, .* length=\d+"):
+            scheme.at(x)
+    with pytest.raises(ValueError, match=r"got 16 to 16; .* length=17"):  # the 17th token of a stream
+        scheme.at(torch.tensor([[16]]), state=isopos.State())
+    assert scheme.at(sequence(0))["isometry"].length == 0
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_orders_of_a_grid_are_those_of_its_axes(axes):
+    scheme = schemes.permuteformer_2d(24, 3, axes=axes)
+    encoding, unit = scheme.encoding, torch.eye(24, dtype=torch.float64)[:, None, None]
+
+    def turns(axis, steps):
+        x = torch.zeros(1, axes, dtype=torch.int64)
+        x[0, axis] = steps
+        return encoding(x, torch.float64)(unit.expand(-1, 3, -1, -1))[..., 0, :]  # [d h d]
+
+    origin = turns(0, 0)
+    repeats = [
+        next(n for n in range(1, 2000) if turns(axis, n)[:, h].equal(origin[:, h])) for h in range(3) for axis in range(axes)
+    ]
+    heads = [repeats[axes * h : axes * (h + 1)] for h in range(3)]
+    assert encoding.orders == tuple(map(min, heads))
+    assert encoding.common_order == encoding.order == min(math.lcm(*axis) for axis in zip(*heads, strict=True))
+
+
+def test_axes_of_permutations_are_drawn_apart():
+    one, other = (schemes.permuteformer_2d(16, 2, seed=seed).encoding.table[0] for seed in (0, 1))
+    assert not any((one[1, h, 8:] - 8).equal(other[0, h, :8]) for h in range(2))
+    with pytest.warns(UserWarning, match="positions are told apart, of 50 of the longest sequence"):
+        schemes.permuteformer_2d(8, 2, length=50)
+
+
+def test_values_print_shapes():
+    for case in PRESETS:
+        at = case.build().at(ordered(case.group, t=300))
+        assert max(map(len, repr(at).splitlines())) < 400
+        for value in (at["isometry"], *at.get("terms", ())):
+            assert "tensor(" not in repr(value)
+            assert len(repr(value)) < 400
+    assert repr(isopos.rope(8).encoding(sequence(3))) == "Rotation(table=float32 [1, 3, 4, 2], lifted=False)"
+
+
+@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+def test_what_positions_learn_does_not_shrink(case):
+    from isopos.models import Block
+
+    scheme = case.build()
+    block = Block(HEAD_DIM * HEADS, scheme)
+    model = torch.nn.ModuleList([block, scheme, torch.nn.ModuleList([scheme])])
+    decaying, others = isopos.parameter_groups(model, 0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    matrices = [module.weight for module in block.modules() if isinstance(module, torch.nn.Linear)]
+    assert {id(p) for p in decaying["params"]} == set(map(id, matrices))
+    both = [*decaying["params"], *others["params"]]
+    assert len(both) == len(set(map(id, both))) == len(list(model.parameters()))
+    torch.optim.AdamW([decaying, others])

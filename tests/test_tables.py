@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -14,8 +13,6 @@ import pytest
 from isopos.lab.commands import table as reproduce
 from isopos.lab.recipes import SCALES
 from isopos.lab.reports import paper
-from isopos.lab.runs import claims
-from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.training import run as training
@@ -84,57 +81,6 @@ def test_spearman_with_ties():
     assert paper.spearman([1, 1], [1, 2]) != paper.spearman([1, 1], [1, 2])
 
 
-def test_a_claim_is_one_process_at_a_time(tmp_path):
-    path = tmp_path / "claims" / "cell.claim"
-    code = (
-        "import sys; from pathlib import Path; from isopos.lab.runs.claims import claimed\n"
-        "with claimed(Path(sys.argv[1])) as mine: sys.exit(10 + mine)"
-    )
-
-    def other():
-        return subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode
-
-    with claimed(path) as mine:
-        assert mine
-        assert other() == 10
-        assert holder(path) == f"process {os.getpid()} on {platform.node()}"
-    assert holder(path) == ""
-    assert other() == 11
-    assert list(path.parent.iterdir()) == []
-
-
-def test_a_stale_claim_is_taken_over(tmp_path):
-    path = tmp_path / "cell.claim"
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    for host, pid, age, expected in (
-        (platform.node(), gone.pid, 0, True),
-        ("elsewhere", 1, 0, False),
-        ("elsewhere", 1, claims.STALE + 60, True),
-        (platform.node(), os.getpid(), claims.STALE + 60, True),
-    ):
-        path.write_text(json.dumps({"host": host, "pid": pid}))
-        then = time.time() - age
-        os.utime(path, (then, then))
-        with claimed(path) as mine:
-            assert mine == expected
-        assert path.exists() != expected
-    path.write_text("")  # another process is just writing it
-    with claimed(path) as mine:
-        assert not mine
-
-
-def test_a_claim_that_is_held_is_renewed(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "BEAT", 0.01)
-    path = tmp_path / "cell.claim"
-    with claimed(path):
-        os.utime(path, (0, 0))
-        end = time.monotonic() + 10
-        while path.stat().st_mtime == 0:
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
-
 def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, monkeypatch):
     code, out, _ = isopos("table", "lrpe-2", *TINY, "--dry-run")
     assert (code, "6 of 6 cells are missing" in out) == (0, True)
@@ -191,7 +137,7 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
     [
         (
             ["lrpe-7"],
-            "table: expected one of lengths, lrpe-2, lrpe-5, lrpe-6, permuteformer-4 or the path of a .toml, got 'lrpe-7'",
+            f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got 'lrpe-7'",
         ),
         (["lrpe-2", "--seeds", "0"], "seeds: expected a positive number, got 0"),
         (["lrpe-2", "--rows", "Bass"], "rows: expected names or schemes"),

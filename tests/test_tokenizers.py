@@ -84,7 +84,11 @@ def test_bad_vocabularies():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot read .*tokenizer.json"), ("{\n:", "line 2: expected JSON"), ('{"kind": "x"}', "bytes, words or bpe")],
+    [
+        (None, "tokenizer.json: .*not there"),
+        ("{\n:", "tokenizer.json: expected JSON, .*line 2"),
+        ('{"kind": "x"}', "bytes, words or bpe"),
+    ],
 )
 def test_what_is_no_tokenizer(tmp_path, content, message):
     if content is not None:

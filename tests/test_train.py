@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
@@ -93,3 +94,42 @@ def test_evaluation_is_a_mean_over_bytes(source):
         source.loss(model, a, b).item() / torch.log(torch.tensor(2.0)).item() for a, b in zip(tokens, targets, strict=True)
     ]
     assert bits == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_room_for_the_weights_is_made_sure_of_before_training(source, tmp_path, monkeypatch):
+    taken, seen = [], []
+
+    def full(path, size):
+        taken.append(size)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("isopos.lab.training.trainer.reserve", full)
+        with pytest.raises(
+            OSError, match=r"room: expected [\d,]+ bytes .* for the weights at the end, got: No space left.*--resume"
+        ):
+            train.train(TINY, source, tmp_path / "run", lambda *row: seen.append(row))
+    assert not seen
+    assert taken[0] > sum(value.nbytes for value in _model(TINY).state_dict().values())
+    room = tmp_path / "run" / ".room"
+    result = train.train(TINY, source, tmp_path / "run", lambda *row: seen.append(room.stat().st_size), resume=True)
+    assert result.status == "finished"
+    assert set(seen) == {taken[0]}
+    assert not room.exists()
+
+
+def test_weights_that_cannot_be_written_are_said_and_those_of_the_last_checkpoint_stay(source, tmp_path, monkeypatch):
+    def full(model, path):
+        raise SafetensorError("No space left on device")
+
+    recipe = TINY.edit(save_every=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_model", full)
+        with pytest.raises(
+            OSError,
+            match=r"weights: cannot write .*model\.safetensors: No space.*; make room and go on from .*step-00000012",
+        ):
+            train.train(recipe, source, tmp_path / "run")
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+    whole = train.train(recipe, source, tmp_path / "whole")
+    assert train.train(recipe, source, tmp_path / "run", resume=True).scores == whole.scores

@@ -1,5 +1,6 @@
 """The laws of positional encodings, measured: what a scheme promises, checked on random positions in float64.
 
+    width         its maps take `features` features and return `out_features`, as it says
     relative      <rho(sx) q, rho(sy) k> = <rho(x) q, rho(y) k>: a score sees x^-1 y only (PermuteFormer, Property 1)
     bounded       |<rho(x) q, rho(y) k>| <= |q| |k| (PermuteFormer, Property 2)
     unitary       |rho(x) q| = |q|
@@ -11,15 +12,21 @@
     batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
     gradient      a gradient reaches every learned parameter of every head
     attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
+    seen          a layer's sums, or what it learns from them, are others at other positions
 
-An encoding owes all of them, another coupling only those of scores: relative, precision, batch, gradient. Some properties
-are choices, and reported beside the laws: whether scores tell direction, whether denominators are positive (PermuteFormer,
-Property 3), and after how many positions an encoding repeats itself.
+An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. A law
+that an encoding's own code keeps from being measured, by an exception, does not hold. Some properties are choices, and
+reported beside the laws: whether scores tell direction, whether denominators are positive (PermuteFormer, Property 3), and
+after how many positions an encoding repeats itself.
 """
 
+import linecache
 import math
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +34,15 @@ from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.encodings import Coupling, Encoding
+from isopos.maps import TokenMap
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["Finding", "Report", "check", "raised_at"]
 
 TOLERANCE = 1e-9  # float64, positions to 1000
 EXACT = 1e-6
+SEEN = 1e-6
 TOKENS = 7
 
 
@@ -47,6 +56,7 @@ class Finding:
     note: str
     is_law: bool = True
     counterexample: str = ""
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,13 @@ class Report:
 
     @property
     def broken(self) -> list[str]:
-        """The laws that do not hold."""
-        return [finding.name for finding in self.findings if finding.is_law and not finding.holds]
+        """The laws that were measured and do not hold."""
+        return [finding.name for finding in self.findings if finding.is_law and finding.measured and not finding.holds]
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """What an exception kept from being measured; the findings' notes say which, and where."""
+        return [finding.name for finding in self.findings if not finding.measured]
 
     def __getitem__(self, name: str) -> Finding:
         """The finding of a name."""
@@ -72,9 +87,11 @@ class Report:
 
     def __str__(self) -> str:
         """A line a finding."""
-        lines = [f"{self.subject}: {'every law holds' if self.holds else 'broken: ' + ', '.join(self.broken)}"]
+        groups = (("broken", self.broken), ("could not be measured", self.unmeasured))
+        verdicts = [f"{verdict}: {', '.join(names)}" for verdict, names in groups if names]
+        lines = [f"{self.subject}: {'; '.join(verdicts) or 'every law holds'}"]
         for f in self.findings:
-            verdict = "yes" if f.holds else "BROKEN" if f.is_law else "no"
+            verdict = "yes" if f.holds else "unknown" if not f.measured else "BROKEN" if f.is_law else "no"
             lines.append(f"  {f.name:<13} {verdict:<7} {f.figure:9.1e}  {f.note}")
             lines += [f"{'':37}{f.counterexample}"] * bool(f.counterexample)
         return "\n".join(lines)
@@ -91,7 +108,8 @@ def check(
         seed: Of positions, queries and keys.
 
     Returns:
-        A report; ``report.holds`` is the verdict, ``print(report)`` the figures.
+        A report; ``report.holds`` is the verdict, ``print(report)`` the figures. Where the encoding's own code raises an
+        exception, or SystemExit, what it was measured for is `unmeasured`, with the exception and its line.
 
     Example:
         >>> import isopos
@@ -108,22 +126,48 @@ def check(
     if missing:
         raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
     coupling = subject.encoding if isinstance(subject, Scheme) else subject
-    probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
-    findings = (
-        _encoding_findings(coupling, probe)
-        if isinstance(coupling, Encoding)
-        else [_relative(probe, lambda x, y: probe.scores(x, y)[0])]
-    )
-    findings += [_precision(probe, dtype), _batch(probe)]
-    if not isinstance(subject, Scheme) or subject.bias is subject.embedding is None:
-        findings.append(_direction(probe))
-    if isinstance(subject, Scheme):
-        findings += _scheme_findings(subject, probe.generator)
-        name = type(subject.embedding or subject.bias or coupling).__name__
-    else:
-        findings += [_gradient(dict(coupling.named_parameters()), probe.loss)]
-        name = type(coupling).__name__
+    name = type(coupling if isinstance(subject, Coupling) else subject.embedding or subject.bias or coupling).__name__
+    try:
+        probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
+        laws = {"width": lambda: _width(probe)} | _laws(subject, probe, dtype)
+    except (Exception, SystemExit) as error:  # whatever the encoding's own code does
+        return Report(name, (_unmeasured("width", error),))
+    findings = []
+    for law, measure in laws.items():
+        try:
+            findings.append(measure())
+        except (Exception, SystemExit) as error:
+            findings.append(_unmeasured(law, error))
     return Report(name, tuple(sorted(findings, key=lambda finding: not finding.is_law)))
+
+
+def _unmeasured(name: str, error: BaseException) -> Finding:
+    note = f"could not be measured: {type(error).__name__}: {error}{raised_at(error)}"
+    return Finding(name, False, math.nan, note, measured=False)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line that an exception passed of neither isopos nor what it stands on, in brackets; or nothing."""
+    below = {"isopos", "torch", "numpy", *sys.stdlib_module_names}
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in below:
+            file = frame.f_code.co_filename
+            return f" ({file}, line {number}: {linecache.getline(file, number).strip()})"
+    return ""
+
+
+def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> dict[str, Callable[[], Finding]]:
+    """What is to be measured, by name."""
+    coupling = probe.coupling
+    laws: dict[str, Callable[[], Finding]] = {"relative": lambda: _relative(probe, lambda x, y: probe.scores(x, y)[0])}
+    if isinstance(coupling, Encoding):
+        laws = _laws_of_encoding(coupling, probe)
+    laws |= {"precision": lambda: _precision(probe, dtype), "batch": lambda: _batch(probe)}
+    if not isinstance(subject, Scheme) or subject.bias is subject.embedding is None:
+        laws["directional"] = lambda: _direction(probe)
+    if isinstance(subject, Scheme):
+        return laws | _laws_of_scheme(subject, probe.generator)
+    return laws | {"gradient": lambda: _gradient(dict(coupling.named_parameters()), probe.loss)}
 
 
 def _law(name: str, error: float, note: str, bound: float = TOLERANCE) -> Finding:
@@ -134,8 +178,10 @@ def _heads(coupling: Coupling) -> int:
     """Heads of an encoding that does not say: those of its parameters, or of its tables."""
     own = [parameter.shape[0] for parameter in coupling.parameters() if parameter.ndim > 1]
     with torch.no_grad():
-        leading = coupling.query(coupling.group.random(TOKENS)).leading
-    return max([*own, *leading[-1:], 1])
+        rho = coupling.query(_within(coupling, coupling.group.random(TOKENS)))
+    if not isinstance(rho, TokenMap):
+        raise TypeError(f"expected a map of isopos.maps at positions, got {type(rho).__name__}")
+    return max([*own, *rho.leading[-1:], 1])
 
 
 class _Probe:
@@ -144,18 +190,14 @@ class _Probe:
     def __init__(self, coupling: Coupling, heads: int, seed: int):
         self.coupling, self.group, self.generator = coupling, coupling.group, torch.Generator().manual_seed(seed)
         self.x, self.y = self.random(TOKENS), self.random(TOKENS)
-        self.shift = self._within(_shift(self.group, self.generator))
+        self.shift = _within(coupling, _shift(self.group, self.generator))
         shape = (2, 1, heads, TOKENS, coupling.features)
         content = torch.randn(shape, generator=self.generator, dtype=torch.float64)
         self.q, self.k = content / content.norm(dim=-1, keepdim=True)
 
     def random(self, *shape: int) -> Tensor:
         """Random positions that the coupling takes, and whose shifts it takes."""
-        return self._within(self.group.random(*shape, generator=self.generator))
-
-    def _within(self, x: Tensor) -> Tensor:
-        longest = self.coupling.max_length
-        return x if longest is None else x % max(1, longest // 2)
+        return _within(self.coupling, self.group.random(*shape, generator=self.generator))
 
     def scores(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         """<query(x) q, key(y) k> for each pair of rows, float64 ``[1 h t]``; of the last rows where there are more."""
@@ -168,6 +210,11 @@ class _Probe:
         """A function of scores that every parameter should reach."""
         zero = 0 * self.q.clone().requires_grad_().sum()  # differentiable, whatever the scores depend on
         return self.scores(self.x, self.y).square().sum() + zero
+
+
+def _within(coupling: Coupling, x: Tensor) -> Tensor:
+    """Positions that a coupling takes, and whose sums it takes."""
+    return x if coupling.max_length is None else x % max(1, coupling.max_length // 2)
 
 
 def _shift(group: Group, generator: torch.Generator) -> Tensor:
@@ -207,31 +254,46 @@ def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *featur
 
 
 @torch.no_grad()
-def _encoding_findings(encoding: Encoding, probe: _Probe) -> list[Finding]:
-    group, x, y = probe.group, probe.x, probe.y
-    origin = group.origin(1)
-    w_x, w_y, w_xy, w_1, w_pair = (
-        _score(encoding, a, b, True)
-        for a, b in ((origin, x), (origin, y), (origin, group.compose(x, y)), (origin, origin), (x, y))
-    )
-    norm = torch.linalg.matrix_norm(_score(encoding, group.shift(origin, x), group.shift(origin, y)), 2).max().item()
+def _width(probe: _Probe) -> Finding:
+    """What a coupling says of its features, and what its maps say and do."""
+    coupling = probe.coupling
+    said = found = (coupling.features, coupling.out_features)
+    for rho, content in ((coupling.query(probe.x, torch.float64), probe.q), (coupling.key(probe.y, torch.float64), probe.k)):
+        taken = coupling.features if rho.features is None else rho.features
+        if found == said:
+            found = (taken, rho.last(TOKENS)(content[..., :1].expand(*content.shape[:-1], taken)).shape[-1])
+    note = f"its maps take {found[0]} features and return {found[1]}"
+    note += ", as it says" if found == said else f"; it says {said[0]} and {said[1]}"
+    return Finding("width", found == said, float(found[1]), note)
+
+
+def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[], Finding]]:
+    group, x, y, origin = probe.group, probe.x, probe.y, probe.group.origin(1)
     unit = torch.eye(encoding.features, dtype=torch.float64)
-    findings = [
-        _relative(probe, lambda a, b: _score(encoding, a, b), "query feature", "key feature"),
-        _law("bounded", max(norm - 1, 0.0), "largest |score| / (|q| |k|) - 1"),
-        _law("unitary", _most(_score(encoding, x, x) - unit), "largest change of a norm"),
-    ]
+
+    def law(name: str, note: str, error: Callable[[], float], bound: float = TOLERANCE) -> None:
+        laws[name] = lambda: _law(name, torch.no_grad()(error)(), note, bound)
+
+    def w(a: Tensor, b: Tensor) -> Tensor:
+        return _score(encoding, a, b, True)
+
+    def excess() -> float:
+        score = _score(encoding, group.shift(origin, x), group.shift(origin, y))
+        return max(torch.linalg.matrix_norm(score, 2).max().item() - 1, 0.0)
+
+    laws = {"relative": lambda: _relative(probe, lambda a, b: _score(encoding, a, b), "query feature", "key feature")}
+    law("bounded", "largest |score| / (|q| |k|) - 1", excess)
+    law("unitary", "largest change of a norm", lambda: _most(_score(encoding, x, x) - unit))
     if encoding.out_features == encoding.features or encoding.is_lift:
-        findings += [
-            _law("homomorphism", _most(w_x @ w_y - w_xy), "largest |W(x) W(y) - W(xy)|"),
-            _law("identity", _most(w_1 - unit), "largest |W(1) - I|"),
-            _law("decomposable", _most(w_x.mH @ w_y - w_pair), "largest |W(x)^H W(y) - rho(x)^H rho(y)|"),
-        ]
+        product, both = "largest |W(x) W(y) - W(xy)|", "largest |W(x)^H W(y) - rho(x)^H rho(y)|"
+        law("homomorphism", product, lambda: _most(w(origin, x) @ w(origin, y) - w(origin, group.compose(x, y))))
+        law("identity", "largest |W(1) - I|", lambda: _most(w(origin, origin) - unit))
+        law("decomposable", both, lambda: _most(w(origin, x).mH @ w(origin, y) - w(x, y)))
     if group.is_grid:
-        note = "largest error of a float32 score up to position 2^31"
-        findings.append(_law("exact", _inexactness(encoding, probe), note, EXACT))
+        law("exact", "largest error of a float32 score up to position 2^31", lambda: _inexactness(encoding, probe), EXACT)
     note = "positions after which it repeats itself"
-    return [*findings, Finding("periodic", encoding.order < math.inf, encoding.order, note, is_law=False)]
+    laws["periodic"] = lambda: Finding("periodic", encoding.order < math.inf, encoding.order, note, is_law=False)
+    return laws
 
 
 @torch.no_grad()
@@ -309,29 +371,62 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
     return Finding("gradient", not dead, float(len(dead)), f"parameters without gradient: {', '.join(dead) or 'none'}")
 
 
-def _scheme_findings(scheme: Scheme, generator: torch.Generator) -> list[Finding]:
-    half = (scheme.max_length or 1000) // 2
-    x, shift = _ordered(scheme.group, min(40, max(half, 1)), generator)
-    if scheme.max_length is not None:
-        x, shift = x % max(half, 1), torch.tensor([[half]])
-    features = scheme.encoding.features
-    widths = (features, features, features // scheme.width)
-    content = [torch.randn(len(x), scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths]
-    with torch.no_grad():
-        pairs = []
-        for causal in (True, False):
-            before, after = (_sums(scheme, content, places, causal) for places in (x, scheme.group.shift(shift, x)))
-            pairs += [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
-    learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
-    findings = [
-        _unmoved("attention", "a layer's sums at shifted positions", pairs, ("feature",), shift, x=x),
-        _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, False), -1).square().sum()),
-    ]
-    if scheme.choices["denominator"] in ("plain", "encoded"):
-        least = pairs[1][0].min().item()
+def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
+    @cache
+    def layer() -> tuple[list[Tensor], Tensor, Tensor]:
+        """Random content, its positions, and a shift."""
+        half = (scheme.max_length or 1000) // 2
+        x, shift = _ordered(scheme.group, min(40, max(half, 1)), generator)
+        if scheme.max_length is not None:
+            x, shift = x % max(half, 1), torch.tensor([[half]])
+        features = scheme.encoding.features
+        widths = (features, features, features // scheme.width)
+        rows = [torch.randn(len(x), scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths]
+        return rows, x, shift
+
+    @cache
+    @torch.no_grad()
+    def pairs() -> list[tuple[Tensor, Tensor]]:
+        """Causal sums, then others, before and after the shift."""
+        content, x, shift = layer()
+        places = (x, scheme.group.shift(shift, x))
+        sums = [[_sums(scheme, content, place, causal) for place in places] for causal in (True, False)]
+        return [(a[0], b[0]) for before, after in sums for a, b in zip(before, after, strict=True)]
+
+    def attention() -> Finding:
+        _, x, shift = layer()
+        return _unmoved("attention", "a layer's sums at shifted positions", pairs(), ("feature",), shift, x=x)
+
+    def gradient() -> Finding:
+        content, x, _ = layer()
+        learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
+        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, False), -1).square().sum())
+
+    def positive() -> Finding:
+        least = pairs()[1][0].min().item()
         note = "least causal denominator of random queries and keys"
-        findings.append(Finding("positive", least > 0, least, note, is_law=False))
-    return findings
+        return Finding("positive", least > 0, least, note, is_law=False)
+
+    def seen() -> Finding:
+        content, x, _ = layer()
+        other = 2 * x if scheme.group.is_grid else scheme.group.random(len(x), generator=generator)
+        other = other if scheme.max_length is None else other % scheme.max_length
+        learned = [p for p in scheme.parameters() if p.requires_grad]
+        here, there = (torch.cat(_sums(scheme, content, place, False), -1) for place in (x, other))
+        change = _most(here - there) / _most(here)
+        if learned:  # tables may start at zero: what a step of a parameter changes
+            slopes = [
+                torch.autograd.grad(sums.square().sum(), learned, allow_unused=True, materialize_grads=True)
+                for sums in (here, there)
+            ]
+            steps = [_most(a.double() - b) for a, b in zip(*slopes, strict=True)]
+            change = max(change, max(steps) / here.square().sum().item())
+        return Finding("seen", change > SEEN, change, "largest change of a layer's sums at other positions")
+
+    trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None
+    found = {"attention": attention, "gradient": gradient}
+    found |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
+    return found | ({} if trivial else {"seen": seen})
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

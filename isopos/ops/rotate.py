@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.exact import wide
 from isopos.ops import library
 
 BLOCK = 1 << 14  # tokens whose angles are formed at a time
@@ -13,10 +14,11 @@ BLOCK = 1 << 14  # tokens whose angles are formed at a time
 def angles(position: Tensor, frequency: Tensor) -> Tensor:
     """Angles in radians, float64 ``[*b h t f]``, of positions ``[*b t c]`` and frequencies ``[h c f]`` (radians per step).
 
-    Products and sums, not a matmul: autocast leaves them alone, and position 2^31 keeps an error below 1e-6.
+    Products and sums, not a matmul: autocast leaves them alone, and position 2^31 keeps an error below 1e-6. They are on the
+    CPU where the positions' device has no float64.
     """
-    x = position.to(torch.float64)[..., None, :, :, None]
-    return (x * frequency.to(x.device, torch.float64)[:, None]).sum(-2)
+    x = wide(position)[..., None, :, :, None]
+    return (x * wide(frequency, position.device)[:, None]).sum(-2)
 
 
 def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:
@@ -25,21 +27,21 @@ def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotations(position: Tensor, frequency: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rotation table ``[*b h t f 2]`` of positions ``[*b t c]`` and frequencies ``[h c f]``.
+    """The rotation table ``[*b h t f 2]`` of positions ``[*b t c]`` and frequencies ``[h c f]``, on the positions' device.
 
     Where nothing learns it is filled a block of tokens at a time, since float64 angles are twice the table.
     """
     t = position.shape[-2]
     learns = torch.is_grad_enabled() and (frequency.requires_grad or position.requires_grad)
     if learns or torch.compiler.is_compiling() or t <= BLOCK:
-        return rotation_table(angles(position, frequency), dtype)
+        return rotation_table(angles(position, frequency), dtype).to(position.device)
     out = None
     for start in range(0, t, BLOCK):
         part = rotation_table(angles(position[..., start : start + BLOCK, :], frequency), dtype)
         out = part.new_empty(*part.shape[:-3], t, *part.shape[-2:]) if out is None else out
         out[..., start : start + BLOCK, :, :] = part
     assert out is not None
-    return out
+    return out.to(position.device)
 
 
 def rotate_naive(x: Tensor, table: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def permuteformer_2d(
     *,
     axes: int = 2,
     orders: Literal["random", "long"] = "random",
+    length: int | None = None,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
@@ -79,11 +80,12 @@ def permuteformer_2d(
         head_dim: d, at least 2 for each axis.
         axes: Of the grid.
         orders: Random permutations as in the paper, or ones of large orders.
+        length: Longest axis; an axis whose common order is below it is warned of.
     """
     widths = split(head_dim, axes, 1)
-    own = [random_permutations(width, heads, seed + n, orders) for n, width in enumerate(widths)]
+    own = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
     maps = torch.arange(head_dim, device="cpu").expand(heads, axes, -1).clone()
     for n, (axis, first) in enumerate(zip(own, (sum(widths[:n]) for n in range(axes)), strict=True)):
         maps[:, n, first : first + axis.shape[-1]] = axis + first
     defaults = {"feature_map": "relu", "denominator": "encoded"}
-    return compose(encodings.Permutation(maps), heads, choices, defaults)
+    return compose(encodings.Permutation(maps, length=length), heads, choices, defaults)

@@ -66,8 +66,16 @@ def register(**said: Any) -> Callable[[Function], Function]:
             )
         signature = inspect.signature(function)
 
+        @functools.cache
+        def known() -> dict[str, Any]:
+            """The options of the function, and what `Scheme` takes besides."""
+            named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
+            return named | dict(list(inspect.signature(Scheme).parameters.items())[2:])
+
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Scheme:
+            if unknown := [option for option in options if option not in known()]:
+                raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known())}")
             given = signature.bind(*arguments, **options).arguments
             at_least("head_dim", given["head_dim"])
             at_least("heads", 1 if given.get("heads") is None else given["heads"])

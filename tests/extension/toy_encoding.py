@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isopos.encodings import Encoding
+from isopos.exact import normal
 from isopos.maps import Isometry, Operators
 from isopos.positions import Line
 from isopos.schemes import Choices, Scheme, compose, register
@@ -30,5 +31,4 @@ class Mirror(Encoding):
 @register(summary="reflections", citation="a toy", equation="<q, (I - 2 n n^T)^t k>", learns="the normal n")
 def mirror(head_dim: int, heads: int = 1, *, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
     """Every other token is seen in a mirror."""
-    normal = torch.randn(heads, head_dim, generator=torch.Generator().manual_seed(seed))
-    return compose(Mirror(normal), heads, choices)
+    return compose(Mirror(normal(seed, heads, head_dim)), heads, choices)

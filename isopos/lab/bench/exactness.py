@@ -10,7 +10,6 @@ import rich.box
 import rich.table
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor
 
 from isopos.attention import linear_attention, reference, softmax_attention
@@ -223,9 +222,9 @@ class Table(NamedTuple):
     def rich(self) -> rich.table.Table:
         """The table for a console."""
         titles = [title.replace(" ", "\n") for title in self.head]
-        rows, align = [[*map(escape, row)] for row in self.rows], "l".ljust(len(titles), "r")
+        align = "l".ljust(len(titles), "r")
         look = {"title_justify": "left", "box": rich.box.SIMPLE, "pad_edge": False}
-        return grids.console(titles, rows, align, title=self.title, **look)
+        return grids.console(titles, self.rows, align, title=self.title, **look)
 
 
 def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:

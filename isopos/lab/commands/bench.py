@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from isopos.lab.commands import bounded
+
 __all__ = ["Options", "run"]
 
 
@@ -47,6 +49,7 @@ def run(options: Options, console: Console) -> int:
         return 0
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
+    bounded(options, rounds=100_000)
     states, folder = processes.allocators(options.allocator), results.target(options.out, options.overwrite)
     names = [name for name in processes.SECTIONS if section in ("all", name)]
     if names:
@@ -61,6 +64,5 @@ def run(options: Options, console: Console) -> int:
             written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)
     if section in ("all", "accuracy"):
         console.print(accuracy.accuracy())
-    for path in written:
-        console.print(f"wrote {path}")
+    grids.say(console, *(f"wrote {path}" for path in written))
     return 0

@@ -7,18 +7,25 @@ import tyro
 from rich.console import Console
 
 from isopos.catalog import CATALOG, own_module
+from isopos.lab.commands import bounded
 from isopos.lab.recipes import split_spec
+from isopos.lab.runs.files import printable
 
 if TYPE_CHECKING:
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
 
-__all__ = ["Options", "run"]
+__all__ = ["UNMEASURED", "Options", "run"]
+
+UNMEASURED = 3  # the exit status where the user's own code raises
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure the laws of a scheme, or of your own encoding. Exits with 1 where one is broken, naming it with an example."""
+    """Measure the laws of a scheme, or of your own encoding.
+
+    Exits with 1 where one is broken, naming it with an example, and with 3 where what your code raises leaves it open.
+    """
 
     subject: Annotated[str, tyro.conf.Positional]
     """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
@@ -33,16 +40,19 @@ def run(options: Options, console: Console) -> int:
     import torch
 
     from isopos import laws
+    from isopos.laws.checks import raised_at
 
-    subject = _subject(options)
+    bounded(options, head_dim=65_536, heads=4_096)
     try:
-        report = laws.check(subject, dtype=getattr(torch, options.dtype))
-    except (TypeError, AttributeError, RuntimeError, NotImplementedError, LookupError) as error:  # of the user's encoding
-        raise ValueError(
-            f"subject: expected forward(x, dtype) to return an isometry, got {type(error).__name__}: {error}"
-        ) from None
-    print(replace(report, subject=options.subject))
-    return 0 if report.holds else 1
+        subject = _subject(options)
+    except (Exception, SystemExit) as error:
+        if not (where := raised_at(error)):
+            raise  # an answer of ours
+        print(printable(f"{options.subject}: could not be measured: {type(error).__name__}: {error}{where}"))
+        return UNMEASURED
+    report = laws.check(subject, dtype=getattr(torch, options.dtype))
+    print(replace(report, subject=printable(options.subject)))
+    return UNMEASURED if report.unmeasured else 0 if report.holds else 1
 
 
 def _subject(options: Options) -> "Encoding | Scheme":

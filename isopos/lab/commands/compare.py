@@ -1,24 +1,26 @@
 """`isopos compare`: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
 
 import itertools
-import shutil
-import signal
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from isopos.lab import tasks
+from isopos.lab.commands import bounded
 from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes, split_spec
-from isopos.lab.reports.comparison import ranking
+from isopos.lab.reports import grids
+from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
-from isopos.lab.runs.files import write_json
+from isopos.lab.runs import folders, signals
+from isopos.lab.runs.claims import check_free, locked
+from isopos.lab.runs.files import printable, write_json
 from isopos.lab.runs.folders import run_place
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
@@ -78,14 +80,14 @@ def run(options: Options, console: Console) -> int:
     """Run a comparison and return the exit status: 0, or 130 after Ctrl-C (143: SIGTERM): a report has what is finished."""
     import torch
 
-    from isopos.lab.reports import page
+    from isopos.lab.training.memory import check_memory
 
     recipes, folder, warnings = _check(options)
     data = options.settings.load(recipes[0], console)
     recipes = [data.settle(recipe) for recipe in recipes]
-    console.print(f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}", markup=False, soft_wrap=True)
-    for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    check_memory(recipes[0])
+    grids.say(console, f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}")
+    grids.warn(console, *warnings)
     about = {
         "task": tasks.spec(options.settings),
         "data": data.name,
@@ -95,34 +97,42 @@ def run(options: Options, console: Console) -> int:
         "threads": torch.get_num_threads(),
         "device": recipes[0].training.device,
         "planned": [cell_name("", recipe.scheme, recipe.seed) for recipe in recipes],
+        "complete": False,
     }
-    complete, status = False, 0
-    before = _make(folder, options.overwrite)
+    with locked(folder):
+        return _compare(recipes, data, folder, about, console)
+
+
+def _compare(recipes: list[Recipe], data: Data, folder: Path, about: dict[str, Any], console: Console) -> int:
+    status = 0
+    folders.begin(folder, FILE, about)
     try:
-        write_json(folder / "comparison.json", about | {"complete": False})
         _train_all(recipes, data, folder, console)
         console.print("timing training steps, scheme by scheme in turns")
-        about["speed"] = _speeds(recipes, data)
-        complete = True
+        about |= {"speed": _speeds(recipes, data), "complete": True}
     except KeyboardInterrupt as stop:
-        status = getattr(stop, "code", 130)
+        status = signals.status(stop)
         console.print("[yellow]interrupted: the report holds what is finished")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would leave no report
-        write_json(folder / "comparison.json", about | {"complete": complete})
-        report = page.write(folder)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    found = ranking(folder)
-    if before is not None and not found.rows:
-        shutil.rmtree(folder)
-        before.rename(folder)
-        console.print(f"no run was finished: {folder} is what it was", markup=False)
-        return status
-    if before is not None:
-        shutil.rmtree(before)
-    console.print(*found.render(console.width))
-    console.print(f"report: {report}", markup=False)
+        with signals.waiting():  # another Ctrl-C would leave no report
+            write_json(folder / FILE, about)
+            _finish(folder, console, complete=about["complete"])
     return status
+
+
+def _finish(folder: Path, console: Console, *, complete: bool) -> None:
+    """Show the report; where no run has ended, the folder that was replaced takes its place again."""
+    from isopos.lab.commands import report
+
+    before = folders.aside(folder)
+    if not ranking(folder).rows and folders.put_back(folder):
+        grids.say(console, f"no run was finished: {folder} is what it was")
+        return
+    report.show(folder, console)
+    if complete:
+        folders.remove(before)
+    elif before.exists():
+        grids.say(console, f"until a comparison is complete, {before} keeps what {folder} was")
 
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
@@ -130,6 +140,7 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     from isopos.lab.training.run import check_recipe, usable_device
 
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    bounded(options, seeds=10_000)
     for name in ("devices", "nodes"):
         count = getattr(options.training, name)
         expect(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)
@@ -138,24 +149,14 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
     folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
+    check_free(folder)
+    if not folder.exists():
+        folders.put_back(folder)  # a kill came while it was replaced
     if folder.exists() and not options.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
-    if folder.exists() and not (folder / "comparison.json").exists():
+    if folder.exists() and not (folder / FILE).exists():
         raise ValueError(f"overwrite: {folder} holds no comparison; remove it yourself or choose another --name")
     return recipes, folder, warnings
-
-
-def _make(folder: Path, overwrite: bool) -> Path | None:
-    """Make the folder; one that it replaces is set aside until a run is finished, and its place returned."""
-    before = folder.with_name(f".{folder.name}.replaced") if overwrite and folder.exists() else None
-    try:
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
-            folder.rename(before)
-        folder.mkdir(parents=True)
-        return before
-    except OSError as error:
-        raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
 
 
 def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console) -> None:
@@ -164,11 +165,12 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
     task = recipes[0].task
     with Bars(console) as bars:
         for recipe in recipes:
+            signals.heed()
             title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
             show = bars.add(title, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
             result = train(recipe, data, folder / cell_name("", recipe.scheme, recipe.seed), show)
             if result is not None and result.status != "finished":
-                bars.progress.console.print(f"[red]{title}: {result.status}")
+                bars.progress.console.print(Text(printable(f"{title}: {result.status}"), "red"))
 
 
 def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
@@ -181,5 +183,8 @@ def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
         recipe.scheme: "none" + ":attention=softmax" * (build_scheme(recipe).attention == "softmax") for recipe in first
     }
     schemes = {scheme: scheme for scheme in (*bases, *bases.values())}
-    rounds = list(step_times(first[0], data, schemes, ROUNDS))
+    rounds = []
+    for seconds in step_times(first[0], data, schemes, ROUNDS):
+        signals.heed()
+        rounds.append(seconds)
     return {spec: statistics.median(seconds[base] / seconds[spec] for seconds in rounds) for spec, base in bases.items()}

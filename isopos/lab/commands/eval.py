@@ -1,16 +1,17 @@
 """`isopos eval`: the weights of a run, scored again."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
-from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import read_rows, recipe_of
+from isopos.lab.runs.claims import locked
+from isopos.lab.runs.files import read_json, write_json
+from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.task import Task, View, expect
 
 __all__ = ["Options", "run"]
@@ -34,14 +35,21 @@ def run(options: Options, console: Console) -> int:
     from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)
-    recipe = recipe_of(folder).edit(device="cpu")
+    recipe, model = checkpoints.build(folder)
+    with locked(folder):
+        return _score(options, console, folder, recipe, model)
+
+
+def _score(options: Options, console: Console, folder: Path, recipe: Recipe, model: Any) -> int:
+    from isopos.lab.runs import checkpoints
+
     views = _views(options, recipe.task)
-    model, trained, last = recipe.task.model(recipe), folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
+    trained, last = folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
     if trained.exists():
         checkpoints.read_weights(model, trained)
         source, step = trained.name, max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
     elif last is not None:
-        model.load_state_dict(checkpoints.load(last)["model"])
+        checkpoints.fill(model, last)
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
@@ -55,12 +63,15 @@ def run(options: Options, console: Console) -> int:
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
         found[str(view.multiple)] = dict(scored.figures) or None
-    console.print(f"{folder}: {source}, step {step}; {data.name}", markup=False)
-    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     path = folder / "eval.json"
-    before = json.loads(path.read_text()) if path.exists() else []
+    before = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
-    write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])
+    write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
+    grids.say(console, f"{folder}: {source}, step {step}; {data.name}")
+    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
+    lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]
+    if lacking and (options.length or len(lacking) == len(rows)):
+        raise ValueError(lacking[0])
     return 0
 
 

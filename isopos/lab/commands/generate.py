@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from isopos.lab.commands import bounded
 from isopos.lab.tasks import spec
 from isopos.lab.tasks.task import expect
 
@@ -48,7 +49,9 @@ def generate(options: Options) -> Iterator[str]:
 
     folder, prompt, tokens = Path(options.run), options.prompt, options.tokens
     temperature, top_p = options.temperature, options.top_p
+    bounded(options, tokens=10**9)
     expect("tokens", tokens, "at least 1", tokens >= 1)
+    expect("seed", options.seed, "a number from 0 to 2^63 - 1", 0 <= options.seed < 2**63)
     expect("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
     expect("top_p", top_p, "a probability above 0 and at most 1", 0 < top_p <= 1)
     expect("prompt", "none", "at least one character", bool(prompt))

@@ -6,6 +6,9 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from isopos.lab.commands import bounded
+from isopos.lab.runs.files import printable
+
 __all__ = ["Options", "run"]
 
 
@@ -25,5 +28,6 @@ def run(options: Options, console: Console) -> int:
     """Draw it, and print the file's path."""
     from isopos.lab.reports import plots
 
-    print(plots.show(**vars(options)))
+    bounded(options, head_dim=65_536, heads=4_096, reach=4_096)
+    print(printable(str(plots.show(**vars(options)))))
     return 0

@@ -5,7 +5,6 @@ finished stays: the same command goes on after an interruption, and several mach
 """
 
 import itertools
-import json
 import shlex
 import sys
 import time
@@ -17,12 +16,27 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from isopos.lab.commands import bounded
 from isopos.lab.recipes import Recipe
+from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
+from isopos.lab.runs import signals
 from isopos.lab.runs.claims import claimed, holder
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import fingerprint, recipe_of, run_place, same_recipe
-from isopos.lab.tables.loader import ASK, SCORES, TABLES, TIMING, Cell, Line, PaperTable, cell_name, load_table, speed_rounds
+from isopos.lab.tables.loader import (
+    ASK,
+    SCORES,
+    TABLES,
+    TIMING,
+    Cell,
+    Line,
+    PaperTable,
+    cell_name,
+    load_table,
+    read_about,
+    speed_rounds,
+)
 from isopos.lab.tasks.task import Data, expect
 
 __all__ = ["ROUNDS", "Options", "run"]
@@ -57,12 +71,14 @@ def run(options: Options, console: Console) -> int:
     """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table)  # before torch is imported
     from isopos.lab.reports import paper
+    from isopos.lab.training.memory import check_memory
     from isopos.lab.training.run import check_recipe, usable_device
 
     folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows), _sources(table, options)
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
         recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=device)
@@ -75,10 +91,11 @@ def run(options: Options, console: Console) -> int:
     if options.dry_run:
         lacking = _lacking(rows, folder) if table.kind == "speed" else [cell.folder.name for cell in cells if not cell.done]
         said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
-        console.print(*lacking, said, sep="\n", markup=False)
+        grids.say(console, *lacking, said)
         return 0
     for _, recipe in planned[: len(rows) * len(recipes)]:
         check_recipe(recipe)
+        check_memory(recipe)
     sets = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
     for cell in cells:  # those that are there were trained on the same
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
@@ -93,14 +110,14 @@ def run(options: Options, console: Console) -> int:
             _train_cells([cell for cell in cells if not cell.done], sets, console)
     except KeyboardInterrupt as stop:
         console.print("[yellow]interrupted: what is finished stays, and the same command goes on")
-        status = getattr(stop, "code", 130)
+        status = signals.status(stop)
     shown, said = paper.write(table, folder)
     console.print(shown)
-    console.print("\n".join(said), markup=False, soft_wrap=True)
+    grids.say(console, *said)
     for cell in cells:
         if who := holder(cell.claim):
-            console.print(f"{cell.folder.name} is being computed by {who}", markup=False)
-    console.print(f"written: {folder / 'table.md'}, {folder / 'curves.svg'}", markup=False, soft_wrap=True)
+            grids.say(console, f"{cell.folder.name} is being computed by {who}")
+    grids.say(console, f"written: {folder / 'table.md'}, {folder / 'curves.svg'}")
     return status
 
 
@@ -160,7 +177,7 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     for _ in range(PATIENCE):
         with claimed(folder / "claims" / "about.claim") as mine:
             if mine:
-                before = json.loads(path.read_text()) if path.exists() else {"commands": [], "seeds": 0, "corpora": {}}
+                before = read_about(folder)
                 about = {
                     "table": options.table,
                     "scale": options.scale,
@@ -185,6 +202,7 @@ def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Conso
     total, done = sum(cell.recipe.training.steps for cell in cells), 0
     with Bars(console, total=total) as bars:
         for n, cell in enumerate(cells):
+            signals.heed()
             task, steps = cell.recipe.task, cell.recipe.training.steps
             with claimed(cell.claim) as mine:
                 if mine and not cell.done:
@@ -230,6 +248,7 @@ def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Seq
         with Bars(console, total=left) as bars:
             show = bars.add("rounds of all schemes", left)
             for n, seconds in enumerate(step_times(recipe, data, timed, left), 1):
+                signals.heed()
                 rounds.append(seconds)
                 write_json(folder / TIMING, rounds)
                 show(n)

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
 from isopos.catalog import expect
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset
+from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 
 __all__ = ["Options", "default", "run"]
@@ -61,8 +61,10 @@ def default(arguments: Sequence[str]) -> Options:
 
 def run(options: Options, console: Console) -> int:
     """Train, and return the exit status: 0, or 1 where it diverged."""
+    from isopos.lab.runs.claims import check_free
     from isopos.lab.runs.folders import check_vacant, recipe_of, run_place, same_recipe
     from isopos.lab.training import run as training
+    from isopos.lab.training.memory import check_memory
 
     first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
     console.quiet = not first
@@ -73,14 +75,16 @@ def run(options: Options, console: Console) -> int:
     folder = run_place(options.name or options.recipe.replace(":", "+"))
     recipe, warnings = training.check_recipe(options.change)
     if resume:
+        if first:
+            check_free(folder)
         same_recipe(folder, recipe.settled_as(recipe_of(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
     recipe = data.settle(recipe)
-    console.print(f"data: {data.name}, {data.summary}", markup=False, soft_wrap=True)
-    for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    check_memory(recipe)
+    grids.say(console, f"data: {data.name}, {data.summary}")
+    grids.warn(console, *warnings)
     task = recipe.task
     with Bars(console) as bars:
         show = bars.add(recipe.scheme, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
@@ -88,5 +92,5 @@ def run(options: Options, console: Console) -> int:
     if result is None:
         return 0
     scores = ", ".join(f"{metric.title} {metric.text(result.scores[metric.title])}" for metric in task.metrics)
-    console.print(f"{result.status}: {scores}; {folder}", markup=False)
+    grids.say(console, f"{result.status}: {scores}; {folder}")
     return 0 if result.status == "finished" else 1

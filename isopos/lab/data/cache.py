@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from isopos.lab.runs.files import write_text
+from isopos.lab.runs.files import Damaged, read_json, write_text
 
 __all__ = ["default_root", "prepared", "remembered"]
 
@@ -51,11 +51,14 @@ def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     return target
 
 
-def remembered(root: Path, key: str, stamp: Any, make: Callable[[], Any]) -> Any:
-    """The plain value that `make` returned when the stamp was the same; otherwise made, and kept as `root/key.json`."""
+def remembered(root: Path, key: str, stamp: Any, kind: Any, make: Callable[[], Any]) -> Any:
+    """The plain value that `make` returned when the stamp was the same; otherwise made, and kept as `root/key.json`.
+
+    A file that is damaged, or whose value is not of the kind, as in `mismatch`, is as none.
+    """
     path = root / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(path.read_text())
+    with contextlib.suppress(OSError, Damaged):
+        kept = read_json(path, {"stamp": Any, "value": kind}, "")
         if kept["stamp"] == stamp:
             return kept["value"]
     value = make()

@@ -3,17 +3,19 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
 import numpy as np
 
 from isopos.lab.data import cache
 from isopos.lab.data.sources import Source, survey, whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
+from isopos.lab.runs.files import check_plain, damaged, read_json
 
 __all__ = ["SPLITS", "Progressing", "in_cache", "in_memory", "named_split"]
 
@@ -31,7 +33,8 @@ Prepared = tuple[str, Tokenizer, dict[str, np.ndarray], dict[str, int]]
 def in_memory(source: Source) -> Prepared:
     """The bytes of plain files as they are."""
     pieces: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-    text = _Text(source, True, [], *survey(source, raw=True))
+    sha256, sizes = survey(source, raw=True)
+    text = _Text(source, True, [], sha256, _with_text(sizes))
     for split, _, _, piece in text.parts("reading"):
         pieces[split].append(piece)
     tokens = {split: np.frombuffer(b"".join(parts), np.uint8) for split, parts in pieces.items()}
@@ -50,17 +53,25 @@ def in_cache(
     total = sum(int(size) for _, size, _ in stamp) if source.plain else 0
 
     def read() -> tuple[str, list[tuple[str, int]]]:
-        return survey(source, raw, lambda done: progressing("reading", done, total))
+        sha256, sizes = survey(source, raw, lambda done: progressing("reading", done, total))
+        return sha256, _with_text(sizes)
 
     index = _key("index", raw, source.name, *(path for path, _, _ in stamp))
-    sha256, sizes = cache.remembered(root, index, stamp, read) if stamp else read()
+    sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read) if stamp else read()
     text = _Text(source, raw, stamp, sha256, [(name, size) for name, size in sizes], progressing)
     if isinstance(tokenizer, str):
         tokenizer = Bytes() if tokenizer == "bytes" else _learned(text, tokenizer, vocabulary, root)
     key = _key("tokens", text.key, tokenizer.fingerprint)
     folder = cache.prepared(root, key, lambda part: text.write(part, tokenizer))
-    about = json.loads((folder / "about.json").read_text())
-    tokens = {split: _mapped(folder / f"{split}.bin", about["dtype"], about["tokens"][split]) for split in SPLITS}
+    counts, remedy = dict.fromkeys(SPLITS, int), f"remove {folder}, and it is prepared again"
+    kinds = {
+        "dtype": Literal["uint8", "uint16", "uint32", "uint64"],
+        "tokens": counts,
+        "bytes": counts,
+        "sha256": dict[str, str],
+    }
+    about = read_json(folder / "about.json", kinds, remedy, lambda value: {"sha256": {}} | value)
+    tokens = {split: _mapped(folder / f"{split}.bin", about, tokenizer.size, remedy) for split in SPLITS}
     return sha256 if raw else key.partition("-")[2], tokenizer, tokens, about["bytes"]
 
 
@@ -84,6 +95,14 @@ def _cut(block: bytes, at: int, raw: bool) -> int:
         return min(max(at, 0), len(block))
     space = re.compile(rb"\s").search(block, at - 1)
     return space.end() if space else len(block)
+
+
+def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The documents that have any; one that names itself a split would be replaced by another text, and is an error."""
+    for name, size in sizes:
+        if not size and (split := _named(name)):
+            raise ValueError(f"data: expected text in {name}, which is {split} by its name, got none; fill or remove it")
+    return [(name, size) for name, size in sizes if size]
 
 
 def _by_document(source: Source, names: list[str]) -> dict[str, str]:
@@ -176,15 +195,19 @@ class _Text:
         """Write the tokens of each split and what they are."""
         dtype = np.min_scalar_type(tokenizer.size - 1)
         tokens, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+        digests = {split: hashlib.sha256() for split in SPLITS}
         with ExitStack() as opened:
             files = {split: opened.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
             for split, name, line, piece in self.parts("writing tokens"):
                 raw = isinstance(tokenizer, Bytes)
                 found = np.frombuffer(piece, np.uint8) if raw else _encoded(tokenizer, name, line, piece)
-                files[split].write(found.astype(dtype).tobytes())
+                block = found.astype(dtype).tobytes()
+                files[split].write(block)
+                digests[split].update(block)
                 tokens[split] += len(found)
                 sizes[split] += len(piece)
-        about = {"source": self.source.name, "dtype": dtype.name, "tokens": tokens, "bytes": sizes}
+        sums = {split: digest.hexdigest() for split, digest in digests.items()}
+        about = {"source": self.source.name, "dtype": dtype.name, "tokens": tokens, "bytes": sizes, "sha256": sums}
         (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
         self.check()
 
@@ -214,7 +237,20 @@ def _encoded(tokenizer: Tokenizer, name: str, line: int, piece: bytes) -> np.nda
         raise ValueError(f"{error} (in {name}, from line {line} on)") from None
 
 
-def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
-    if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise ValueError(f"cache: expected {count} tokens in {path}, got {path.stat().st_size} bytes; remove {path.parent}")
-    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
+def _mapped(path: Path, about: Mapping[str, Any], vocabulary: int, remedy: str) -> np.ndarray:
+    """The tokens in a file, which are those that were written, or at least tokens where no hash of them is known."""
+    dtype, count = np.dtype(about["dtype"]), about["tokens"][path.stem]
+    try:
+        check_plain(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if path.stat().st_size != count * dtype.itemsize:
+            raise ValueError(f"expected {count} tokens, got {path.stat().st_size} bytes")
+        if about["sha256"].get(path.stem, digest) != digest:
+            raise ValueError("its content is not what was written")
+        tokens = np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
+        if path.stem not in about["sha256"] and count and int(tokens.max()) >= vocabulary:
+            raise ValueError(f"expected tokens below {vocabulary}, got {tokens.max()}")
+    except (OSError, ValueError) as error:
+        damaged(path, error, remedy)
+    return tokens

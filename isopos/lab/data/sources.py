@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import os
 import tarfile
 import zipfile
 import zlib
@@ -15,9 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from isopos.lab.runs.files import check_plain
+
 __all__ = ["Document", "Source", "find", "survey", "whole_lines"]
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
+UNPACKED, RATIO = 1 << 30, 100  # bytes of text of a file, and how many times its size, of which one must hold
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
@@ -66,16 +70,33 @@ def find(source: str) -> Source:
             f"data: expected a file or a folder, but {path} does not exist; a dataset of the Hugging Face hub is "
             "hf:NAME:CONFIG, as hf:Salesforce/wikitext:wikitext-103-v1"
         )
-    files = tuple(sorted(p for p in path.rglob("*") if p.is_file())) if path.is_dir() else (path,)
+    files = tuple(sorted(_files(path))) if path.is_dir() else (path,)
+    for file in files:
+        try:
+            check_plain(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data: cannot read {file}: {_reason(error)}") from None
     packed = any(file.name.lower().endswith((*ARCHIVES, *PACKED, ".csv")) for file in files)
     books = path.is_file() and path.name.lower().endswith(ARCHIVES)
     return Source(source, lambda: _read(files), files, plain=not packed, books=books)
 
 
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything in a folder and its folders; what could not be looked into would be left out silently, and is an error."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"data: cannot read {error.filename}: {error.strerror}") from None
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        for link in (path for name in folders if (path := Path(parent, name)).is_symlink()):
+            raise ValueError(f"data: expected folders, got the link {link}, which is not followed; name what it leads to")
+        yield from (Path(parent, name) for name in files)
+
+
 def survey(
     source: Source, raw: bool, progress: Callable[[int], None] = lambda done: None
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Read everything once: a hash of the text, and name and size in bytes of every document that has any.
+    """Read everything once: a hash of the text, and name and size in bytes of every document.
 
     `progress` hears the bytes so far.
     """
@@ -86,8 +107,7 @@ def survey(
             digest.update(block)
             done += len(block)
             progress(done)
-        if done > before:
-            sizes.append((name, done - before))
+        sizes.append((name, done - before))
     return digest.hexdigest(), sizes
 
 
@@ -98,15 +118,16 @@ def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         >>> list(whole_lines([b"one\ntw", b"o\nthree"]))
         [b'one\n', b'two\n', b'three']
     """
-    held = b""
+    held: list[bytes] = []  # without an end of a line; only the first may have spaces
     for block in blocks:
-        held += block
-        cut = held.rfind(b"\n") + 1 or held.rfind(b" ") + 1
-        if cut:
-            yield held[:cut]
-            held = held[cut:]
-    if held:
-        yield held
+        held.append(block)
+        if b"\n" in block or b" " in block or b" " in held[0]:
+            whole = b"".join(held)
+            cut = whole.rfind(b"\n") + 1 or whole.rfind(b" ") + 1
+            yield whole[:cut]
+            held = [whole[cut:]]
+    if any(held):
+        yield b"".join(held)
 
 
 def _normal(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -138,8 +159,9 @@ def _read(files: Iterable[Path]) -> Iterator[Document]:
     for path in files:
         try:
             with path.open("rb") as stream:
+                left = [max(UNPACKED, RATIO * path.stat().st_size)]
                 for name, blocks in _unpacked(str(path), stream):
-                    yield name, _guarded(name, blocks)
+                    yield name, _guarded(name, blocks, left)
         except BROKEN as error:
             raise ValueError(f"data: cannot read {path}: {_reason(error)}") from None
 
@@ -171,7 +193,8 @@ def _unpacked(name: str, stream: BinaryIO) -> Iterator[Document]:
 
 
 def _rows(name: str, stream: BinaryIO) -> Iterator[str]:
-    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, strict=True)
     try:
         for row in reader:
             if len(row) > 1:
@@ -182,6 +205,9 @@ def _rows(name: str, stream: BinaryIO) -> Iterator[str]:
             yield row[0] if row else ""
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"data: {name}, line {reader.line_num + 1}: expected CSV in UTF-8, got {error}") from None
+    finally:
+        if not stream.closed:
+            text.detach()  # whoever opened the stream closes it
 
 
 def _joined(rows: Iterable[str]) -> Iterator[bytes]:
@@ -191,10 +217,16 @@ def _joined(rows: Iterable[str]) -> Iterator[bytes]:
         yield block.encode()
 
 
-def _guarded(name: str, blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _guarded(name: str, blocks: Iterator[bytes], left: list[int]) -> Iterator[bytes]:
+    """With the line where a file is broken, and an end where an archive has none."""
     line = 1
     try:
         for block in blocks:
+            left[0] -= len(block)
+            if left[0] < 0:
+                raise ValueError(
+                    f"data: expected text, but {name} unpacks to more than {RATIO} times its size; unpack it first"
+                )
             yield block
             line += block.count(b"\n")
     except BROKEN as error:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from isopos.lab.runs.files import write_text
+from isopos.lab.runs.files import Damaged, damaged, mismatch, read_json, write_text
 
 __all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer"]
 
@@ -172,20 +172,23 @@ class BPE(Tokenizer):
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """What `Tokenizer.save` wrote there, or a ValueError where there is none, or something else."""
-    path = folder / FILE
+    path, remedy = folder / FILE, "put it right; a run cannot be read without its tokenizer"
     try:
-        match json.loads(path.read_text(encoding="utf-8")):
+        match read_json(path, {"kind": str}, remedy):
             case {"kind": "bytes"}:
                 return Bytes()
-            case {"kind": "words", "words": [*words]}:
+            case {"kind": "words", "words": list(words)} if not mismatch(words, list[str]):
                 return Words(words)
             case {"kind": "bpe", "model": dict(model)}:
                 return BPE(json.dumps(model))
-    except OSError as error:
-        raise ValueError(f"tokenizer: cannot read {path}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"tokenizer: {path}, line {error.lineno}: expected JSON, got {error.msg}") from None
-    raise ValueError(f"tokenizer: expected the kind bytes, words or bpe in {path}")
+            case _:
+                raise ValueError("tokenizer: expected the kind bytes, words or bpe, with what belongs to it")
+    except FileNotFoundError:
+        damaged(path, "tokenizer: it is not there", remedy)
+    except Damaged:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself
+        damaged(path, error, remedy)
 
 
 def _split(text: str) -> list[str]:

@@ -5,10 +5,12 @@ No torch here, so that help is instant.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_type_hints
 
 from isopos import catalog
 from isopos.lab import tasks
+from isopos.lab.runs.files import mismatch
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Task, expect
 
@@ -17,6 +19,18 @@ __all__ = ["PLACEMENT", "SCALES", "Model", "Recipe", "Training", "join_spec", "p
 SCALES = ("tiny", "small", "paper")
 PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
 """Fields that say where and how a run is computed: they may change when it is resumed."""
+LIMITS = (
+    ("seed", 0, 2**63 - 1),
+    ("steps", 1, 10**12),
+    ("batch accumulate devices nodes", 1, 10**7),
+    ("layers heads", 1, 10**5),
+    ("model_dim", 1, 10**7),
+    ("hidden_dim", 0, 10**7),
+    ("validate_every patience save_every", 0, 10**12),
+    ("workers", 0, 10**4),
+    ("warmup", -1, 10**12),
+)
+"""Names of fields, and the least and the most that they may be."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +119,10 @@ class Recipe:
             >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
             (100, 200)
         """
-        flat = dict(values)
-        return cls(task=tasks.find(flat.pop("task", "language"))()).edit(**flat)
+        flat = {"task": "language"} | dict(values)
+        if wrong := mismatch(flat, {"task": str}):
+            raise ValueError(wrong)
+        return cls(task=tasks.find(flat.pop("task"))()).edit(**flat)
 
     def edit(self, **changes: Any) -> "Recipe":
         """The recipe with changes of fields by flat names, or a ValueError where there is no such field.
@@ -119,6 +135,11 @@ class Recipe:
         for name in changes:
             catalog.expect("field of a recipe", name, self.names)
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+        kinds = {
+            name: kind for part in (self, self.task, self.model, self.training) for name, kind in _kinds(type(part)).items()
+        }
+        if wrong := mismatch(plain, {name: kinds[name] for name in plain}):
+            raise ValueError(wrong)
 
         def edited(part: Any) -> Any:
             return replace(part, **{one.name: plain[one.name] for one in fields(part) if one.name in plain})
@@ -133,17 +154,17 @@ class Recipe:
         return self.edit(**{name: then[name] for name in self.task.settled if not now[name] and name in then})
 
     def check(self) -> None:
-        """Raise a ValueError that names the first field of training or model whose number cannot be."""
+        """Raise a ValueError that names the first field whose number cannot be."""
         t, m, values = self.training, self.model, self.as_dict()
-        for name in ("steps", "batch", "accumulate", "layers", "model_dim", "heads", "devices", "nodes"):
-            expect(name, values[name], "a positive number", values[name] >= 1)
+        for names, least, most in (*LIMITS, *self.task.limits):
+            for name in names.split():
+                expect(name, values[name], f"a number from {least:,} to {most:,}", least <= values[name] <= most)
         for name in ("learning_rate", "epsilon", "power"):
             expect(name, values[name], "a positive number", 0 < values[name] < float("inf"))
-        for name in ("hidden_dim", "validate_every", "patience", "save_every", "workers", "weight_decay", "clip"):
+        for name in ("weight_decay", "clip"):
             expect(name, values[name], "0 or more", 0 <= values[name] < float("inf"))
         for name in ("dropout", "beta1", "beta2"):
             expect(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
-        expect("warmup", t.warmup, "a number of updates, or -1 for a tenth of the steps", t.warmup >= -1)
         expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
         parts = t.accumulate * t.devices * t.nodes
         expect("batch", t.batch, f"a multiple of accumulate * devices * nodes = {parts}", t.batch % parts == 0)
@@ -151,6 +172,14 @@ class Recipe:
             raise ValueError("save_every: expected checkpoints, which keep the best weights, got 0; give both or neither")
         if t.patience and not t.validate_every:
             raise ValueError("patience: expected validations to wait for, got validate_every = 0; give both")
+
+
+@cache
+def _kinds(part: type) -> dict[str, Any]:
+    """What the fields of a part are, in a file: types of a task's own are not looked into."""
+    plain = (int, float, str, bool)
+    hints = get_type_hints(part)
+    return {one.name: hint for one in fields(part) if not isinstance(hint := hints[one.name], type) or hint in plain}
 
 
 def parse_schemes(text: str) -> list[str]:

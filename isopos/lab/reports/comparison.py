@@ -1,6 +1,5 @@
 """The table of a comparison, read from its folder: means over seeds, and differences with their spread. No torch here."""
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,13 @@ from rich.text import Text
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe, join_spec, split_spec
 from isopos.lab.reports import grids
+from isopos.lab.runs.files import read_json
 from isopos.lab.runs.folders import Result, read_rows, recipe_of
 from isopos.lab.tasks.task import Task
 
-__all__ = ["Ranking", "Row", "Run", "about", "ranking", "read_runs"]
+__all__ = ["FILE", "Ranking", "Row", "Run", "about", "ranking", "read_runs"]
 
+FILE = "comparison.json"
 WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
 
 
@@ -49,10 +50,15 @@ class Row:
 
 def about(folder: Path) -> dict[str, Any]:
     """comparison.json, also of before there were tasks."""
-    found = json.loads((folder / "comparison.json").read_text())
-    if "text" in found:
-        found |= {"task": "language", "data": found["text"], "summary": f"{found['bytes']:,} bytes"}
-    return found
+
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        if "text" in found:
+            found |= {"task": "language", "data": found["text"], "summary": f"{found['bytes']:,} bytes"}
+        return {"speed": {}} | found
+
+    texts = dict.fromkeys(("task", "data", "sha256", "summary", "torch", "device"), str)
+    kinds = texts | {"threads": int, "planned": list[str], "complete": bool, "speed": dict[str, float]}
+    return read_json(folder / FILE, kinds, "put it right, or compare again under another --name", change)
 
 
 def read_runs(folder: Path) -> list[Run]:

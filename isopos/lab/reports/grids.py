@@ -1,11 +1,15 @@
-"""Tables of texts, in markdown and for a console."""
+"""Tables of texts, in markdown and for a console, and what is said beside them: names are data, never markup."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["console", "markdown"]
+from isopos.lab.runs.files import printable
+
+__all__ = ["console", "markdown", "say", "warn"]
 
 RULES, SIDES = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
 
@@ -24,16 +28,30 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
         | --- | ---: |
         | rope | 1.5 |
     """
-    written = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
+    written = [[printable(cell).replace("|", r"\|") for cell in row] for row in (header, *rows)]
     written.insert(1, [RULES[letter] for letter in align.ljust(len(header), "l")])
     return "\n".join(f"| {' | '.join(row)} |" for row in written)
 
 
-def console(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", **options: Any) -> Table:
-    """The same for a console, with options of rich's `Table`; long cells are folded."""
-    table = Table(header_style="bold", **options)
-    for title, letter in zip(header, align.ljust(len(header), "l"), strict=True):
-        table.add_column(title, justify=SIDES[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
+def console(
+    header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, title: str = "", **options: Any
+) -> Table:
+    """The same for a console, with options of rich's `Table`; long cells are folded, and what looks like markup is none."""
+    table = Table(header_style="bold", title=Text(printable(title), "table.title") if title else None, **options)
+    for name, letter in zip(header, align.ljust(len(header), "l"), strict=True):
+        table.add_column(Text(name), justify=SIDES[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
+
+
+def say(out: Console, *lines: str) -> None:
+    """Print lines as they are, each in one."""
+    for line in lines:
+        out.print(printable(line), markup=False, soft_wrap=True)
+
+
+def warn(out: Console, *warnings: str) -> None:
+    """Print warnings."""
+    for warning in warnings:
+        out.print("[yellow]warning:[/]", Text(printable(warning)), soft_wrap=True)

@@ -1,10 +1,9 @@
 """The report of a comparison: one HTML file, made from the folder alone, that loads nothing from outside."""
 
-import html
 import io
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, plain
+from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, literal, plain
 from isopos.lab.runs.checkpoints import load_run
-from isopos.lab.runs.files import write_text
+from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
 from isopos.positions import Line
 
@@ -43,16 +42,16 @@ def write(folder: Path) -> Path:
     unfinished = sorted(set(said["planned"]) - {run.folder.name for run in runs if run.result})
     parts = [
         "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>isopos: {html.escape(folder.name)}</title>',
+        f'<html lang="en"><head><meta charset="utf-8"><title>isopos: {_text(folder.name)}</title>',
         f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
-        f"<p>{html.escape(_setting(said, runs))}</p>",
+        f"<p>{_text(_setting(said, runs))}</p>",
         ""
         if said["complete"]
-        else f'<p class="warn">Interrupted: unfinished {html.escape(", ".join(unfinished) or "timing")}.</p>',
+        else f'<p class="warn">Interrupted: unfinished {_text(", ".join(unfinished) or "timing")}.</p>',
         '<div class="wide">',
         _html(found.header, [found.cells(row, found.header) for row in found.rows], found.numbers),
         "</div>",
-        *(f"<p><small>{html.escape(note)}</small></p>" for note in found.notes()),
+        *(f"<p><small>{_text(note)}</small></p>" for note in found.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         "<h2>What each scheme sees</h2>",
         "<p>Weight (linear attention) or logit (softmax attention) of a random query and a key that resembles it, in each "
@@ -68,6 +67,10 @@ def write(folder: Path) -> Path:
     return path
 
 
+def _text(name: str) -> str:
+    return escape(printable(name))
+
+
 def _setting(said: dict[str, Any], runs: list[Run]) -> str:
     text = f"Data: {said['data']}, {said['summary']}, sha256 {said['sha256'][:12]}. "
     if runs:
@@ -81,10 +84,10 @@ def _setting(said: dict[str, Any], runs: list[Run]) -> str:
 
 
 def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    head = "".join(f"<th>{_text(title)}</th>" for title in titles)
     marks = [" class=n" * (title in numbers) for title in titles]
     body = "</tr><tr>".join(
-        "".join(f"<td{mark}>{html.escape(cell)}</td>" for mark, cell in zip(marks, cells, strict=True)) for cells in rows
+        "".join(f"<td{mark}>{_text(cell)}</td>" for mark, cell in zip(marks, cells, strict=True)) for cells in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
 
@@ -94,10 +97,10 @@ def _examples(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         path = run.folder / EXAMPLES
         if path.exists():
-            samples = json.loads(path.read_text(encoding="utf-8"))
-            yield f"<h2>What {html.escape(run.recipe.scheme)} answers</h2>"
-            titles = list(samples[0])
-            rows = [[str(sample[title]) for title in titles] for sample in samples]
+            samples = read_json(path, list[dict], "remove it, and the report goes without")
+            yield f"<h2>What {_text(run.recipe.scheme)} answers</h2>"
+            titles = list(samples[0]) if samples else []
+            rows = [[str(sample.get(title, "-")) for title in titles] for sample in samples]
             yield f'<div class="wide">{_html(titles, rows)}</div>'
 
 
@@ -108,7 +111,7 @@ def _curves(runs: list[Run], found: Ranking) -> Figure:
     for place, scheme in enumerate(order + sorted({run.recipe.scheme for run in runs} - set(order))):
         for n, run in enumerate(run for run in runs if run.recipe.scheme == scheme):
             points = [(step, loss * task.loss_scale) for step, loss in _smooth(run.training)]
-            xy, label = zip(*points, strict=True) if points else ([], []), None if n else scheme
+            xy, label = zip(*points, strict=True) if points else ([], []), None if n else literal(scheme)
             axes.plot(*xy, label=label, gid=f"curve-{scheme}-seed{run.recipe.seed}", **line_style(place))
     axes.set(xlabel="step", ylabel=f"training loss, {task.loss_unit}")
     if runs:
@@ -137,7 +140,7 @@ def _kernel_section(run: Run) -> str:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
         draw(figure.subplots(), panel, scheme, alone=True)
     name = run.recipe.scheme
-    return f'<h3>{html.escape(name)}</h3><figure id="kernel-{html.escape(name)}">{_svg(figure)}</figure>'
+    return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure)}</figure>'
 
 
 def _svg(figure: Figure) -> str:

@@ -1,6 +1,5 @@
 """What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from rich.table import Table
 from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
-from isopos.lab.reports.plots import line_style, plain
+from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
-from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, speed_rounds
+from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, read_about, read_scores, speed_rounds
 from isopos.lab.tasks.task import Metric
 
 __all__ = ["differences", "spearman", "write"]
@@ -73,7 +72,7 @@ def _value(name: str, value: Any) -> str:
 
 def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     """Write table.md and curves.svg in the folder of a table; return the table for a terminal, and what is said below it."""
-    about = json.loads((folder / "about.json").read_text())
+    about = read_about(folder)
     rows = [_found(table, line, folder, about) for line in table.rows]
     titles, grid = _grid(table, rows, about)
     align, said = "ll".ljust(len(titles), "r"), list(_said(table, rows, folder, about))
@@ -100,7 +99,7 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
             cell = folder / "cells" / cell_name(corpus, line.scheme, seed)
             if not (cell / SCORES).exists():
                 continue
-            scores = json.loads((cell / SCORES).read_text())
+            scores = read_scores(cell)
             for column in (column for column in table.columns if column.corpus == corpus):
                 found = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
                 stand_in |= found.get("split", column.split) != column.split
@@ -196,7 +195,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
             yield f"{row.line.name}, {title}: {reason}."
     if missing := "; ".join(_missing(table, rows, about)):
         yield f"Missing: {missing}."
-    seconds = [json.loads(path.read_text())["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
+    seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
     seconds += [sum(one.values()) for one in speed_rounds(folder)]
     count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
@@ -251,8 +250,10 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     for axes, corpus in zip(panels, names, strict=False):
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
-                axes.plot(list(curve), list(curve.values()), label=row.line.name, **line_style(n))
-        axes.set(xlabel="updates", ylabel=f"validation, {_main(table).title}", title=f"{corpus}: {_short(names[corpus])}")
+                axes.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
+        axes.set(
+            xlabel="updates", ylabel=f"validation, {_main(table).title}", title=literal(f"{corpus}: {_short(names[corpus])}")
+        )
         plain(axes)
     if names and panels[0].get_legend_handles_labels()[0]:
         panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
@@ -269,8 +270,8 @@ def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
         axes.errorbar(median, -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
         if row.line.figures:
             axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
-    axes.set_yticks([-n for n in range(len(drawn))], [row.line.name for row in drawn])
-    axes.set(xlabel=title)
+    axes.set_yticks([-n for n in range(len(drawn))], [literal(row.line.name) for row in drawn])
+    axes.set(xlabel=literal(title))
     if drawn:
         axes.legend(frameon=False)
     plain(axes)

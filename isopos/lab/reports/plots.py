@@ -13,11 +13,11 @@ from isopos.catalog import CATALOG
 from isopos.encodings import Permutation
 from isopos.lab.recipes import join_spec, split_spec
 from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
-from isopos.lab.runs.files import replacing
+from isopos.lab.runs.files import printable, replacing
 from isopos.positions import Ring
 from isopos.schemes import Scheme, build, resolve
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "line_style", "plain", "show"]
+__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "line_style", "literal", "plain", "show"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
@@ -133,6 +133,11 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
 def line_style(n: int) -> dict[str, Any]:
     """Of the n-th line of a picture: ten colours, then the same with dashes."""
     return {"color": colormaps["tab10"](n % 10), "linestyle": ("-", (0, (6, 2)), (0, (1, 2)))[n // 10 % 3]}
+
+
+def literal(name: str) -> str:
+    """A name as a picture shows it, never as mathematics."""
+    return printable(name).replace("$", r"\$")
 
 
 def plain(axes: Axes) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from isopos.lab.runs.files import printable
+
 __all__ = ["Bars"]
 
 PARTS = 10  # lines of a run, after its first
@@ -29,7 +31,7 @@ class Bars:
     """
 
     def __init__(self, console: Console, total: int | None = None):
-        columns = (TextColumn("{task.description:<32}"), BarColumn(20), MofNCompleteColumn())
+        columns = (TextColumn("{task.description:<32}", markup=False), BarColumn(20), MofNCompleteColumn())
         texts = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
         self.lines = not console.is_interactive
         self.progress = Progress(*columns, *texts, console=console, transient=total is not None, disable=self.lines)
@@ -47,7 +49,7 @@ class Bars:
 
     def _print(self) -> None:
         if self.lines and self._line:
-            self.progress.console.print(self._line, markup=False, highlight=False, soft_wrap=True)
+            self.progress.console.print(printable(self._line), markup=False, highlight=False, soft_wrap=True)
         self._line = ""
 
     def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:

@@ -6,26 +6,40 @@ says is refused. Nothing but tensors and plain values is unpickled. The last wei
 """
 
 import hashlib
-import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_model
+from safetensors.torch import load_model, save_model
 
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.files import flush_folder, write_json
-from isopos.lab.runs.folders import recipe_of
+from isopos.lab.runs.files import Damaged, check_plain, damaged, flush_folder, mismatch, read_json, replacing, write_json
+from isopos.lab.runs.folders import REMEDY, recipe_of
 
-__all__ = ["KEEP", "WEIGHTS", "Checkpoint", "best", "complete", "load", "load_run", "newest", "read_weights", "save"]
+__all__ = [
+    "KEEP",
+    "WEIGHTS",
+    "Checkpoint",
+    "best",
+    "build",
+    "complete",
+    "fill",
+    "load",
+    "load_run",
+    "newest",
+    "read_weights",
+    "save",
+]
 
 KEEP = 2  # the last ones, beside the best
-STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
+STATE, MARK, WEIGHTS, ROOM = "state.pt", "complete.json", "model.safetensors", ".room"
+MARKED = {"step": int, "sha256": str, "validation": float | None, "better": Literal["lower", "higher"], "ended": bool}
 
 
 class Checkpoint(NamedTuple):
@@ -42,11 +56,11 @@ def complete(run: Path) -> list[Checkpoint]:
     """The complete checkpoints of a run, the oldest first; or a ValueError where a mark is damaged."""
     found = []
     for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
-        try:
-            about = {"better": "lower"} | json.loads(mark.read_text())
-            found.append(Checkpoint(mark.parent, *(about[name] for name in Checkpoint._fields[1:])))
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"checkpoint: {mark} is damaged: {error}; remove {mark.parent} to go on without it") from None
+        remedy = f"remove {mark.parent} to go on without it"
+        about = read_json(mark, MARKED, remedy, lambda value: {"better": "lower"} | value)
+        if about["validation"] is not None and not math.isfinite(about["validation"]):
+            damaged(mark, f"validation: expected a finite number, got {about['validation']}", remedy)
+        found.append(Checkpoint(mark.parent, *(about[name] for name in Checkpoint._fields[1:])))
     return found
 
 
@@ -111,22 +125,41 @@ def load(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         ValueError: Where it is damaged; the message names it, and the one before it.
     """
+    run, path = checkpoint.folder.parent.parent, checkpoint.folder / STATE
+    before = [other for other in complete(run) if other.step < checkpoint.step]
+    where = f"from step {before[-1].step}, {before[-1].folder}" if before else "from the start"
+    remedy = f"remove {checkpoint.folder}, and --resume goes on {where}"
     try:
-        with (checkpoint.folder / STATE).open("rb") as file:
-            mark = json.loads((checkpoint.folder / MARK).read_text())
-            if hashlib.file_digest(file, "sha256").hexdigest() != mark["sha256"]:
+        check_plain(path)
+        with path.open("rb") as file:
+            digest = read_json(checkpoint.folder / MARK, MARKED, remedy, lambda value: {"better": "lower"} | value)["sha256"]
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError("its content is not what was written")
             file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, UnpicklingError) as error:
-        if isinstance(error, UnpicklingError):
-            error = "it holds more than tensors and plain values"
-        run = checkpoint.folder.parent.parent
-        before = [other for other in complete(run) if other.step < checkpoint.step]
-        where = f"from step {before[-1].step}, {before[-1].folder}" if before else "from the start"
-        raise ValueError(
-            f"checkpoint: {checkpoint.folder} is damaged: {error}; remove it, and --resume goes on {where}"
-        ) from None
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except Damaged:
+        raise
+    except Exception as error:  # whatever PyTorch meets in what is not a checkpoint
+        pickled = isinstance(error, UnpicklingError)
+        damaged(path, "it holds more than tensors and plain values" if pickled else error or type(error).__name__, remedy)
+    kinds = {"model": dict[str, torch.Tensor], "optimizer": dict, "best": list[float], "step": Literal[checkpoint.step]}
+    if wrong := mismatch(state, kinds) or _not_finite(state["model"]):
+        damaged(path, wrong, remedy)
+    return state
+
+
+def fill(model: Any, checkpoint: Checkpoint) -> None:
+    """Give a model the weights of a checkpoint; ValueError, which names it, where it is damaged or another model's."""
+    try:
+        model.load_state_dict(load(checkpoint)["model"])
+    except RuntimeError as error:
+        damaged(checkpoint.folder / STATE, error, f"remove {checkpoint.folder} to go on without it")
+
+
+def _not_finite(weights: Mapping[str, torch.Tensor]) -> str:
+    """Which of some weights has a NaN or an infinity, or nothing."""
+    wrong = (name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all())
+    return next((f"{name}: expected finite weights" for name in wrong), "")
 
 
 def load_run(folder: Path) -> tuple[Recipe, Any]:
@@ -135,18 +168,50 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     Raises:
         ValueError: Where the folder holds no run, or one without weights yet.
     """
-    recipe = recipe_of(folder).edit(device="cpu")
+    recipe, model = build(folder)
     weights = folder / WEIGHTS
     if not weights.exists():
         raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
-    model = recipe.task.model(recipe)
     read_weights(model, weights)
     return recipe, model.eval()
 
 
+def build(folder: Path) -> tuple[Recipe, Any]:
+    """The recipe and the model of a run before its training, on the CPU.
+
+    Raises:
+        ValueError: Where the folder holds no run, or one of which this version can make no model.
+    """
+    recipe = recipe_of(folder).edit(device="cpu")
+    try:
+        return recipe, recipe.task.model(recipe)
+    except (ValueError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
+        damaged(folder / "recipe.json", error or type(error).__name__, REMEDY)
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Write the weights that a run ends with.
+
+    Raises:
+        OSError: Where they cannot be written.
+    """
+    path = folder / WEIGHTS
+    try:
+        with replacing(path) as part:
+            save_model(model, str(part))
+    except (SafetensorError, OSError) as error:
+        last = newest(folder)
+        remedy = f"make room and go on from {last.folder} with --resume" if last else "make room"
+        raise OSError(f"weights: cannot write {path}: {error}; {remedy}") from None
+
+
 def read_weights(model: Any, path: Path) -> None:
     """Give a model the weights in a file; ValueError, which names it, where they are damaged or another model's."""
+    remedy = f"put it right, or remove it and make it again by isopos train --name {path.parent.name} --resume"
     try:
+        check_plain(path)
         load_model(model, str(path))
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{path}: expected the weights of this run's model, got: {error}") from None
+    except (SafetensorError, RuntimeError, OSError, ValueError, KeyError) as error:
+        damaged(path, f"expected the weights of this run's model, got: {error}", remedy)
+    if wrong := _not_finite(dict(model.named_parameters())):
+        damaged(path, wrong, remedy)

@@ -1,12 +1,150 @@
-"""The one way in which the laboratory writes files: a reader, a kill, a loss of power meet the old file or the new one."""
+"""The one way in which the laboratory writes and reads files of its own.
+
+A reader, a kill, a loss of power meet the old file or the new one. What is read is a plain file of a bounded size whose
+content has the fields and types that it should, or else one error, `Damaged`, names the file and the remedy.
+"""
 
 import contextlib
+import glob
 import json
 import os
-from collections.abc import Iterator
+import stat
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-__all__ = ["flush_folder", "replacing", "write_json", "write_text"]
+__all__ = [
+    "Damaged",
+    "check_plain",
+    "damaged",
+    "flush_folder",
+    "mismatch",
+    "parse_json",
+    "printable",
+    "read_json",
+    "read_text",
+    "replacing",
+    "reserve",
+    "write_json",
+    "write_text",
+]
+
+MOST = 256 << 20  # bytes of a file that is read at once
+BLOCK = 1 << 20  # bytes that are written at once
+LEFT = 3600.0  # seconds after which what a killed process was writing is removed
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "named values", list: "a list"}
+
+
+class Damaged(ValueError):
+    """A file of the laboratory's own does not hold what it should; the message names it and says what to do."""
+
+
+def damaged(path: Path | str, reason: object, remedy: str) -> NoReturn:
+    """Raise `Damaged`, in one line."""
+    said = " ".join(str(reason).split())
+    raise Damaged(f"{path}: {said if len(said) <= 1000 else said[:1000] + '...'}; {remedy}") from None
+
+
+def check_plain(path: Path, most: int | None = None) -> None:
+    """Raise OSError or ValueError where a path is no plain file, which could block or never end, or has too many bytes."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("expected a plain file, got a folder, a pipe or a device")
+    if most is not None and status.st_size > most:
+        raise ValueError(f"expected at most {most} bytes, got {status.st_size}")
+
+
+def read_text(path: Path, remedy: str, most: int = MOST) -> str:
+    """The text of a file.
+
+    Raises:
+        FileNotFoundError: Where there is none.
+        Damaged: Where it cannot be read, is no plain file, too large or not in UTF-8.
+    """
+    try:
+        check_plain(path, most)
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        damaged(path, f"it cannot be read: {error.strerror}", remedy)
+    except ValueError as error:
+        damaged(path, error, remedy)
+
+
+def read_json(path: Path, kind: Any, remedy: str, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    """The value in a JSON file, of a kind as in `mismatch`, after a change, as of what is read from before.
+
+    Raises:
+        FileNotFoundError: Where there is none.
+        Damaged: As `read_text`, and where it is no JSON or of another kind.
+    """
+    return parse_json(read_text(path, remedy), path, kind, remedy, change)
+
+
+def parse_json(
+    text: str, path: Path | str, kind: Any, remedy: str, change: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """The value that a text, which `path` holds, stands for, as `read_json`."""
+    try:
+        value = change(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        damaged(path, f"expected JSON, got {type(error).__name__}: {error}", remedy)
+    if wrong := mismatch(value, kind):
+        damaged(path, wrong, remedy)
+    return value
+
+
+def mismatch(value: Any, kind: Any) -> str:
+    """What is wrong with a plain value, or nothing where it is of a kind.
+
+    A kind is a type, or Any, a union, a Literal, a list, tuple or mapping of a kind, or a dictionary of kinds by names that
+    a value must have beside others. Whole numbers are numbers, too; true and false are neither.
+
+    Example:
+        >>> mismatch({"step": 3, "loss": None, "more": 1}, {"step": int, "loss": float | None})
+        ''
+        >>> mismatch({"step": "3"}, {"step": int}), mismatch([1], list[str])
+        ("step: expected a whole number, got '3'", '0: expected text, got 1')
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return "" if any(not mismatch(value, one) for one in args) else mismatch(value, args[0])
+    if origin is Literal:
+        return "" if value in args else f"expected one of {', '.join(map(str, args))}, got {_short(value)}"
+    if kind in (int, float):
+        right = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return "" if right else _expected(kind, value)
+    plain = dict if isinstance(kind, dict) or origin is Mapping else list if origin in (tuple, Sequence) else origin or kind
+    if kind is not Any and not isinstance(value, (list, tuple) if plain is list else plain):
+        return _expected(plain, value)
+    parts: Iterator[tuple[object, Any, Any]] = iter(())
+    if isinstance(kind, dict):
+        if lacking := next((name for name in kind if name not in value), ""):
+            return f"{lacking}: expected a value, got none"
+        parts = ((name, value[name], one) for name, one in kind.items())
+    elif origin is tuple and Ellipsis not in args:
+        if len(value) != len(args):
+            return f"expected {len(args)} values, got {_short(value)}"
+        parts = ((n, one, of) for n, (one, of) in enumerate(zip(value, args, strict=True)))
+    elif args:
+        parts = ((name, one, args[-1 if plain is dict else 0]) for name, one in _items(value))
+    return next((f"{name}: {wrong}" for name, one, of in parts if (wrong := mismatch(one, of))), "")
+
+
+def _items(value: Any) -> Iterable[tuple[object, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
+def _expected(kind: Any, value: object) -> str:
+    return f"expected {WORDS.get(kind, getattr(kind, '__name__', kind))}, got {_short(value)}"
+
+
+def _short(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= 60 else said[:60] + "..."
 
 
 @contextlib.contextmanager
@@ -22,6 +160,10 @@ def replacing(path: Path) -> Iterator[Path]:
         [('a.txt', 'whole')]
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT:
+                left.unlink()
     try:
         yield part
         with part.open("rb+") as file:
@@ -43,6 +185,20 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def reserve(path: Path, size: int) -> None:
+    """Take so many bytes of the disk, by a file that is removed where they are wanted; OSError where there is no room."""
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                for begin in range(0, size, BLOCK):
+                    file.write(bytes(min(BLOCK, size - begin)))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def flush_folder(folder: Path) -> None:
     """Make the names in a folder survive a loss of power, where the system can."""
     if os.name == "posix":
@@ -51,3 +207,13 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def printable(text: str) -> str:
+    r"""A text in one line: characters that would move a cursor, hide others or cannot be encoded are written as escapes.
+
+    Example:
+        >>> print(printable("a\x1b[2Jb\n±"))
+        a\x1b[2Jb\n±
+    """
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

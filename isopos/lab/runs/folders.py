@@ -10,26 +10,33 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from isopos.lab.recipes import PLACEMENT, Recipe
-from isopos.lab.runs.files import write_json, write_text
+from isopos.lab.runs.claims import check_free
+from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
 __all__ = [
     "EXAMPLES",
     "Interrupted",
     "Log",
     "Result",
+    "aside",
+    "begin",
     "check_vacant",
     "create",
     "fingerprint",
+    "put_back",
     "read_rows",
     "recipe_of",
+    "remove",
     "run_place",
     "same_recipe",
 ]
 
 RESULT, EXAMPLES = "result.json", "examples.json"
+ROWS = 1 << 30  # bytes of metrics.jsonl
+REMEDY = "put it right, or remove this run and train it again"
 LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were called
 
 
@@ -49,7 +56,10 @@ def run_place(name: str) -> Path:
 
 
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise a ValueError where a run cannot have the folder: it exists, and is not to be replaced or no run."""
+    """Raise a ValueError where a run cannot have the folder: it is in use, or exists and is not to be replaced or no run."""
+    check_free(folder)
+    if not folder.exists():
+        put_back(folder)  # a kill came while it was replaced
     if folder.exists() and not overwrite:
         raise ValueError(
             f"name: {folder} exists; go on with it by --resume, replace it by --overwrite, or choose another --name"
@@ -64,32 +74,68 @@ def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
     Raises:
         ValueError: Where it exists and is not to be replaced, or holds something else, or cannot be written.
     """
-    new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("new", "replaced"))
     check_vacant(folder, overwrite=overwrite)
+    begin(folder, "recipe.json", recipe.as_dict())
+    remove(aside(folder))
+
+
+def begin(folder: Path, file: str, content: object) -> None:
+    """Make a folder with a first file, both or nothing; one that is there is set aside.
+
+    What an earlier kill left aside is put back before: a second one does not cost what the first one spared. `put_back`
+    gives the folder its content of before, and `remove(aside(folder))` ends that.
+    """
+    new = folder.with_name(f".{folder.name}.new")
     try:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
+        remove(new)
         new.mkdir(parents=True)
-        write_json(new / "recipe.json", recipe.as_dict())
+        write_json(new / file, content)
+        put_back(folder)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(aside(folder))
         new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
+
+
+def aside(folder: Path) -> Path:
+    """Where a folder is, whole, while another takes its place."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def put_back(folder: Path) -> bool:
+    """Give a folder that is aside its place again, which what stands there loses; whether there was one."""
+    found = aside(folder).exists()
+    if found:
+        remove(folder)
+        aside(folder).rename(folder)
+    return found
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, if it exists; after a kill it is there, whole, or not at all."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    if folder.exists():
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def recipe_of(folder: Path) -> Recipe:
     """The recipe of a run, or a ValueError where the folder holds none, or one of other fields."""
     path = folder / "recipe.json"
     try:
-        return Recipe.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        values = read_json(path, dict[str, Any], REMEDY)
     except OSError:
         runs = sorted(str(path.parent) for path in folder.glob("*/recipe.json"))
         remedy = f"it holds {', '.join(runs)}" if runs else "isopos runs lists those under runs/"
         raise ValueError(f"run: expected a folder with a recipe.json, got {folder}; {remedy}") from None
+    try:
+        recipe = Recipe.from_dict(values)
+        recipe.check()
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        damaged(path, error, REMEDY)
+    return recipe
 
 
 def same_recipe(folder: Path, recipe: Recipe) -> None:
@@ -105,8 +151,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a last one that is still being written; none where there is no file."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    remedy = "remove the line, or the file"
+    text = read_text(path, remedy, ROWS)
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows = [parse_json(line, f"{path}, line {n}", dict[str, float | None], remedy) for n, line in enumerate(lines, 1)]
+    for n, row in enumerate(rows, 1):
+        if wrong := mismatch(row, {"step": int}):
+            damaged(f"{path}, line {n}", wrong, remedy)
+    return rows
 
 
 class Log(AbstractContextManager):
@@ -149,22 +201,27 @@ class Result:
     @classmethod
     def of(cls, run: Path) -> "Result | None":
         """That of a run, if it has ended; or a ValueError where the file is damaged."""
-        path = run / RESULT
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
+
+        def change(found: dict[str, Any]) -> dict[str, Any]:
             if "bits_per_byte" in found:
                 bits, found["rate"] = found.pop("bits_per_byte"), found.pop("tokens_per_second")
                 found["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
-            return cls(**found)
-        except FileNotFoundError:
+            return found
+
+        remedy = "remove it, and train --resume makes it again"
+        if not (run / RESULT).exists():
             return None
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: {error}") from None
+        scores = {metric.title: float | None for metric in recipe_of(run).task.metrics}
+        kinds = get_type_hints(cls) | {"scores": scores}
+        found = read_json(run / RESULT, kinds, remedy, change)
+        if not found["status"].startswith(("finished", "diverged")):
+            damaged(run / RESULT, f"status: expected finished or diverged, got {found['status']!r}", remedy)
+        return cls(**{name: found[name] for name in kinds})
 
 
 def fingerprint(run: Path) -> str:
     """The sha256 of the data that a run was trained on, or nothing."""
     for path in (run / "data.json", run / "text.json"):
         if path.exists():
-            return json.loads(path.read_text())["sha256"]
+            return read_json(path, {"sha256": str}, "remove it, and the data of this run is no longer compared")["sha256"]
     return ""

@@ -4,15 +4,15 @@ Another table is another file, which may lie anywhere: its path is its name then
 schemes that do not parse are errors. What fills a table is a cell: one run, which may fill several columns. No torch here.
 """
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from isopos.catalog import expect
 from isopos.lab.recipes import SCALES, Recipe, preset, split_spec
+from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, View
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "PaperTable",
     "cell_name",
     "load_table",
+    "read_about",
+    "read_scores",
     "speed_rounds",
 ]
 
@@ -142,7 +144,10 @@ def load_table(name: str) -> PaperTable:
     if not path.exists():
         raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(read_text(path, "put it right"))
+        tables = {"columns": list[dict], "rows": list[dict], "corpora": dict[str, dict]}
+        if wrong := mismatch(values, {name: kind for name, kind in tables.items() if name in values}):
+            raise ValueError(wrong)
         columns = tuple(_made(Column, one) for one in values.pop("columns", ()))
         rows = tuple(_made(Line, one) for one in values.pop("rows", ()))
         corpora = tuple(_made(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
@@ -155,8 +160,11 @@ def load_table(name: str) -> PaperTable:
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
     known = {one.name: one for one in fields(kind)}
+    hints = get_type_hints(kind)
     for key in values:
         expect(kind.__name__, key, known)
+        if wrong := mismatch(values[key], hints[key]):
+            raise ValueError(f"{kind.__name__}: {key}: {wrong}")
     try:
         return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     except TypeError as error:
@@ -207,4 +215,23 @@ def cell_name(corpus: str, scheme: str, seed: int) -> str:
 def speed_rounds(folder: Path) -> list[dict[str, float]]:
     """Seconds of a training step by row, in each round so far."""
     path = folder / TIMING
-    return json.loads(path.read_text()) if path.exists() else []
+    return read_json(path, list[dict[str, float]], "remove it, and steps are timed again") if path.exists() else []
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What was asked of the folder of a table so far."""
+    path, kinds = (
+        folder / "about.json",
+        {"scale": str, "commands": list[str], "seeds": int, "corpora": dict[str, str], "machine": str},
+    )
+    if not path.exists():
+        return {"commands": [], "seeds": 0, "corpora": {}}
+    return read_json(path, kinds, "remove it, and the same command as before writes it again")
+
+
+def read_scores(cell: Path) -> dict[str, Any]:
+    """What a cell came to: its status, its columns' values or the reasons why there is none, and seconds."""
+    columns = dict[str, dict[str, str | float | None]]
+    return read_json(
+        cell / SCORES, {"status": str, "columns": columns, "seconds": float}, "remove it to score the cell again"
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isopos.lab.tasks.task import Data, Metric, Scored, Task, View, expect
+from isopos.lab.tasks.task import Data, Metric, Scored, Task, View
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +27,7 @@ class Bidirectional(Task):
     name = "bidirectional"
     unit = "tokens"
     views = ()
+    limits = (("vocabulary length", 1, 10**9),)
     metrics = (Metric("loss", "loss", note="nats a token"),)
 
     def size(self, recipe: "Recipe") -> int:
@@ -40,8 +41,6 @@ class Bidirectional(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
-        for name in ("vocabulary", "length"):
-            expect(name, getattr(self, name), "a positive number", getattr(self, name) >= 1)
         check_group(recipe, (Line,), "on a line, which text has")
         return ()
 

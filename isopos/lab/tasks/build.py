@@ -1,5 +1,7 @@
 """What tasks build their models from: the scheme of a recipe, and the random numbers of its seed."""
 
+import math
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,9 +13,17 @@ from isopos.models import TOKEN_STD
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_model", "build_scheme", "check_group"]
+__all__ = ["build_model", "build_scheme", "check_group", "memory"]
 
 Built = TypeVar("Built")
+
+
+def memory() -> float:
+    """Bytes of memory of this machine; infinity where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows
+        return math.inf
 
 
 def build_scheme(recipe: Recipe) -> Scheme:
@@ -42,7 +52,10 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
 
     Its random numbers are those of the seed, so that what models share starts equal; afterwards they are those of before.
     """
-    m, scheme = recipe.model, build_scheme(recipe)
+    m = recipe.model
+    least = 4 * m.model_dim * (first[0] + m.layers * (4 * m.model_dim + 2 * (m.hidden_dim or 4 * m.model_dim)))  # bytes
+    expect("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
+    scheme = build_scheme(recipe)
     sizes = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

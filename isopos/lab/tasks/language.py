@@ -37,6 +37,7 @@ class Language(Task):
     schemes = "none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet"
     unit = "tokens"
     loss_scale: ClassVar[float] = 1 / math.log(2)
+    limits = (("length", 1, 10**9), ("vocabulary", 0, 10**9), ("validation_tokens", 0, 10**15))
     settled = ("vocabulary",)
     views = ("split", "multiple", "scored", "limit")
     metrics = tuple(
@@ -77,9 +78,8 @@ class Language(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
-        expect("length", self.length, "a positive number", self.length >= 1)
-        for name in ("vocabulary", "validation_tokens"):
-            expect(name, getattr(self, name), "0 or more", getattr(self, name) >= 0)
+        few = 0 < self.validation_tokens < self.length
+        expect("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
         scheme = check_group(recipe, (Line,), "on a line, which text has")
         with torch.no_grad():
             small = recipe.edit(vocabulary=0, cutoffs=())  # of no consequence for the scheme

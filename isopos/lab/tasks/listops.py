@@ -49,6 +49,7 @@ class ListOps(Task):
     schemes = "none,rope,ape-sequence,ape-tree"
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
+    limits = (("longest branches validation_rows", 0, 10**9),)
     settled = ("longest", "branches")
     metrics = (
         Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out expressions whose value is found"),
@@ -71,8 +72,6 @@ class ListOps(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
-        for name in ("longest", "branches", "validation_rows"):
-            expect(name, getattr(self, name), "0 or more", getattr(self, name) >= 0)
         scheme = check_group(recipe, (Line, Tree), "on a line or in a tree, which expressions have")
         length = scheme.max_length
         if length is not None and length < self.longest:

@@ -84,6 +84,7 @@ class Task(ABC):
     edits: ClassVar[Mapping[str, Any]] = {}  # of the recipe of a comparison, by default: flat names
     unit: ClassVar[str] = "samples"  # what a throughput counts
     loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
+    limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()  # names of fields, and the least and the most that they may be
     settled: ClassVar[tuple[str, ...]] = ()  # fields that are found in the data where they are 0
     views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields of a `View` that can be chosen
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_model
 
 from isopos import laws
 from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
-from isopos.lab.runs.files import replacing, write_json
+from isopos.lab.runs.claims import locked
+from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
 from isopos.lab.tasks.task import Data, Metric, Scored, View
 
@@ -42,7 +42,7 @@ def usable_device(device: str) -> str:
         usable = torch.zeros(1, device=device).item() == 0
     except (RuntimeError, AssertionError):
         usable = False
-    if not usable or torch.device(device).type not in ("cpu", "cuda"):
+    if not usable or torch.device(device).type not in ("cpu", "cuda") or device.startswith("cpu:"):
         raise ValueError(f"device: expected cpu, cuda or auto, got {device!r}, which this torch cannot use here")
     return device
 
@@ -81,11 +81,23 @@ def train(
     replaces the run that is there.
 
     Raises:
-        ValueError: Before any work, where the folder exists, or is that of another recipe, or its checkpoint is damaged.
+        ValueError: Before any work, where the folder exists, or is that of another recipe, or its checkpoint is damaged, or
+            another process works in it.
         OSError: Where a checkpoint cannot be written.
         Interrupted: After SIGINT or SIGTERM, when a checkpoint of the last step is there.
     """
     first = is_first_process()
+    with locked(folder) if first else nullcontext():
+        try:
+            return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
+        finally:
+            if first:
+                (folder / checkpoints.ROOM).unlink(missing_ok=True)
+
+
+def _train(
+    recipe: Recipe, data: Data, folder: Path, on_step: OnStep, *, first: bool, resume: bool, overwrite: bool
+) -> Result | None:
     if resume:
         same_recipe(folder, recipe)
         if (before := fingerprint(folder)) not in ("", data.sha256):
@@ -131,7 +143,7 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
     chosen = checkpoints.best(folder) or (None if fitted else checkpoints.newest(folder))
     model = recipe.task.model(recipe).to(recipe.training.device)
     if status == "finished" and chosen is not None:
-        model.load_state_dict(checkpoints.load(chosen)["model"])
+        checkpoints.fill(model, chosen)
     elif fitted is not None:
         model.load_state_dict(fitted.weights)
     model.eval()
@@ -153,8 +165,8 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         choices=model.scheme.choices,
         laws=held,
     )
-    with replacing(folder / checkpoints.WEIGHTS) as part:
-        save_model(model, str(part))
+    (folder / checkpoints.ROOM).unlink(missing_ok=True)
+    checkpoints.save_weights(model, folder)
     if status == "finished" and (examples := data.examples(model, recipe, SHOWN)):
         write_json(folder / EXAMPLES, examples)
     result.save(folder)

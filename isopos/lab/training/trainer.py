@@ -5,8 +5,10 @@ So a resumed run is a new `fit` over the steps that are left. Importing this tak
 
 import logging
 import math
+import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -29,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab.recipes import Recipe, Training
-from isopos.lab.runs import checkpoints
+from isopos.lab.runs import checkpoints, signals
+from isopos.lab.runs.files import damaged, reserve
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training.run import OnStep, evaluate
@@ -38,6 +41,7 @@ __all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BESIDE = 1 << 20  # bytes of results, examples and metrics
 NOT_OURS = (".*does not have many workers", ".*LeafSpec.* is deprecated")  # Lightning's warnings
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)  # its remarks on devices and tips
@@ -115,7 +119,7 @@ class _Training(LightningModule):
         self.losses: list[Tensor] = []
         self.step, self.status, self.best = self.first, "finished", (0, math.inf)  # step and rank
         self.ended = self.stopping = self.sharded = False
-        self.signal, self.begun, self.row = 0, 0.0, {}
+        self.signal, self.begun, self.row = signals.kept(), 0.0, {}
         self.weights: Mapping[str, Any] = {}
 
     def configure_model(self) -> None:
@@ -143,8 +147,15 @@ class _Training(LightningModule):
         if self.begin is not None:
             state, self.begin = self.begin, None  # frees the memory
             content = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            set_state_dict(self.model, self._optimizer, **content, options=StateDictOptions(full_state_dict=True))
-            self.best = tuple(state["best"])
+            try:
+                set_state_dict(self.model, self._optimizer, **content, options=StateDictOptions(full_state_dict=True))
+                self.best = (int(state["best"][0]), state["best"][1])
+                for weight, moments in self._optimizer.state.items():
+                    if not weight.shape == moments["exp_avg"].shape == moments["exp_avg_sq"].shape:
+                        raise ValueError("expected averages of gradients of the shapes of the weights")
+            except Exception as error:  # whatever PyTorch meets in what is not this run's
+                last = checkpoints.newest(self.folder)
+                damaged(last.folder if last else self.folder, error, "remove it, and --resume goes on from the one before")
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -221,8 +232,8 @@ class _Training(LightningModule):
             loss = math.nan if row["loss"] is None else row["loss"]
             try:
                 self.on_step(self.step, loss * self.recipe.task.loss_scale, self.rate)
-            except KeyboardInterrupt:
-                self.signal = signal.SIGINT
+            except KeyboardInterrupt as stop:
+                self.signal = signals.status(stop) - 128
 
     def _to_loggers(self, row: dict[str, Any]) -> None:
         values = {name: value for name, value in row.items() if name != "step" and value is not None}
@@ -267,6 +278,8 @@ def fit(
 ) -> Fitted:
     """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
+    if log:
+        _make_sure_of_room(folder, training.model)
     with _handlers_kept(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
@@ -288,12 +301,37 @@ def fit(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        training.take_signals()
+        if t.nodes == 1:
+            training.take_signals()
+        else:
+            _wait_for_nodes(t.nodes)
         trainer.fit(training)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # its threads would now and then abort a process that ends
     stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
+    if training.signal and not stopped:  # it came too late for this run, not for what follows
+        signals.keep(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
+
+
+def _make_sure_of_room(folder: Path, model: nn.Module) -> None:
+    """Room on the disk for the weights at the end, and for what is written beside them."""
+    size = sum(value.numel() * value.element_size() for value in model.state_dict().values()) + BESIDE
+    try:
+        reserve(folder / checkpoints.ROOM, size)
+    except OSError as error:
+        raise OSError(
+            f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got: {error.strerror}; "
+            "make room and begin with --resume"
+        ) from None
+
+
+def _wait_for_nodes(nodes: int) -> None:
+    """Say so; signals end the process at once, since no handler of Python runs until all are there."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"waiting for {nodes} nodes, at most 30 minutes", file=sys.stderr, flush=True)
 
 
 def _strategy(t: Training) -> Any:
