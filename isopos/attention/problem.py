@@ -272,11 +272,11 @@ def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = Non
 
     Log decays, which are float64, are on another device where q's has none.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     device = q.device if device is None else device
     if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == device and not x.is_nested:
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested one" if x.is_nested else str(x.layout)
         raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
