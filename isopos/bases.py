@@ -13,13 +13,14 @@ from isopos.exact import ExactModule, narrow, wide
 from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
 from isopos.ops.rotate import skew_exponential
 
-__all__ = ["Basis", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs"]
+__all__ = ["Basis", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs", "Spectrum"]
 
 
 class Basis(ExactModule, ABC):
     """A constant orthogonal map of `features` features."""
 
     features: int
+    widening: int = 1  # features that it returns for each one that it takes
     is_complex: bool = False  # whether it acts on pairs of features as on complex numbers, and so commutes with phases
 
     @abstractmethod
@@ -158,6 +159,34 @@ class ComplexFourier(Basis):
         cos, sin = angle.cos(), angle.sin()
         rows = torch.stack((torch.stack((cos, sin), -1), torch.stack((-sin, cos), -1)), 1)  # [n 2 n 2]
         self.matrix = rows.flatten(2).flatten(0, 1) * (2 / features) ** 0.5
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        return Matrix(narrow(self.matrix, dtype, device)[None])
+
+
+class Spectrum(Basis):
+    """The unitary discrete Fourier transform of real features: as many complex ones, each a pair (real, imaginary).
+
+    A complex P of LRPE's Eq. 22 on real vectors, as in the paper's listing: phases of its features tell direction.
+
+    Args:
+        features: d; it returns 2 d.
+
+    Example:
+        >>> x = torch.randn(6, dtype=torch.float64)
+        >>> y = Spectrum(6)(dtype=torch.float64)(x[None, None])
+        >>> torch.allclose(torch.view_as_complex(y.view(6, 2)), torch.fft.fft(x, norm="ortho"))
+        True
+    """
+
+    widening = 2
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.features = features
+        n = torch.arange(features, device="cpu", dtype=torch.float64)
+        angle = 2 * torch.pi / features * n[:, None] * n
+        self.matrix = torch.stack((angle.cos(), -angle.sin()), 1).flatten(0, 1) / features**0.5
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         return Matrix(narrow(self.matrix, dtype, device)[None])

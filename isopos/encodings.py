@@ -64,6 +64,7 @@ class Encoding(Coupling, ABC):
 
     order: float = math.inf  # positions after which it repeats itself
     is_lift: bool = False  # whether outputs are the real parts, then the imaginary parts, of as many complex features
+    is_paired: bool = False  # whether outputs are pairs (real, imaginary) of as many complex features
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         return self(x, dtype)
@@ -427,7 +428,7 @@ class InBasis(Encoding):
 
     Args:
         encoding: rho.
-        basis: P, on as many features.
+        basis: P, which returns as many features.
 
     References:
         Linearized Relative Positional Encoding (Qin et al. 2023), Eq. 22-24 and 75. https://arxiv.org/abs/2307.09270
@@ -435,12 +436,13 @@ class InBasis(Encoding):
 
     def __init__(self, encoding: Encoding, basis: Basis):
         super().__init__()
-        if basis.features != encoding.features:
-            raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {basis.features}")
+        if basis.widening * basis.features != encoding.features:
+            got = basis.widening * basis.features
+            raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {got}")
         self.encoding, self.basis = encoding, basis
         self.is_complex = encoding.is_complex and basis.is_complex
-        self.order, self.is_lift = encoding.order, encoding.is_lift
-        self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
+        self.order, self.is_lift, self.is_paired = encoding.order, encoding.is_lift, basis.widening == 2
+        self.group, self.features, self.out_features = encoding.group, basis.features, encoding.out_features
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         return Chain(self.basis(x.device, dtype), self.encoding(x, dtype))

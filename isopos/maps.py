@@ -293,9 +293,9 @@ class Reflection(Isometry):
 
 
 class Matrix(Isometry):
-    """A constant orthogonal matrix ``[h d d]``."""
+    """A constant orthogonal matrix ``[h d d]``, or ``[h e d]`` with orthonormal columns."""
 
-    matrix: Tensor = axes("h d d")
+    matrix: Tensor = axes("h e d")
 
     def apply(self, x: Tensor) -> Tensor:
         return transform(x, self.matrix)

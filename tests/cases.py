@@ -189,6 +189,7 @@ SCHEMES = [
         ("complex-learned", {"complex": True, "learned": True, "learned_basis": True, "theta": "b"}),
         ("complex-plain", {"complex": True, "denominator": "plain"}),
     ),
+    *_rows("lrpe-unitary", ("dft", {"basis": "dft"}), ("dft-learned", {"basis": "dft", "learned": True})),
     *_rows("lrpe-orthogonal", *IN_BASES, *THETAS, LEARNED, ("mixed", {"identity": 2})),
     *_rows("lrpe-permutation", *IN_BASES, ("learned", {"learned_basis": True, "decay": "retnet"})),
     *_rows(
@@ -333,6 +334,7 @@ COMPOSED = [
         EncodingCase(f"rotary-{name}", lambda make=make: encodings.InBasis(_rotary(), make()), REAL, "learned" in name)
         for name, make in ALL_BASES.items()
     ),
+    EncodingCase("spectrum", lambda: encodings.InBasis(_rotary(features=2 * HEAD_DIM), bases.Spectrum(HEAD_DIM)), REAL),
     EncodingCase("lift-fourier", lambda: encodings.InBasis(_rotary(lift=True), bases.Fourier(HEAD_DIM)), REAL),
     EncodingCase(
         "permutation-householder",

@@ -169,7 +169,7 @@ def test_a_step_keeps_gradients_of_tables_and_tangents():
     with torch.no_grad():
         _, state = one_token(State(), Rotation(table))
     assert one_token(state, Rotation(table))[0].requires_grad
-    with pytest.raises(RuntimeError, match="device"):
+    with pytest.raises(ValueError, match="isometry: expected a tensor on cpu as q, got one on meta"):
         one_token(state, Rotation(table.detach().to("meta")))
 
 
@@ -478,3 +478,23 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
         library.libraries.cache_clear()
     assert not found
     assert "install isopos again" in why
+
+
+SMALL_STACK = """
+import torch
+from isopos import rope, sequence
+from isopos.attention import linear_attention
+
+torch.set_num_threads(4)
+leaves = [torch.randn(2, 4, 150, 256).requires_grad_() for _ in range(3)]
+at = {**rope(256, 4).at(sequence(150)), "decay": -torch.arange(150).double() / 100}
+grads = torch.autograd.grad(linear_attention(*leaves, **at, causal=True).sum(), leaves)
+assert all(grad.isfinite().all() for grad in grads)
+"""
+
+
+@NEEDED
+def test_threads_may_have_small_stacks():
+    env = {**os.environ, "OMP_STACKSIZE": "20k"}
+    done = subprocess.run([sys.executable, "-c", SMALL_STACK], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

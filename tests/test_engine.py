@@ -212,3 +212,51 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_advice(run, tmp_p
         run(TINY)
     monkeypatch.undo()
     assert run(TINY, resume=True) == run(TINY, "whole")
+
+
+class Noted:
+    """Data whose loss is watched, or changed."""
+
+    def __init__(self, source, loss):
+        self.source, self.loss = source, loss
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+
+def test_every_part_of_a_step_has_dropout_of_its_own(source, tmp_path):
+    seeds = []
+
+    def loss(model, *batch):
+        seeds.append(torch.initial_seed())
+        return source.loss(model, *batch)
+
+    recipe = TINY.edit(steps=3, accumulate=2, seed=5)
+    train.train(recipe, Noted(source, loss), tmp_path / "run")
+    places = [(5, step, 0, part) for step in (1, 2, 3) for part in (0, 1)]
+    assert seeds[: len(places)] == [trainer.randomness(*place) for place in places]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_an_infinite_gradient_of_a_finite_loss_ends_the_run_as_it_was(source, tmp_path, clip):
+    def loss(model, *batch):
+        value = source.loss(model, *batch)
+        if model.training and step == 2:
+            weight = model.head.weight.sum()
+            value = value + (weight - weight.detach()).sqrt()  # 0, and its derivative at 0 is infinite
+        return value
+
+    def next_step(done, *rest):
+        nonlocal step
+        step = done + 1
+
+    step = 1
+    result = train.train(TINY.edit(clip=clip, save_every=1), Noted(source, loss), tmp_path / "run", next_step)
+    assert result.status == "diverged at step 2"
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert rows[-1]["loss"] > 0
+    assert rows[-1]["gradient_norm"] is None
+    saved = checkpoints.load(checkpoints.newest(tmp_path / "run"))
+    assert saved["step"] == 1
+    kept = lab.load(tmp_path / "run").state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in saved["model"].items())

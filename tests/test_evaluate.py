@@ -22,7 +22,8 @@ LENGTH = 12
 def corpus(tokens=100, words=40):
     tokenizer = Words([f"w{n}" for n in range(words - 1)] + ["<eos>"])
     streams = [np.random.default_rng(n).integers(words, size=tokens).astype(np.uint8) for n in range(3)]
-    return Corpus("random words", "", tokenizer, *streams, sizes=dict.fromkeys(("train", "validation", "test"), 250))
+    sizes = {"train": 10 * tokens, "validation": 3 * tokens, "test": 5 * tokens // 2}  # bytes of words of other lengths
+    return Corpus("random words", "", tokenizer, *streams, sizes=sizes)
 
 
 def made(scheme="rope", words=40, **more):

@@ -250,7 +250,7 @@ def test_what_a_scheme_raises_could_not_be_measured():
     scheme = isopos.schemes.compose(_Raising(limit=2000), 1, {})
     scheme.decay = _Raising()  # a part that only attention takes
     report = laws.check(scheme)
-    assert report.unmeasured == ["exact", "attention", "positive"]
+    assert report.unmeasured == ["exact", "attention", "positive", "seen"]
     assert report["relative"].holds
 
 
@@ -358,7 +358,7 @@ def test_the_report_prints_a_line_a_finding():
     report = laws.check(isopos.rope(8, 2))
     assert len(str(report).splitlines()) == 1 + len(report.findings)
     assert "every law holds" in str(report)
-    assert {finding.name for finding in report.findings} == OF_ENCODINGS | {"exact", "attention"} | PROPERTIES
+    assert {finding.name for finding in report.findings} == OF_ENCODINGS | {"exact", "attention", "seen"} | PROPERTIES
 
 
 class _Coarse(_Broken):

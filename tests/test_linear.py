@@ -232,7 +232,7 @@ REFUSALS = [
     (
         "chunks",
         ops.Sums(torch.randn(1, 2, 5, 4), *torch.randn(2, 1, 2, 9, 4), ALL_READY),
-        "causal sums have as many queries as keys, here 5 and 9",
+        "causal and decaying sums have as many queries as keys, here 5 and 9",
     ),
 ]
 

@@ -489,8 +489,8 @@ def wide(*shape):
 BAD = [
     ({"q": wide(4, 8)}, r"q: expected a floating tensor \[\*b h t d\]"),
     ({"q": wide(2, 2, 4, 8).long()}, "q: expected a floating tensor"),
-    ({"k": wide(2, 2, 4, 8).float()}, "k: expected torch.float64 on cpu as q, got torch.float32"),
-    ({"v": wide(2, 2, 4, 8).to("meta")}, "v: expected torch.float64 on cpu as q, got torch.float64 on meta"),
+    ({"k": wide(2, 2, 4, 8).float()}, "k: expected torch.float64 as q, got torch.float32"),
+    ({"v": wide(2, 2, 4, 8).to("meta")}, "v: expected a tensor on cpu as q, got one on meta"),
     ({"k": wide(2, 2, 4, 6)}, "k: expected 8 features as q, got 6"),
     ({"v": wide(2, 2, 5, 8)}, "v: expected 4 tokens as k, got 5"),
     ({"v": wide(3, 2, 4, 8)}, "leading dimensions .* broadcast"),

@@ -292,8 +292,8 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
         ready(tmp_path, branches=2)
     with pytest.raises(ValueError, match=r"batch: expected at most the .* expressions, got 1000"):
         ready(tmp_path, batch=1000)
-    with pytest.raises(ValueError, match="longest: expected 0 or more, got -1"):
-        recipe.edit(longest=-1).task.check(recipe)
+    with pytest.raises(ValueError, match="longest: expected a number from 0 to 1,000,000,000, got -1"):
+        recipe.edit(longest=-1).check()
     assert data.score(recipe.task.model(recipe), recipe, View(split="train")).reason.startswith("split: expected one of")
 
 

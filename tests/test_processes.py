@@ -128,3 +128,36 @@ def test_a_signal_to_two_processes_leaves_a_checkpoint_and_says_how_to_go_on(tmp
     assert "the same command with --resume goes on from step" in out
     step = checkpoints.newest(tmp_path / "runs" / "stopped").step
     assert step == _rows(tmp_path, "stopped")[-1]["step"] < 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_machine_that_waits_for_another_says_so_and_ends_when_it_is_told_to(tmp_path, number):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "NODE_RANK": "0"}
+    process = _start(tmp_path, "alone", "--nodes=2", environment=place)
+    line = ""
+    while "waiting for 2 nodes" not in line:
+        line = process.stdout.readline()
+        assert line or process.poll() is None
+    time.sleep(2)  # until it waits in what is no Python
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == -number
+
+
+def test_of_two_that_resume_a_run_at_once_one_is_refused(tmp_path):
+    run = tmp_path / "runs" / "run"
+    first = _start(tmp_path, "run", "--steps=100000")
+    _wait_for(tmp_path, "run", 6)
+    for more in ("--resume", "--overwrite"):
+        other = _start(tmp_path, "run", "--steps=100000", more)
+        out, _ = other.communicate(timeout=60)
+        assert other.returncode == 2
+        assert f"runs/run is in use by process {first.pid} on " in out
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate(timeout=60)
+    again = _start(tmp_path, "run", "--steps=100000", "--resume")
+    _wait_for(tmp_path, "run", checkpoints.newest(run).step + 20)
+    os.kill(again.pid, signal.SIGTERM)
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 143, out
+    assert [row["step"] for row in _rows(tmp_path, "run")] == [*range(1, checkpoints.newest(run).step + 1)]

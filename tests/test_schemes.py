@@ -1176,3 +1176,25 @@ def test_what_positions_learn_does_not_shrink(case):
     both = [*decaying["params"], *others["params"]]
     assert len(both) == len(set(map(id, both))) == len(list(model.parameters()))
     torch.optim.AdamW([decaying, others])
+
+
+@pytest.mark.parametrize("theta", ["a", "b"])
+def test_a_complex_basis_of_real_vectors_is_equation_22_and_tells_direction(theta):
+    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", theta=theta, length=40), sequence(9)
+    q, k, _ = inputs(2, t=9)
+    t = torch.arange(HEAD_DIM, dtype=torch.float64)
+    angle = 10000 ** (-2 * t / HEAD_DIM) if theta == "a" else math.pi / 80 / HEAD_DIM * (t + 1)
+    phase = torch.exp(1j * angle * x)
+    a, b = (torch.fft.fft(z, norm="ortho") * phase for z in (q, k))
+    rho = scheme.encoding(x, torch.float64)
+    close(rho(q) @ rho(k).mT, (a.conj() @ b.mT).real)
+    content, other = (torch.randn(HEAD_DIM, dtype=torch.float64).expand(1, HEADS, 9, -1) for _ in range(2))
+    told = rho(content) @ rho(other).mT
+    real = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="fourier", theta=theta).encoding(x, torch.float64)
+    blind = real(content) @ real(other).mT
+    assert (told[..., 0, 5] - told[..., 5, 0]).abs().min() > 1e-3
+    close(blind, blind.mT)
+    with pytest.raises(ValueError, match="basis: expected one of identity, householder, odd-even, fourier, got 'dft'"):
+        schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", complex=True)
+    with pytest.raises(ValueError, match="Spectrum, which no projection of this size can hold"):
+        isopos.attention.absorb(schemes.lrpe_unitary(8, 2, basis="dft", attention="softmax"), torch.nn.Linear(16, 16))

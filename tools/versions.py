@@ -2,8 +2,9 @@
 
     python tools/versions.py [PYTHON=TORCH ...]
 
-Without arguments the lowest Python and torch of pyproject.toml, and the newest at hand. Each pair is an environment of its
-own in .versions, several gigabytes, removed after use; all else that is installed is the newest.
+Without arguments the lowest versions that pyproject.toml accepts, and the newest at hand: `3.11=lowest 3.13=newest`. Each
+pair is an environment of its own in .versions, several gigabytes, removed after use. What else is installed is the lowest,
+too, for `lowest`, and the newest for `newest` and for a version of torch.
 """
 
 import os
@@ -30,16 +31,18 @@ class Row(NamedTuple):
 
     python: str
     torch: str
+    others: str
     passed: int
     failed: int
     skipped: int
 
 
-def floors() -> tuple[str, str]:
-    """The lowest Python and torch that pyproject.toml accepts."""
+def floors() -> tuple[str, dict[str, str]]:
+    """The lowest Python that pyproject.toml accepts, and the lowest versions of what the tests need, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (torch,) = (name.removeprefix("torch>=") for name in project["dependencies"] if name.startswith("torch>="))
-    return project["requires-python"].removeprefix(">="), torch
+    extras = project["optional-dependencies"]
+    needed = (re.match(r"([\w-]+)>=([\d.]+)", line) for line in (*project["dependencies"], *extras["lab"], *extras["dev"]))
+    return project["requires-python"].removeprefix(">="), {found[1]: found[2] for found in needed if found}
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -66,18 +69,20 @@ def _measure(interpreter: Path, torch: str, home: Path) -> Row:
     subprocess.run([interpreter, "-m", "venv", home], check=True)
     python, report = home / "bin" / "python", HOME / f"{home.name}.xml"
     index = ("--extra-index-url", url) if (url := os.environ.get("TORCH_INDEX")) else ()
-    wanted = "torch" if torch == "newest" else f"torch=={torch}"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *index, wanted, "-e", ".[lab,dev]"], cwd=ROOT, check=True)
+    pins = floors()[1] if torch == "lowest" else {} if torch == "newest" else {"torch": torch}
+    wanted = [f"{name}=={version}" for name, version in pins.items()]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *index, *wanted, "-e", ".[lab,dev]"], cwd=ROOT, check=True)
     ask = "import platform, torch; print(platform.python_version(), torch.__version__.split('+')[0])"
-    versions = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    print(f"isopos: Python {versions[0]}, torch {versions[1]}", flush=True)
+    version, built = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    others = "lowest" if torch == "lowest" else "newest"
+    print(f"isopos: Python {version}, torch {built}, all else {others}", flush=True)
     report.unlink(missing_ok=True)
     subprocess.run([python, *TESTS, f"--junitxml={report}"], cwd=ROOT, check=False)
     if not report.exists():
-        return Row(versions[0], versions[1], 0, 1, 0)  # pytest, which could not start, has said why
+        return Row(version, built, others, 0, 1, 0)  # pytest, which could not start, has said why
     suite = ElementTree.parse(report).getroot()[0]
     tests, failures, errors, skipped = (int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped"))
-    return Row(versions[0], versions[1], tests - failures - errors - skipped, failures + errors, skipped)
+    return Row(version, built, others, tests - failures - errors - skipped, failures + errors, skipped)
 
 
 def _rows(pairs: Sequence[str], interpreters: dict[str, Path]) -> Iterator[Row]:
@@ -100,15 +105,15 @@ def _rows(pairs: Sequence[str], interpreters: dict[str, Path]) -> Iterator[Row]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table; 1 where a test failed or nothing was tested."""
-    lowest, torch = floors()
+    lowest, _ = floors()
     interpreters = _interpreters(lowest)
     served = list(interpreters)
     if not served:
         raise SystemExit(f"isopos: expected Python {lowest} or newer on the path, of pyenv or uv, with venv and ensurepip")
     if served[0] != lowest:
         print(f"isopos: Python {lowest} is not at hand; the lowest is {served[0]}", file=sys.stderr)
-    rows = list(_rows(arguments or (f"{served[0]}={torch}", f"{served[-1]}=newest"), interpreters))
-    print("\n| Python | torch | passed | failed | skipped |\n|---|---|---|---|---|")
+    rows = list(_rows(arguments or (f"{served[0]}=lowest", f"{served[-1]}=newest"), interpreters))
+    print("\n| Python | torch | all else | passed | failed | skipped |\n|---|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(map(str, row)) + " |")
     return int(not rows or any(row.failed for row in rows))

@@ -69,6 +69,11 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
 @torch.no_grad()
 def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
     """A constant basis in float64, and the encoding that is left."""
+    if isinstance(encoding, InBasis) and encoding.basis.widening > 1:
+        raise ValueError(
+            f"scheme: expected a basis that returns as many features as it takes, got {type(encoding.basis).__name__}, "
+            "which no projection of this size can hold"
+        )
     if isinstance(encoding, InBasis):
         device = next((parameter.device for parameter in encoding.parameters()), None)
         return encoding.basis(device, torch.float64), encoding.encoding

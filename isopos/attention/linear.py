@@ -16,6 +16,7 @@ from isopos.attention.problem import (
     check,
     check_decay,
     check_denominator,
+    check_inputs,
     check_linear,
     group,
     ungroup,
@@ -86,8 +87,15 @@ def linear_attention(
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
+    On the CPU a row holds nothing of tokens that it does not see (masked ones, those of other segments, later ones of causal
+    sums, those whose weight a decay takes to zero), NaN and infinity included; outside a compiler neither do gradients of
+    such rows. A row that sees NaN, or whose query has one, is NaN. On other devices, where looking would have to wait, NaN
+    and infinity may reach rows that do not see them, but for masked tokens.
+
     Raises:
-        ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
+        TypeError: Where an argument is no tensor, or no function.
+        ValueError: Where shapes, dtypes, devices or options do not fit, before any work. All tensors are dense ones on q's
+            device.
 
     Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; Horn et al. 2021
     for terms.
@@ -151,10 +159,13 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
+    check_inputs(q, k, v)
     _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
     check_denominator(denominator, q)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
-    return reference.linear(q, k, v, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    out = reference.linear(*wide, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
+    return out.to(q.dtype)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:

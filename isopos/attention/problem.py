@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity
@@ -80,7 +81,7 @@ class Problem(NamedTuple):
     @property
     def empty(self) -> bool:
         """Whether there is nothing to sum up."""
-        return 0 in self.batch or 0 in (self.q.shape[-2], self.k.shape[-2])
+        return 0 in self.batch or 0 in (self.q.shape[-2], *self.v.shape[-2:])
 
     @property
     def mask_of_keys(self) -> Tensor | None:
@@ -95,6 +96,7 @@ class Problem(NamedTuple):
 
 def group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
     """Queries with groups of heads that share one of keys and values as their first axis, and how many share; 1 for none."""
+    check_inputs(q, k, v)
     if min(q.ndim, k.ndim, v.ndim) < 3:
         return q, 1  # an error of shapes
     heads, shared = q.shape[-3], max(k.shape[-3], v.shape[-3])
@@ -114,6 +116,8 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
     state, decay, causal = problem.state, problem.decay, problem.causal
     check_denominator(denominator, q)
+    if phi is not None and not callable(phi):
+        raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
     _check_factors(problem, denominator, options.get("segment_ids"))
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
@@ -144,8 +148,8 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     _check_segments(options.get("segment_ids"), q, k, problem.batch)
     if state is not None and state.in_place:
         raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
-    if locality is not None and not isinstance(locality, Tensor):
-        raise TypeError(f"locality: expected factors [*b {t} {s}], got {type(locality).__name__}")
+    if locality is not None:
+        check_tensor("locality", locality, q)
     if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], problem.batch[:-1])):
         raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
     if problem.state is None:
@@ -163,6 +167,9 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: boo
     batch, rho_q, rho_k = check(q, k, v, options.get("isometry"), mask, terms, seen)
     decay = check_decay(options.get("decay"), q, k)
     if state is not None or streams:
+        for name, tensor in () if state is None else state.tensors.items():
+            if name != "positions":  # the scheme's
+                check_tensor("state", tensor, q)
         _check_stream(causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
@@ -177,8 +184,8 @@ def check(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():
             raise ValueError(f"{name}: expected a floating tensor [*b h t d], got {x.dtype} {list(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name}: expected {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: expected {q.shape[-1]} features as q, got {k.shape[-1]}")
     if v.shape[-2] != k.shape[-2]:
@@ -189,6 +196,7 @@ def check(
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v: expected leading dimensions [*b h] that broadcast, got {shapes}") from None
     if mask is not None:
+        check_tensor("mask", mask, q)
         if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
             raise ValueError(
                 f"mask: expected bool [*b {k.shape[-2]}], True for keys that take part, got {mask.dtype} {list(mask.shape)}"
@@ -207,6 +215,8 @@ def check(
         if not isinstance(rho, TokenMap):
             raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
+        for tensor in rho.tensors():
+            check_tensor("isometry", tensor, q)
         if not broadcasts(rho.leading, x.shape[:-2]):
             raise ValueError(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
@@ -219,6 +229,9 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
     """ValueError where a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
+    for x in vars(term).values():
+        if isinstance(x, Tensor):
+            check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
     if len(term.table) not in (1, *batch[-1:]) or width not in (None, term.table.shape[-1]):
         raise ValueError(
@@ -239,14 +252,33 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
         return None
     pair = decay if isinstance(decay, tuple) else (decay, decay)
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
-        if not isinstance(g, Tensor):
-            raise TypeError(f"decay: expected a tensor of log decays, got {type(g).__name__}")
+        check_tensor("decay", g, q)
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
         if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not broadcasts(g.shape[:-1], x.shape[:-2]):
             expected = [*x.shape[:-2], x.shape[-2]]
             raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
     return pair
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`check_tensor` of queries, keys and values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, q)
+
+
+def check_tensor(name: str, x: Any, q: Tensor) -> None:
+    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one."""
+    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == q.device and not x.is_nested:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested one" if x.is_nested else str(x.layout)
+        raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
+    if x.device != q.device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
+        own, of_q = (f"{a.device}{' (fake)' * isinstance(a, FakeTensor)}" for a in (x, q))
+        raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
 
 
 def check_denominator(denominator: str | None, q: Tensor) -> None:
@@ -310,8 +342,7 @@ def _check_segments(segment_ids: SegmentPair, q: Tensor, k: Tensor, batch: torch
     t, s = q.shape[-2], k.shape[-2]
     pair = isinstance(segment_ids, tuple)
     for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"segment_ids: expected a tensor of integers, got {type(ids).__name__}")
+        check_tensor("segment_ids", ids, q)
         if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
             raise ValueError(f"segment_ids: expected integers [*b {count}], one a token, got {ids.dtype} {list(ids.shape)}")
         if not broadcasts(ids.shape[:-1], batch[:-1]):

@@ -58,7 +58,7 @@ def linear(
     if decay is not None:
         factor = factor * _exponents(decay, causal).exp().to(q.dtype)
     if denominator == "complex":
-        a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rho_q(q), rho_k(k)))
+        a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (rho_q(q), rho_k(k)))
         weight = (a.conj() @ b.mT) * factor
         total = weight.sum(-1, keepdim=True)
         return (weight @ v.to(weight.dtype) / torch.where(total.abs() < LEAST, 1, total)).real

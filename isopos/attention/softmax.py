@@ -19,6 +19,7 @@ from isopos.attention.problem import (
 )
 from isopos.exact import full_precision
 from isopos.maps import Identity
+from isopos.ops.linear.isolation import broken, finite, joined
 from isopos.state import State
 from isopos.terms import Term
 
@@ -74,8 +75,12 @@ def softmax_attention(
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
+    On the CPU, outside a compiler, a row holds nothing of tokens that it does not see, as in `linear_attention`.
+
     Raises:
-        ValueError: Where shapes, dtypes, devices or options do not fit, before any work.
+        TypeError: Where an argument is no tensor.
+        ValueError: Where shapes, dtypes, devices or options do not fit, before any work. All tensors are dense ones on q's
+            device.
 
     Source: RoFormer, Eq. 2, 5-7, 10 and 16; Algebraic Positional Encodings, sections 3 and 4.2.
 
@@ -89,8 +94,25 @@ def softmax_attention(
     q, groups = group(q, k, v)
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
-    out = ungroup(_attend(problem, float(q.shape[-1] ** -0.5 if scale is None else scale), locality), groups)
+    out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale), locality)
+    out = ungroup(out, groups)
     return (out, after) if return_state else out
+
+
+def _isolated(problem: Problem, scale: float, locality: Tensor | None) -> Tensor:
+    """Attention, and attention without broken tokens for the rows that see none of these."""
+    out = _attend(problem, scale, locality)
+    if finite(out) and finite(problem.q):  # PyTorch's kernel may answer a query of NaN with numbers
+        return out
+    with torch.no_grad():
+        of_queries, of_keys = broken((problem.q,)), broken((problem.k,)) | broken((problem.v,))
+        seen = ((_takes_part(problem) & of_keys.unsqueeze(-2)).any(-1) | of_queries)[..., None]
+    out = out.masked_fill(of_queries[..., None], torch.nan)
+    if bool(seen.all()):
+        return out
+    q = torch.where(of_queries[..., None], 0, problem.q)
+    k, v = (torch.where(of_keys[..., None], 0, x) for x in (problem.k, problem.v))
+    return joined(out, _attend(problem._replace(q=q, k=k, v=v), scale, locality), seen)
 
 
 def _attend(problem: Problem, scale: float, locality: Tensor | None) -> Tensor:

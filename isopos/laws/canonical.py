@@ -323,6 +323,9 @@ def _of_basis(basis: bases.Basis) -> Tensor:
             cos, sin = _fourier(d).real, -_fourier(d).imag
             pairs = [2**0.5 * wave[k] for k in range(1, (d + 1) // 2) for wave in (cos, sin)]
             return torch.stack([cos[0], *([cos[d // 2]] if d % 2 == 0 else []), *pairs])[None]
+        case bases.Spectrum():  # each row a real and an imaginary one
+            F = _fourier(d)
+            return torch.stack((F.real, F.imag), 1).flatten(0, 1)[None]
         case bases.ComplexFourier():
             F = _fourier(d // 2)
             i = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)  # on pairs

@@ -4,7 +4,7 @@
     relative      <rho(sx) q, rho(sy) k> = <rho(x) q, rho(y) k>: a score sees x^-1 y only (PermuteFormer, Property 1)
     bounded       |<rho(x) q, rho(y) k>| <= |q| |k| (PermuteFormer, Property 2)
     unitary       |rho(x) q| = |q|
-    homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (a lift is measured in its complex form)
+    homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (complex features as such)
     identity      W(1) = I
     decomposable  W(x)^H W(y) = rho(x)^H rho(y), so that linear attention can apply it (LRPE, Eq. 12)
     precision     scores in the user's dtype are within 16 roundings of float64 ones
@@ -284,7 +284,7 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
     laws = {"relative": lambda: _relative(probe, lambda a, b: _score(encoding, a, b), "query feature", "key feature")}
     law("bounded", "largest |score| / (|q| |k|) - 1", excess)
     law("unitary", "largest change of a norm", lambda: _most(_score(encoding, x, x) - unit))
-    if encoding.out_features == encoding.features or encoding.is_lift:
+    if encoding.out_features == encoding.features or encoding.is_lift or encoding.is_paired:
         product, both = "largest |W(x) W(y) - W(xy)|", "largest |W(x)^H W(y) - rho(x)^H rho(y)|"
         law("homomorphism", product, lambda: _most(w(origin, x) @ w(origin, y) - w(origin, group.compose(x, y))))
         law("identity", "largest |W(1) - I|", lambda: _most(w(origin, origin) - unit))
@@ -311,10 +311,12 @@ def _operator(encoding: Encoding, x: Tensor) -> Tensor:
 
 
 def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
-    """rho(x)^H rho(y), dense ``[h t d d]``; a lift's features are its real and imaginary parts."""
+    """rho(x)^H rho(y), dense ``[h t d d]``; of real features or of the complex ones whose parts an encoding returns."""
     m_x, m_y = (_operator(encoding, z) for z in (x, y))
     if complex_form and encoding.is_lift:
         m_x, m_y = (torch.complex(*m.chunk(2, -2)) for m in (m_x, m_y))
+    if complex_form and encoding.is_paired:
+        m_x, m_y = (torch.complex(*m.unflatten(-2, (-1, 2)).unbind(-2)) for m in (m_x, m_y))
     return m_x.mH @ m_y
 
 

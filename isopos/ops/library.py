@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: what numbers of features are multiples of
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
+PLAIN = (Tensor, torch.nn.Parameter)
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
 
@@ -97,19 +98,29 @@ def library(*widths: int) -> ctypes.CDLL | None:
     return next((lib for lanes, lib in libraries()[0].items() if common % lanes == 0 and max(widths) <= WIDEST), None)
 
 
-def unreadable(*tensors: Tensor) -> str:
-    """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches."""
-    if not libraries()[0]:
-        return f"no library is installed ({libraries()[1]})"
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in tensors):
-        return "it reads plain tensors on a CPU only"
-    if (
+def watched() -> bool:
+    """Whether a transform, a mode or a trace watches operations, and would miss what is decided or done without one."""
+    return (
         torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    ):
+    )
+
+
+def unreadable(*tensors: Tensor) -> str:
+    """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches.
+
+    This is the one gate: what it lets pass is read by its address, layout and bits.
+    """
+    if not libraries()[0]:
+        return f"no library is installed ({libraries()[1]})"
+    if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
+    for x in tensors:
+        dense = type(x) in PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested
+        if not dense or x.is_neg() or not x.data_ptr():  # a zero tensor has no numbers
+            return "it reads plain tensors on a CPU only"
     return ""
 
 
@@ -123,7 +134,6 @@ def view(x: Tensor) -> View:
 
 def flat(x: Tensor) -> Tensor:
     """x with its numbers as they are, a token's next to each other."""
-    x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -15,11 +15,12 @@ from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import compose, even, register
 
 Basis = Literal["identity", "householder", "odd-even", "fourier"]
+UnitaryBasis = Literal["identity", "householder", "odd-even", "fourier", "dft"]
 Theta = Literal["a", "b", "c"]
 
 
 @register(
-    summary="phases on complex features; of real ones the real part, direction-blind",
+    summary="phases on complex features; of real ones the real part, direction-blind in a real basis",
     citation="Qin et al. 2023, LRPE, Eq. 22",
     equation="Re q^H P^H diag(e^(i a t)) P k",
     cost="t d, twice the features on real vectors",
@@ -29,7 +30,7 @@ def lrpe_unitary(
     head_dim: int,
     heads: int,
     *,
-    basis: Basis = "householder",
+    basis: UnitaryBasis = "householder",
     complex: bool = False,
     theta: Theta = "a",
     length: int = 512,
@@ -41,19 +42,24 @@ def lrpe_unitary(
 ) -> Scheme:
     """LRPE's unitary type: phases e^{i angle x} of complex features in the basis P (LRPE, Eq. 22).
 
-    On real vectors it takes the real part of each score, a sum of cosines: score(i, j) = score(j, i), so that without
-    `causal` a model cannot tell left from right. With `complex` the d features are d/2 complex ones, pairs (2i, 2i+1) as in
-    rope: queries, keys and denominator are complex, and the output is the real part (Eq. 38); scores are rope's in basis P.
+    On real vectors it takes the real part of each score. With a real P it is a sum of cosines: score(i, j) = score(j, i), so
+    that without `causal` a model cannot tell left from right; with "dft", a complex one, it can. With `complex` the d
+    features are d/2 complex ones, pairs (2i, 2i+1) as in rope: queries, keys and denominator are complex, and the output is
+    the real part (Eq. 38); scores are rope's in basis P.
 
     Args:
         head_dim: d; even if complex.
-        basis: P; "fourier" is the real transform on real vectors and the complex one on complex ones.
+        basis: P; "fourier" is the real transform on real vectors and the complex one on complex ones, "dft" the complex one
+            on real vectors, as in the paper's listing.
         complex: Whether queries and keys are complex.
         length: Reference length of theta "b" and "c".
     """
     count = even(head_dim) // 2 if complex else head_dim
     angle = rope_frequencies(count, base) if complex else rope_frequencies(count, base).square()
     angle = _thetas(theta, count, length, angle).expand(heads if learned else 1, 1, -1)
+    if basis == "dft" and not complex:
+        encoding = encodings.InBasis(encodings.Rotary(angle, learned=learned), bases.Spectrum(head_dim))
+        return compose(encoding, heads, choices)
     encoding = encodings.Rotary(angle, learned=learned, lift=not complex)
     defaults = {"denominator": "complex"} if complex else {}
     return compose(_in_basis(encoding, basis, heads, learned_basis, seed, complex), heads, choices, defaults)

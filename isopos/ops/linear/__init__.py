@@ -27,6 +27,7 @@ from isopos.ops.linear.autograd import Backend
 from isopos.ops.linear.division import Clamped, divide, divide_complex
 from isopos.ops.linear.features import Stream, Sums
 from isopos.ops.linear.graph import GRAPH
+from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
 
 __all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear"]
@@ -67,7 +68,9 @@ def explain(sums: Sums) -> Explanation:
 
 def linear(sums: Sums) -> Tensor:
     """The sums ``[*b h t e]``, or ``[*b h t e+1]`` with a column, in `Sums.dtype`. Differentiable once."""
-    return linear(sums.lifted())[0] if sums.q.ndim == 3 else stream(sums)[0]
+    if sums.q.ndim == 3:
+        return linear(sums.lifted())[0]
+    return isolated(sums, stream(sums)[0], lambda clean: stream(clean)[0])
 
 
 def stream(sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:

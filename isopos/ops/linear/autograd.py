@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
@@ -71,8 +72,8 @@ def refusal(sums: Sums) -> str:
         return "it takes and returns no sums of a stream"
     if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:
         return f"{type(unnamed[0]).__name__} is no FeatureMap and may hold parameters, which another pass would not see"
-    if sums.causal and sums.q.shape[-2] != sums.k.shape[-2]:
-        return f"causal sums have as many queries as keys, here {sums.q.shape[-2]} and {sums.k.shape[-2]}"
+    if (sums.causal or sums.g is not None) and sums.q.shape[-2] != sums.k.shape[-2]:
+        return f"causal and decaying sums have as many queries as keys, here {sums.q.shape[-2]} and {sums.k.shape[-2]}"
     if not sums.causal and sums.g is None and sums.denominator is None and sums.ready:
         return "two products of matrices are all there is to do"
     return ""
@@ -98,6 +99,8 @@ class _Differentiable(torch.autograd.Function):
         once("linear_attention", "isopos.attention.naive_linear_attention")
         saved = ctx.saved_tensors
         sums = with_operands(ctx.sums, saved[: ctx.count])
+        if isinstance(grads[0], FakeTensor) is not isinstance(sums.q, FakeTensor):
+            raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
         with full_precision(sums.q.device):
             found = ctx.kernel.backward(sums, saved[ctx.count :], grads[0], ctx.needs_input_grad[2:])
         return None, None, *found

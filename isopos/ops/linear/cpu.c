@@ -679,7 +679,8 @@ static void forward_chunk(const Call *call, long n)
     const long c = call->c, d = call->d, e = call->e;
     const float *state = call->states + n * d * e;
     const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
-    float *transposed = scratch_of(call), buffer[CHUNK * CHUNK] ALIGNED, scores[CHUNK * CHUNK] ALIGNED, denominator[CHUNK];
+    float *rest = scratch_of(call), *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
+    float *scores = take(&rest, CHUNK * CHUNK), denominator[CHUNK];
     float *out = rows_of(call, &call->out, n);
     Weights w;
     make_weights(call, n, &w);
@@ -744,8 +745,8 @@ static void backward_chunk(const Call *call, long n)
     const float *state = call->states + n * d * e, *grad_state = call->grad_states + n * d * e;
     const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
     const Rows grad = {call->grads + n * blocks(c) * e, e};
-    float scores[CHUNK * CHUNK] ALIGNED, grad_scores[CHUNK * CHUNK] ALIGNED, buffer[CHUNK * CHUNK] ALIGNED;
     float *rest = scratch_of(call), *transposed = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
+    float *scores = take(&rest, CHUNK * CHUNK), *grad_scores = take(&rest, CHUNK * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
     Weights w;
@@ -903,7 +904,7 @@ void isopos_step(const Call *call)
             float *to = call->states + (n * d + i) * columns;
 #pragma omp simd
             for (long j = 0; j < columns; j++) {
-                const float x = across * from[j] + a * v[j];
+                const float x = (across == 0 ? 0 : across * from[j]) + a * v[j]; /* whatever a state that is over holds */
                 to[j] = x;
                 sum[j] += b * x;
             }
@@ -913,7 +914,7 @@ void isopos_step(const Call *call)
             const float *key = moves(&call->k) ? k_plain : k, *query = moves(&call->q) ? q_plain : q;
             denominator = 0;
             for (long m = 0; m < own; m++) {
-                const float x = across * call->row[n * own + m] + key[m];
+                const float x = (across == 0 ? 0 : across * call->row[n * own + m]) + key[m];
                 call->rows[n * own + m] = x;
                 denominator += query[m] * x;
             }

@@ -125,7 +125,7 @@ class Group:
         closed = None if features is None else Closed.of(features, x)
         chunks, tokens = self.call.chunks, -(-self.span.chunk // 4) * 4
         if closed is None:
-            rows = [flat(x) for x in operand.read(self.n, self.span)]
+            rows = [flat(x.resolve_neg()) for x in operand.read(self.n, self.span)]
             self.rows.append(rows)
             self.alive += rows
             part.x, part.width = view(rows[0]), rows[0].shape[-1]
@@ -154,12 +154,12 @@ class Group:
         call.threads, call.denominated = torch.get_num_threads(), denominator
         call.begins, call.across = self.span.start == 0, self._buffer("across", call.chunks)
         if g is not None:
-            decays = [x.resolve_neg()[..., None] for x in g]  # of all tokens: the one before the group counts, too
+            decays = [x[..., None] for x in g]  # of all tokens: the one before the group counts, too
             self.alive += decays
             call.g_q, call.g_k = (view(x) for x in decays)
             for rows in (call.g_q, call.g_k):
                 rows.first += 8 * rows.token * self.span.start
-        call.scratch_size = max(64, call.d) * max(call.d, call.e) + 64 * (2 * call.d + call.e + 2 * call.own)
+        call.scratch_size = max(64, call.d) * max(call.d, call.e) + 64 * (3 * 64 + 2 * call.d + call.e + 2 * call.own)
         call.scratch = self._buffer("scratch", call.threads, call.scratch_size)
         call.state, call.states = states[0].data_ptr(), self._buffer("states", call.chunks, call.d, call.e)
         if denominator:
@@ -258,7 +258,6 @@ class Cpu(Walking):
             return "sums over all keys are products of matrices, which PyTorch has"
         if why := library.unreadable(*sums.tensors):
             return why
-        sums.notes["unreadable"] = ""
         widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
         if widths[0][0] != widths[1][0]:
             return f"features of queries and keys are {widths[0][0]} and {widths[1][0]}"
@@ -300,15 +299,15 @@ class Cpu(Walking):
         return ""
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
-        if "unreadable" not in sums.notes:
-            sums.notes["unreadable"] = library.unreadable(*sums.tensors)
-        if sums.notes["unreadable"]:
-            return CHUNKS.walks(operands, plan, g, buffers, sums)  # a backward pass that is watched
         denominator = sums.denominator is not None
         first = CpuWalk(operands, plan, g, buffers, denominator)
         if sums.causal:
             return [first]
         return [first, ChunkWalk(operands, plan, g, buffers, denominator, reverse=True)]
+
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved
+        return CHUNKS.backward(sums, saved, grad, needs) if watched else super().backward(sums, saved, grad, needs)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         return super().run(sums) if sums.stream is None else self._step(sums)

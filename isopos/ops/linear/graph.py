@@ -11,6 +11,7 @@ from isopos.ops.linear.autograd import Backend, Kernel
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
+from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.step import carry
 
@@ -29,7 +30,7 @@ def _ready(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | No
 @torch.library.custom_op("isopos::linear_sum", mutates_args=())
 def _linear_sum(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> Tensor:
     kernel, sums = _ready(q, k, v, g_q, g_k, causal)
-    return kernel.forward(sums, ())[0]
+    return isolated(sums, kernel.forward(sums, ())[0], lambda clean: kernel.forward(clean, ())[0])
 
 
 @_linear_sum.register_fake
@@ -74,7 +75,7 @@ def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
 
 
 def _aligned(operands: Sequence[Sequence[Tensor]], g: Decays) -> tuple[list[list[Tensor]], Decays]:
-    """Causal operands of one length: rows of zeros come first where tokens are missing."""
+    """Operands of one length: rows of zeros come first where tokens are missing."""
     t, s = operands[0][0].shape[-2], operands[0][1].shape[-2]
     missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
     padded = [[F.pad(x, (0, 0, n, 0)) for x, n in zip(xs, missing, strict=True)] for xs in operands]
@@ -100,7 +101,8 @@ class Graph(Backend):
         """By the first kernel that serves, if one does."""
         if sums.q.ndim == 3:
             return self._alone(sums.lifted())[0]
-        return (_kernel(sums) or self).run(sums)[0]
+        backend = _kernel(sums) or self
+        return isolated(sums, backend.run(sums)[0], lambda clean: backend.run(clean)[0])
 
     def _sum(self, sums: Sums) -> Tensor:
         t, g = sums.q.shape[-2], sums.g
@@ -110,7 +112,7 @@ class Graph(Backend):
             ones = torch.ones_like(values[..., :1])
             parts = [torch.cat((values, ones), -1)] if len(queries) == 1 else [values, ones]
         operands = [list(each) for each in zip(queries, keys, parts, strict=False)]
-        if sums.causal and t != sums.k.shape[-2]:
+        if (sums.causal or g is not None) and t != sums.k.shape[-2]:
             operands, g = _aligned(operands, g)
         totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
         total = (totals[0] if len(totals) == 1 else torch.cat(totals, -1))[..., -t:, :]
