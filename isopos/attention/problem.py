@@ -1,7 +1,7 @@
 """What attention accepts: every check ends in one frozen value, before any work, and each has one clear error."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -229,7 +229,7 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
     """ValueError where a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
-    for x in vars(term).values():
+    for x in (getattr(term, field.name) for field in fields(term)):  # PyTorch 2.11 cannot trace vars
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
