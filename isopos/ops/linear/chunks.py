@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.exact import narrow
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
 from isopos.ops.linear.walk import Groups, Layout, Operand, Plan, Span, Upstream, Walk, Walking
@@ -115,21 +116,21 @@ class Fading(Weights):
     def __init__(self, layout: Layout, reverse: bool, like: Tensor, g: Sequence[Tensor]):
         """g holds log decays of queries and keys ``[*b h t]`` of the group, less that of the last token before it."""
         super().__init__(layout, reverse)
-        self.g, dtype = g, like.dtype
+        self.g, dtype, device = g, like.dtype, like.device
         query, key = (x.unflatten(-1, (-1, layout.chunk)) for x in g)
         ends = key[..., 0] if reverse else key[..., -1]
         outside = torch.zeros_like(ends[..., :1])
         starts = torch.cat((ends[..., 1:], outside) if reverse else (outside, ends[..., :-1]), -1)[..., None]
-        inside = (query[..., :, None] - key[..., None, :]).to(dtype).exp_()
+        inside = narrow(query[..., :, None] - key[..., None, :], dtype, device).exp_()
         self.inside = inside.triu_(1) if reverse else inside.tril_()
         exponents = query - starts, ends[..., None] - key, ends[..., None] - starts
-        self.before, self.after, across = (x.to(dtype).exp_()[..., None] for x in exponents)
+        self.before, self.after, across = (narrow(x, dtype, device).exp_()[..., None] for x in exponents)
         self.across = across[..., 0]
         far = starts - ends[..., None, :]
-        far = (far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1)).to(dtype)
+        far = narrow(far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1), dtype, device)
         self.earlier = far.expand(*layout.leading, layout.count, layout.count).reshape(-1, layout.count, layout.count)
         first, final = (starts[..., -1:, :], ends[..., :1]) if reverse else (starts[..., :1, :], ends[..., -1:])
-        self.onward, self.backward = (x.exp().to(dtype) for x in (starts - first, (final - ends)[..., None]))
+        self.onward, self.backward = (narrow(x.exp(), dtype, device) for x in (starts - first, (final - ends)[..., None]))
 
     def serves(self, g: Sequence[Tensor]) -> bool:
         """Whether another group has these weights, too; only on a CPU, where looking costs less than computing."""
