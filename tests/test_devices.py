@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ENCODINGS, SCHEMES, close, ids, inputs, with_kinds
+from cases import ATTENTION, ENCODINGS, PRESETS, SCHEMES, close, ids, inputs, with_kinds
 from pretend import DEVICE, There, WithoutFloat64
 from torch import Tensor
 
@@ -123,3 +123,16 @@ def test_modules_are_initialised_there():
         encoding.parameter.zero_()
     encoding.reset_parameters()
     same(encoding.parameter.detach(), encoding.initial.float())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@with_kinds([case for case in PRESETS if case.name != "horn-clipped"])  # whose linear sums are float64 on q's device
+def test_attention_takes_what_schemes_give(case, kind, causal):
+    scheme, x = case.build(attention=kind), case.positions(1, t=T)
+    content = inputs(1, t=T, d=scheme.encoding.features, dtype=torch.float32)
+    with torch.no_grad():
+        here = ATTENTION[kind](*content, **scheme.at(x), causal=causal)
+        there = moved(scheme).at(x.to(DEVICE))
+        out = ATTENTION[kind](*(a.to(DEVICE) for a in content), **there, causal=causal)
+    assert out.device == DEVICE
+    close(out.cpu(), here)
