@@ -138,8 +138,8 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
     if score.dtype not in (torch.float32, torch.float64) or v.dtype != score.dtype:
         raise TypeError(f"score, v: expected one dtype, float32 or float64, got {score.dtype} and {v.dtype}; convert them")
     if (device := wide_device(score.device)) != score.device:
-        tensors = (tensor.to(device) for tensor in (score, v, x, y))
-        return clipped(*tensors, reach, outside=outside, causal=causal).to(score.device)
+        there = clipped(score.to(device), v.to(device), x.to(device), y.to(device), reach, outside=outside, causal=causal)
+        return there.to(score.device)
     x, y = (position[..., outside:, :] for position in _exact(x, y))
     if causal:
         _check_causal(x, y, outside)
