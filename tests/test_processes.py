@@ -145,19 +145,29 @@ def test_a_machine_that_waits_for_another_says_so_and_ends_when_it_is_told_to(tm
 
 
 def test_of_two_that_resume_a_run_at_once_one_is_refused(tmp_path):
-    run = tmp_path / "runs" / "run"
-    first = _start(tmp_path, "run", "--steps=100000")
-    _wait_for(tmp_path, "run", 6)
-    for more in ("--resume", "--overwrite"):
-        other = _start(tmp_path, "run", "--steps=100000", more)
-        out, _ = other.communicate(timeout=60)
-        assert other.returncode == 2
-        assert f"runs/run is in use by process {first.pid} on " in out
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate(timeout=60)
-    again = _start(tmp_path, "run", "--steps=100000", "--resume")
-    _wait_for(tmp_path, "run", checkpoints.newest(run).step + 20)
-    os.kill(again.pid, signal.SIGTERM)
-    out, _ = again.communicate(timeout=60)
-    assert again.returncode == 143, out
-    assert [row["step"] for row in _rows(tmp_path, "run")] == [*range(1, checkpoints.newest(run).step + 1)]
+    run, started = tmp_path / "runs" / "run", []
+
+    def start(*more):
+        started.append(_start(tmp_path, "run", "--steps=100000", *more))
+        return started[-1]
+
+    try:
+        first = start()
+        _wait_for(tmp_path, "run", 6)
+        for more in ("--resume", "--overwrite"):
+            other = start(more)
+            out, _ = other.communicate(timeout=60)
+            assert other.returncode == 2
+            assert f"runs/run is in use by process {first.pid} on " in out
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate(timeout=60)
+        again = start("--resume")
+        _wait_for(tmp_path, "run", checkpoints.newest(run).step + 20)
+        os.kill(again.pid, signal.SIGTERM)
+        out, _ = again.communicate(timeout=60)
+        assert again.returncode == 143, out
+        assert [row["step"] for row in _rows(tmp_path, "run")] == [*range(1, checkpoints.newest(run).step + 1)]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
