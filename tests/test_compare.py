@@ -204,7 +204,7 @@ BAD = {
     "--schemes rope:decay=fast": "retnet",
     "--schemes rope --heads 8 --model-dim 24": "even",
     "--heads 3": "multiple",
-    "--steps 0": "positive",
+    "--steps 0": "steps: expected a number from 1 to",
     "--seeds -1": "positive",
     "--devices 2": "isopos train takes several",
     "--data nowhere": "does not exist",

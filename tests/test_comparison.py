@@ -10,7 +10,9 @@ CHOICES = {"attention": "linear", "decay": "none", "denominator": "plain", "feat
 
 
 def _folder(tmp_path, bits, choices=MappingProxyType({})):
-    (tmp_path / "comparison.json").write_text(json.dumps({"speed": {"rope": 0.9}}))
+    about = dict.fromkeys(("data", "summary", "sha256", "torch", "device"), "some") | {"task": "language", "threads": 1}
+    about |= {"planned": [], "complete": True, "speed": {"rope": 0.9}}
+    (tmp_path / "comparison.json").write_text(json.dumps(about))
     for (scheme, seed), value in bits.items():
         run = tmp_path / f"{scheme}-{seed}"
         run.mkdir()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.encodings import Encoding, Exponential, InBasis, Rotary
+from isopos.exact import narrow, wide
 from isopos.maps import Chain, TokenMap
 from isopos.ops.rotate import half_to_interleaved
 from isopos.scheme import Scheme
@@ -56,9 +57,9 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         for layer in projections:
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None:  # heads and features stand where tokens' features do: [m h 1 d]
-                    rows = parameter.double().view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
+                    rows = wide(parameter).view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
                     rotated = basis(rows[..., None, :]).squeeze(-2).permute(1, 2, 0)
-                    parameter.copy_(rotated.reshape(parameter.shape))
+                    parameter.copy_(narrow(rotated.reshape(parameter.shape), parameter.dtype, parameter.device))
     absorbed = copy.copy(scheme)
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest

@@ -1,14 +1,14 @@
 """What attention accepts: every check ends in one frozen value, before any work, and each has one clear error."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.exact import broadcast
+from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.maps import Identity, TokenMap
 from isopos.ops.linear.features import Decays
@@ -169,7 +169,7 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: boo
     if state is not None or streams:
         for name, tensor in () if state is None else state.tensors.items():
             if name != "positions":  # the scheme's
-                check_tensor("state", tensor, q)
+                check_tensor("state", tensor, q, wide_device(q.device) if name in ("decay", "decays") else None)
         _check_stream(causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
@@ -229,7 +229,7 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
     """ValueError where a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
-    for x in vars(term).values():
+    for x in (getattr(term, field.name) for field in fields(term)):  # PyTorch 2.11 cannot trace vars
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
@@ -252,7 +252,7 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
         return None
     pair = decay if isinstance(decay, tuple) else (decay, decay)
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
-        check_tensor("decay", g, q)
+        check_tensor("decay", g, q, wide_device(q.device))
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
         if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not broadcasts(g.shape[:-1], x.shape[:-2]):
@@ -267,17 +267,21 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x, q)
 
 
-def check_tensor(name: str, x: Any, q: Tensor) -> None:
-    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one."""
-    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == q.device and not x.is_nested:
-        return
+def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = None) -> None:
+    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one.
+
+    Log decays, which are float64, are on another device where q's has none.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    device = q.device if device is None else device
+    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == device and not x.is_nested:
+        return
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested one" if x.is_nested else str(x.layout)
         raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
-    if x.device != q.device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
-        own, of_q = (f"{a.device}{' (fake)' * isinstance(a, FakeTensor)}" for a in (x, q))
+    if x.device != device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
+        own, of_q = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
         raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
 
 

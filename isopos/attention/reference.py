@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Identity, TokenMap
 from isopos.terms import Clipped, Term
@@ -56,7 +57,7 @@ def linear(
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
     factor = _takes_part(q, k, causal, mask, segment_ids).to(q.dtype)
     if decay is not None:
-        factor = factor * _exponents(decay, causal).exp().to(q.dtype)
+        factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (rho_q(q), rho_k(k)))
         weight = (a.conj() @ b.mT) * factor

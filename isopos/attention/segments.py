@@ -3,7 +3,7 @@
 import torch
 
 from isopos.attention.problem import Problem
-from isopos.exact import broadcast
+from isopos.exact import broadcast, wide_device
 
 JUMP = 1000.0  # of a log decay between segments: exp(-1000) is zero in every dtype
 
@@ -22,8 +22,8 @@ def segmented(problem: Problem) -> Problem:
     previous = ids[..., :1] if previous is None else previous[..., None]
     leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
-    new = ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)
-    still = torch.zeros(max(t, s), dtype=torch.float64, device=q.device)
+    still = torch.zeros(max(t, s), dtype=torch.float64, device=wide_device(q.device))
+    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(still.device)
     query, key = problem.decay or (still[:t], still[:s])
     before = key[..., :1] if problem.before is None else problem.before[..., None]
     first, steps = key[..., :1] - before, key.diff(dim=-1)

@@ -17,7 +17,7 @@ from isopos.attention.problem import (
     group,
     ungroup,
 )
-from isopos.exact import full_precision
+from isopos.exact import full_precision, narrow, wide_device
 from isopos.maps import Identity
 from isopos.ops.linear.isolation import broken, finite, joined
 from isopos.state import State
@@ -161,10 +161,12 @@ def _takes_part(problem: Problem) -> Tensor:
 def _bias(problem: Problem, scale: float) -> Tensor:
     """What is added to logits, ``[*b h t s]`` or what broadcasts to it: decays in float64 and relative terms."""
     q, k, g = problem.q, problem.k, problem.decay
-    bias = torch.zeros((), dtype=torch.float64, device=q.device)
+    bias = torch.zeros((), dtype=torch.float64, device=wide_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
         bias = difference if problem.causal else -difference.abs()
+    if bias.device != q.device:
+        bias = narrow(bias, torch.float32, q.device)
     for term in problem.terms:
         if term.side != "value":
             wide = torch.promote_types(q.dtype, torch.float32)

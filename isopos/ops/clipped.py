@@ -33,6 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.exact import wide, wide_device
+
 BLOCK = 1 << 18  # elements of prefix sums that the backward pass reads at a time
 SPREAD = 32  # cells of the box of ranks for each key
 
@@ -44,8 +46,9 @@ def _edges(x: Tensor, reach: int) -> Tensor:
 
 
 def _exact(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if x.is_floating_point() or y.is_floating_point() else torch.int64
-    return x.detach().to(dtype), y.detach().to(dtype)
+    if x.is_floating_point() or y.is_floating_point():
+        return wide(x.detach()), wide(y.detach())
+    return x.detach().long(), y.detach().long()
 
 
 def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
@@ -70,7 +73,7 @@ def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
                 [3, 0, 1]])
     """
     _check_positions(x, y, reach, outside)
-    x, y = _exact(x, y)
+    device, (x, y) = x.device, _exact(x, y)
     shape = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2])
     index = torch.zeros(shape, dtype=torch.int64, device=x.device)
     for query, key in zip(x.unbind(-1), y.unbind(-1), strict=True):
@@ -80,7 +83,7 @@ def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
     inner = (2 * reach + 1) ** x.shape[-1]
     index[..., :outside, :] = inner + 1
     index[..., :outside] = inner
-    return index
+    return index.to(device)
 
 
 def clipped_naive(
@@ -134,6 +137,9 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
     _check(score, v, x, y, reach, outside)
     if score.dtype not in (torch.float32, torch.float64) or v.dtype != score.dtype:
         raise TypeError(f"score, v: expected one dtype, float32 or float64, got {score.dtype} and {v.dtype}; convert them")
+    if (device := wide_device(score.device)) != score.device:
+        tensors = (tensor.to(device) for tensor in (score, v, x, y))
+        return clipped(*tensors, reach, outside=outside, causal=causal).to(score.device)
     x, y = (position[..., outside:, :] for position in _exact(x, y))
     if causal:
         _check_causal(x, y, outside)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.exact import narrow
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
 from isopos.ops.linear.walk import Groups, Layout, Operand, Plan, Span, Upstream, Walk, Walking
@@ -120,20 +121,22 @@ class Fading(Weights):
         ends = key[..., 0] if reverse else key[..., -1]
         outside = torch.zeros_like(ends[..., :1])
         starts = torch.cat((ends[..., 1:], outside) if reverse else (outside, ends[..., :-1]), -1)[..., None]
-        inside = (query[..., :, None] - key[..., None, :]).to(dtype).exp_()
+        inside = narrow(query[..., :, None] - key[..., None, :], dtype, like.device).exp_()
         self.inside = inside.triu_(1) if reverse else inside.tril_()
         exponents = query - starts, ends[..., None] - key, ends[..., None] - starts
-        self.before, self.after, across = (x.to(dtype).exp_()[..., None] for x in exponents)
+        self.before, self.after, across = (narrow(x, dtype, like.device).exp_()[..., None] for x in exponents)
         self.across = across[..., 0]
         far = starts - ends[..., None, :]
-        far = (far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1)).to(dtype)
+        far = narrow(far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1), dtype, like.device)
         self.earlier = far.expand(*layout.leading, layout.count, layout.count).reshape(-1, layout.count, layout.count)
         first, final = (starts[..., -1:, :], ends[..., :1]) if reverse else (starts[..., :1, :], ends[..., -1:])
-        self.onward, self.backward = (x.exp().to(dtype) for x in (starts - first, (final - ends)[..., None]))
+        self.onward, self.backward = (
+            narrow(x.exp(), dtype, like.device) for x in (starts - first, (final - ends)[..., None])
+        )
 
     def serves(self, g: Sequence[Tensor]) -> bool:
         """Whether another group has these weights, too; only on a CPU, where looking costs less than computing."""
-        if self.inside.device.type != "cpu" or g[0].shape != self.g[0].shape:
+        if self.g[0].device.type != "cpu" or g[0].shape != self.g[0].shape:
             return False
         close = torch.finfo(self.inside.dtype).eps / 1024
         pairs = zip(g, self.g, strict=True) if g[0] is not g[1] else [(g[0], self.g[0])]
@@ -264,7 +267,7 @@ class ChunkWalk(Walk):
             for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
                 scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
                 sign = -1 if bool(m) != self.reverse else 1
-                whole[..., here].add_(weights.layout.tokens(cast(Tensor, scale))[..., 0], alpha=sign)
+                whole[..., here].add_(weights.layout.tokens(cast(Tensor, scale))[..., 0].to(whole.device), alpha=sign)
             for operand, rows in zip(self.operands, grads, strict=True):
                 operand.pull(n, self.plan.spans[n], [weights.layout.tokens(x) for x in rows])
 

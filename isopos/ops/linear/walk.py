@@ -279,7 +279,7 @@ class Walking(Kernel, ABC):
         first = 2 if sums.denominator == "divide" else 0
         upstream, states = Upstream(grad, *saved[:first]), iter(saved[first:])
         g, shape = sums.g if sums.g is not None and any(needs[3:5]) else (), sums.q.shape[:-2]
-        grad_g = [sums.q.new_zeros(*shape, x.shape[-1], dtype=x.dtype) for x in g]
+        grad_g = [x.new_zeros(*shape, x.shape[-1]) for x in g]
         for place, walks in self._places(sums, operands, buffers):
             _backward(walks, upstream.at(place), states, [place.of(x, -2, -1) for x in grad_g])
         own = [x for operand in operands for x in operand.grads]
