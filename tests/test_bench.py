@@ -237,3 +237,13 @@ def test_a_process_of_its_own():
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
     # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
     assert 3 < min(processes.call("peak", spec=name, shape=races.Shape(8192)) for _ in range(3)) <= 6
+
+
+def test_the_formulas_of_others_rotate_as_ours_does():
+    q, k = torch.randn(2, *SHAPE[1:3], SHAPE.length, SHAPE.head_dim)
+    rotated = races.work_of("rotation", SHAPE)(q, k)
+    apart = torch.arange(SHAPE.head_dim).view(-1, 2).T.flatten()  # pairs (2i, 2i + 1) as pairs (i, i + d/2)
+    for name, order in (("rotate-half", apart), ("torchtune's formula", torch.arange(SHAPE.head_dim))):
+        found = races.work_of(name, SHAPE)(q[..., order], k[..., order])
+        for ours, theirs in zip(rotated, found, strict=True):
+            torch.testing.assert_close(theirs, ours[..., order], atol=1e-5, rtol=1e-5)

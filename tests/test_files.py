@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from isopos.lab.runs.files import replacing, reserve, write_json, write_text
+from isopos.lab.runs.files import flush_folder, replacing, reserve, write_json, write_text
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -61,3 +61,12 @@ def test_what_a_kill_left_half_written_goes_with_the_next_after_an_hour(tmp_path
     os.utime(old, (0, 0))
     write_json(tmp_path / "a.json", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "a.json"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not list a process's open files")
+def test_no_file_stays_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    for n in range(3):
+        write_json(tmp_path / f"{n}.json", n)
+        flush_folder(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

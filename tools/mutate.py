@@ -67,6 +67,7 @@ class Recorder:
         package = str(TREE / "isopos")
         called = {(c.co_filename, c.co_qualname) for c in list(self.codes) if c.co_filename.startswith(package)}
         row["functions"] = sorted(f"{Path(file).relative_to(TREE)}:{name}" for file, name in called)
+        row["spawns"] = any(code.co_qualname == "Popen.__init__" for code in list(self.codes))
 
     def pytest_sessionfinish(self) -> None:
         """Writes the map of the tests that pass."""
@@ -153,7 +154,10 @@ class Bench:
                 self.of_function.setdefault(function, set()).add(test)
 
     def reaching(self, mutant: Mutant) -> list[str]:
-        """The tests that call its function; of what is in none, those that call a function which names it, or its file's."""
+        """The tests that call its function; of what is in none, those that call a function which names it, or its file's.
+
+        Those that start processes come last, for what they may reach there: the command line and the laboratory.
+        """
         own = f"{mutant.file}:{mutant.scope}"
         found = set(self.of_function.get(own, ())) if mutant.in_function else set()
         if not mutant.in_function:
@@ -161,7 +165,10 @@ class Bench:
             wanted = {*mutant.names, mutant.scope.rpartition(".")[2]}
             inside |= {f for f in self.of_function if self.mentioned.get(f, set()) & wanted}
             found |= {test for function in inside for test in self.of_function[function]}
-        return sorted(found, key=lambda test: self.tests[test]["seconds"])
+        direct = frozenset(found)
+        if mutant.file.startswith(("isopos/lab/", "isopos/cli.py", "isopos/__main__.py")):
+            found |= {test for test, row in self.tests.items() if row["spawns"]}
+        return sorted(found, key=lambda test: (test not in direct, self.tests[test]["seconds"]))
 
     def run(self, mutant: Mutant) -> dict[str, Any]:
         """What became of a mutant: caught by a test or a limit, survived, or reached by no test."""
