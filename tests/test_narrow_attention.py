@@ -1,5 +1,7 @@
 """Attention on a device without float64: as exact as on the CPU, and nothing of it is float64 there."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from cases import SCHEMES, inputs_of, with_kinds
@@ -44,7 +46,7 @@ def test_every_scheme(case, kind):
     inputs = inputs_of(scheme, 2, t=12)
     here = scheme.at(x)
     with torch.no_grad():
-        moved = scheme.to(DEVICE)
+        moved = deepcopy(scheme).to(DEVICE)
     both(ATTENTION[kind], inputs, here, moved.at(x.to(DEVICE)))
 
 

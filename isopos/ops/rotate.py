@@ -67,7 +67,8 @@ def unrotate(x: Tensor, table: Tensor) -> Tensor:
     """The inverse of `rotate`, which is its adjoint."""
     if _large(x, table, lifted=False, adjoint=True):
         return _Compiled.apply(x, table, False, True)
-    return rotate(x, table * table.new_tensor([1, -1]))
+    cos, sin = table.unbind(-1)
+    return rotate(x, torch.stack((cos, -sin), -1))
 
 
 def lift(x: Tensor, table: Tensor) -> Tensor:
