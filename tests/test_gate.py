@@ -166,7 +166,19 @@ def test_the_gate_passes_plain_tensors_alone():
     assert all(library.unreadable(plain, other) for other in others)
 
 
+@pytest.mark.parametrize("attention", [linear_attention, naive_linear_attention])
 @pytest.mark.parametrize("phi", ["elu+1", 3, [elu1]])
-def test_a_feature_map_is_a_function(phi):
+def test_a_feature_map_is_a_function(phi, attention):
     with pytest.raises(TypeError, match=r"feature_map: expected one of isopos\.feature_maps, or another function"):
-        linear_attention(drawn(), drawn(), drawn(), feature_map=phi)
+        attention(drawn(), drawn(), drawn(), feature_map=phi)
+
+
+def test_a_denominator_is_a_name():
+    with pytest.raises(ValueError, match="denominator: expected 'plain'"):
+        linear_attention(drawn(), drawn(), drawn(), denominator=torch.ones(2).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32, torch.bool])
+def test_segments_are_integers(dtype):
+    with pytest.raises(ValueError, match="segment_ids: expected integers"):
+        softmax_attention(drawn(), drawn(), drawn(), segment_ids=torch.zeros(T, dtype=dtype))

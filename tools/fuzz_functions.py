@@ -81,18 +81,7 @@ def draw(random: Random) -> list[str]:
     """The words of a case."""
     words = []
     for name, values in FIELDS.items():
-        rare = {
-            "odd": 0.2,
-            "default": 0.05,
-            "mode": 0.15,
-            "batch": 0.2,
-            "scale": 0.15,
-            "garbage": 0.2,
-            "e": 0.2,
-            "far": 0.15,
-        }
-        rare |= {"heads": 0.2, "shared": 0.15, "s": 0.25, "d": 0.4, "phi": 0.3, "denominator": 0.3, "in_place": 0.2}
-        if random.random() < rare.get(name, 0.5):
+        if random.random() < RARE.get(name, 0.5):
             words.append(f"{name}={random.choice(values)}")
     return words
 
@@ -254,6 +243,8 @@ class Call:
         case, scheme = self.case, self.scheme if dtype != torch.float64 else copy.deepcopy(self.scheme).double()
         same = self.x.shape == self.y.shape and torch.equal(self.x, self.y)
         found = dict(scheme.at(self.x, None if same else self.y, dtype=dtype))
+        if case["call"] == "naive":
+            found.pop("terms", None)
         if case["decay"] != "scheme":
             found["decay"] = None if case["decay"] == "none" else self.decays(max(self.t, self.s))
         if self.kind == "linear" and not scheme.inside:
@@ -274,7 +265,7 @@ class Call:
             self.spoilt = ~self.own["mask"][..., None, :, None]
         elif kind.startswith("segment") and isinstance(ids := self.own.get("segment_ids"), Tensor) and ids.numel():
             self.spoilt = (ids == ids.flatten()[0])[..., None, :, None]
-        elif kind == "later-nan" and self.causal and self.t == self.s > 1:
+        elif kind == "later-nan" and self.causal and self.t == self.s > 1 and self.case["call"] != "naive":
             self.spoilt = (torch.arange(self.s) >= self.s // 2)[:, None]
         if self.spoilt is not None:
             self.qkv = [q, *(torch.where(self.spoilt, value, x) for x in (k, v))]
@@ -283,6 +274,8 @@ class Call:
         """Make one argument odd."""
         name, _, kind = self.case["odd"].partition(":")
         self.changed: str | None = None
+        if self.streams and kind in ("sparse", "flat"):  # chunks of it are cut here
+            return
         if name in ("q", "k", "v"):
             n = "qkv".index(name)
             self.qkv[n], self.changed = odd(self.qkv[n], kind), kind
@@ -293,8 +286,9 @@ class Call:
             self.changed = kind
         for values in (self.given, self.own):
             key = {"segments": "segment_ids"}.get(name, name)
-            if values.get(key) is not None:
-                values[key], self.changed = odd(values[key], kind), kind
+            value = values.get(key)
+            if value is not None and not (isinstance(value, TokenMap) and not list(value.tensors())):
+                values[key], self.changed = odd(value, kind), kind
 
     def call(self, qkv: Sequence[Any], options: dict[str, Any]) -> Any:
         """The function on these."""
@@ -305,7 +299,7 @@ class Call:
             "explain": isopos.attention.explain,
         }
         if self.case["call"] == "naive":
-            options = {name: value for name, value in options.items() if name not in ("terms", "segment_ids")}
+            options = {name: value for name, value in options.items() if name != "segment_ids"}
         return functions[self.case["call"]](*qkv, **options)
 
     def answer(self) -> Any:
@@ -327,10 +321,10 @@ class Call:
             part = [x[..., start:stop, :] if isinstance(x, Tensor) else x for x in self.qkv]
             out, state = attend(*part, **at, **own, return_state=True)
             outs.append(out)
-            if random.random() < 0.2 and self.case["grad"] == "no":  # a state that is saved has no graph
+            if random.random() < 0.2 and self.case["grad"] == "no" and self.changed != "zero":  # a saved state has no graph
                 state = pickle.loads(pickle.dumps(state))
         with torch.autocast("cpu", enabled=False):
-            return torch.cat(outs, -2) if outs else self.qkv[0].new_zeros(0)
+            return torch.cat(outs, -2) if outs else torch.empty(0, dtype=self.dtype)
 
     def compare(self, out: Any) -> None:
         """Raise `Wrong` where the output, or a gradient, is not what the definition says."""
@@ -365,6 +359,8 @@ class Call:
                 [self.defined([clean[0][..., g :: self.shared, :, :], *clean[1:]]) for g in range(self.shared)]
             )
             expected = expected.movedim(0, -3).flatten(-4, -3)
+        if self.exact.get("denominator") == "complex" and float(self.case["scale"]) < 1:
+            return  # near the magnitude below which it does not divide, which bounds do not model
         bound, ratio = self.bounds(clean)
         taken = expected.isfinite() & bound.isfinite() & (expected.abs() < 6e4) & (bound < 1e30)
         if self.spoilt is not None and "segment" in self.case["garbage"]:
@@ -402,7 +398,7 @@ class Call:
             allowed = (
                 8 * ROUNDINGS * eps * ratio**2 * max(1, b.abs().max().item(), expected.abs().max().item()) * size + 1e-35
             )
-            if b.isfinite().all() and not (a - b).abs().max().item() <= allowed:
+            if b.isfinite().all() and b.abs().max() < 6e4 and not (a - b).abs().max().item() <= allowed:
                 raise Wrong(
                     f"the gradient of {name} is off by {(a - b).abs().max().item():.3g}, of {b.abs().max().item():.3g}"
                 )
