@@ -536,7 +536,7 @@ def _odd_tensor(x: Tensor, kind: str) -> Tensor:
         "expanded": lambda: x[..., :1].expand(shape) if x.ndim else x,
         "graph": lambda: x.detach().clone().requires_grad_() if x.is_floating_point() else x,
         "half": lambda: x.to(torch.float16),
-        "double": lambda: x.to(torch.float64),
+        "double": lambda: x.to(torch.float64) if x.is_floating_point() else x,
         "integer": lambda: x.to(torch.int32),
         "complex": lambda: x.to(torch.complex64),
         "bool": lambda: x.to(torch.bool),
