@@ -274,8 +274,8 @@ class Call:
         """Make one argument odd."""
         name, _, kind = self.case["odd"].partition(":")
         self.changed: str | None = None
-        if self.streams and kind in ("sparse", "flat"):  # chunks of it are cut here
-            return
+        if self.streams and (kind in ("sparse", "flat") or name in ("isometry", "terms", "locality", "positions")):
+            return  # chunks are cut here, and schemes asked for each
         if name in ("q", "k", "v"):
             n = "qkv".index(name)
             self.qkv[n], self.changed = odd(self.qkv[n], kind), kind
@@ -288,7 +288,8 @@ class Call:
             key = {"segments": "segment_ids"}.get(name, name)
             value = values.get(key)
             if value is not None and not (isinstance(value, TokenMap) and not list(value.tensors())):
-                values[key], self.changed = odd(value, kind), kind
+                values[key] = odd(value, kind)
+                self.changed = self.changed if values[key] is value else kind
 
     def call(self, qkv: Sequence[Any], options: dict[str, Any]) -> Any:
         """The function on these."""
@@ -324,7 +325,7 @@ class Call:
             if random.random() < 0.2 and self.case["grad"] == "no" and self.changed != "zero":  # a saved state has no graph
                 state = pickle.loads(pickle.dumps(state))
         with torch.autocast("cpu", enabled=False):
-            return torch.cat(outs, -2) if outs else torch.empty(0, dtype=self.dtype)
+            return torch.cat(outs, -2) if outs else torch.empty(0, dtype=getattr(self.qkv[0], "dtype", self.dtype))
 
     def compare(self, out: Any) -> None:
         """Raise `Wrong` where the output, or a gradient, is not what the definition says."""
@@ -359,8 +360,6 @@ class Call:
                 [self.defined([clean[0][..., g :: self.shared, :, :], *clean[1:]]) for g in range(self.shared)]
             )
             expected = expected.movedim(0, -3).flatten(-4, -3)
-        if self.exact.get("denominator") == "complex" and float(self.case["scale"]) < 1:
-            return  # near the magnitude below which it does not divide, which bounds do not model
         bound, ratio = self.bounds(clean)
         taken = expected.isfinite() & bound.isfinite() & (expected.abs() < 6e4) & (bound < 1e30)
         if self.spoilt is not None and "segment" in self.case["garbage"]:
@@ -423,6 +422,8 @@ class Call:
         norms = [x.norm(dim=-1) for x in (rho_q(fq), rho_k(fk))]
         if not isinstance(rho_q, Mapped):
             norms = [torch.maximum(a, b.norm(dim=-1)) for a, b in zip(norms, (fq, fk), strict=True)]
+        if max((float(x.max()) for x in norms if x.numel()), default=0.0) > 1e18:  # products are no numbers of float32
+            return torch.full((*q.shape[:-1], 1), torch.inf), 1.0
         options = {**self.own, "decay": self.exact.get("decay")}
         one = {"denominator": None, **{n: options.get(n) for n in ("decay", "mask", "segment_ids")}, "causal": self.causal}
         table = max(
@@ -442,27 +443,32 @@ class Call:
         noise = ROUNDINGS * torch.finfo(self.wide).eps * weight
         vanishing = (below - reference.LEAST).abs() <= noise
         below = below.clamp_min(reference.LEAST)
+        above = torch.where(above > 1e36, torch.inf, above)  # float32 has no such numbers
         bound = (above + weight * (above / weight.clamp_min(1e-300))) / below
         if form != "plain" or (self.exact.get("feature_map") or identity) is identity or self.case["phi"] in ("none", "own"):
             bound = bound * (1 + weight / below)
-        return torch.where(vanishing | (below < 4 * noise), torch.inf, bound), float((weight / below).detach().max())
+        return torch.where(vanishing | (below < 4 * noise), torch.inf, bound), max(
+            1.0, float((weight / below).detach().max())
+        )
 
     def denominator(self, q: Tensor, k: Tensor, ones: Tensor, form: str) -> Tensor:
         """The magnitude of what sums are divided by."""
-        keys = {
-            name: x
-            for name, x in self.exact.items()
-            if name in ("isometry", "feature_map", "decay", "terms") and x is not None
-        }
+        names = ("feature_map", "decay", "terms") if form != "encoded" else ("isometry", "feature_map", "decay", "terms")
+        keys: dict[str, Any] = {name: self.exact[name] for name in names if self.exact.get(name) is not None}
         keys |= {name: x for name, x in self.own.items() if x is not None} | {"denominator": None}
+        rho = self.exact["isometry"]
+        rho_q, rho_k = (part or Identity() for part in (rho if isinstance(rho, tuple) else (rho, rho)))
         if form == "complex":
-            keys["isometry"] = keys.get("isometry")
-        elif form == "plain":
-            keys["isometry"] = None
+            phi_q, phi_k = sides(keys.pop("feature_map", identity))
+            q, k = phi_q(q), rho_k(phi_k(k))
+        turned = torch.stack((k[..., 1::2], -k[..., ::2]), -1).flatten(-2) if form == "complex" else k  # times -i
         found = []
         for g in range(self.shared):
-            total = reference.linear(q[..., g :: self.shared, :, :], k, ones, **keys).abs()
-            found.append(total)
+            own = q[..., g :: self.shared, :, :]
+            if form == "complex":
+                own = rho_q(own)
+            total = reference.linear(own, k, ones, **keys)
+            found.append(total.hypot(reference.linear(own, turned, ones, **keys)) if form == "complex" else total.abs())
         return torch.stack(found).movedim(0, -3).flatten(-4, -3)
 
     def bounds_of_softmax(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
@@ -490,8 +496,9 @@ class Call:
         tokens, x = torch.randint(11, (2, self.t)), self.x[..., : self.t, :]
         if odd_positions[0] == "positions":
             x = odd(x, odd_positions[2])
-        logits = model(tokens, x if self.case["samples"] == "no" else None)
-        if odd_positions[2] == "meta" and odd_positions[0] == "positions" and logits.numel() and logits.device.type == "cpu":
+        given = x if self.case["samples"] == "no" else None
+        logits = model(tokens, given)
+        if given is not None and given.is_meta and logits.numel() and logits.device.type == "cpu":
             raise Wrong("logits on the CPU, though positions are on meta")
         if logits.shape != (2, self.t, 11):
             raise Wrong(f"expected logits [2, {self.t}, 11], got {list(logits.shape)}")

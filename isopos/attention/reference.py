@@ -62,7 +62,8 @@ def linear(
         a, b = (torch.complex(x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
         weight = (a.conj() @ b.mT) * factor
         total = weight.sum(-1, keepdim=True)
-        return (weight @ v.to(weight.dtype) / torch.where(total.abs() < LEAST, 1, total)).real
+        size = total.real.square() + total.imag.square()
+        return (weight @ v.to(weight.dtype) * total.conj()).real / size.clamp_min(LEAST**2)
     added = sum(scores(term, q, k, phi) for term in terms)
     weight = (rho_q(q) @ rho_k(k).mT + added) * factor
     if denominator is None:
