@@ -159,6 +159,7 @@ IN_BASES = [(basis, {"basis": basis}) for basis in BASES]
 THETAS = [(f"theta-{theta}", {"theta": theta, "length": 100}) for theta in ("b", "c")]
 LEARNED, FIXED = ("learned", {"learned": True, "learned_basis": True}), ("fixed", {"learned": False})
 IDENTITY = ("identity-start", {"initial": "identity"})
+GATED = ("gated", {"gated": True, "noise_per_head": True})
 LOCAL = ("locality", {"locality": 0.9, "attention": "softmax"})
 SCHEMES = [
     *_rows("none", ("", {}), directed=False),
@@ -220,8 +221,8 @@ SCHEMES = [
     *_rows("horn-constrained", ("inside", {"inside": True, "feature_map": "favor"}), relative=False, inside=True),
     *_rows("horn-clipped", ("", {}), ("reach", {"reach": 2, "outside": 1}), directed=False),
     *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2}), directed=False),
-    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), relative=False, inside=True),
-    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), relative=False, inside=True),
+    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), GATED, relative=False, inside=True),
+    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), GATED, relative=False, inside=True),
     *_rows("shiv-quirk", ("", {}), ("branches", {"branches": 3, "depth": 2}), relative=False, directed=False),
 ]
 LEARNED = {  # by scheme, the names of its weights in files, which stay what they are

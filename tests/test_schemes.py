@@ -257,6 +257,7 @@ def test_what_learns_is_what_the_options_say(case):
     expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
     expected = expected | ({"frequency"} if case.options.get("learned", case.name in ANGLES) else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
+    expected |= {"weight"} if case.options.get("gated") else set()
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
     assert names == expected
@@ -1065,8 +1066,8 @@ DEFAULTS = """
     retnet: linear elu+1 plain retnet, original=False base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048
-    spe-sine: linear elu+1 encoded none, sines=5 seed=0
-    spe-conv: linear elu+1 encoded none, reach=8 seed=0
+    spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
+    spe-conv: linear elu+1 encoded none, reach=8 gated=False noise_per_head=False seed=0
 """
 
 

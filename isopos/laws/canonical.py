@@ -223,8 +223,9 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
         case couplings.TransformerXL():
             return _of_transformer_xl(coupling)
         case couplings.SineSPE() | couplings.ConvSPE():
-            correlation = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
-            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(correlation(t)))]
+            own = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
+            gate = 0.0 if coupling.gate is None else constant(coupling.gate.parameter).sigmoid()
+            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(gate + (1 - gate) * own(t)))]
         case couplings.Absolute():
             raise ValueError(
                 f"scheme: expected scores of relative positions, got an absolute encoding of the {coupling.side}'s side "
