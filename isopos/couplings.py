@@ -87,6 +87,7 @@ class Constrained(_Apart):
         features: d of queries and keys; any.
         heads: h.
         frequency: ``[c m]``, radians a step, m for each of c axes.
+        learned: Whether the frequencies are learned, each head its own.
         outside: Number of first tokens outside the grid (class tokens): their channels are zero, whatever their positions.
 
     References:
@@ -96,7 +97,7 @@ class Constrained(_Apart):
 
     is_additive = True
 
-    def __init__(self, features: int, heads: int, frequency: Tensor, *, outside: int = 0):
+    def __init__(self, features: int, heads: int, frequency: Tensor, *, learned: bool = False, outside: int = 0):
         super().__init__()
         if frequency.ndim != 2 or not frequency.isfinite().all():
             raise ValueError(f"frequency: expected finite floats [c m], got {list(frequency.shape)}")
@@ -107,8 +108,18 @@ class Constrained(_Apart):
         self.group: Group = line if axes == 1 else Product((line,) * axes)
         self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside
         self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
+        self.waves = Weight(constant(frequency).expand(heads, -1, -1)) if learned else None
         start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * waves, 2) / waves
         self.parametrise("projection", start, learned=True)  # [h c*m 2]: a and b
+
+    @property
+    def frequencies(self) -> Tensor:
+        """Radians a step ``[h c c*m]``, zero where a sinusoid is another axis' (h = 1 if fixed): float64."""
+        if self.waves is None:
+            return self.frequency
+        learned = wide(self.waves.parameter)  # [h c m]
+        own = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
+        return own * learned.flatten(1)[:, None]
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """q, then u_x W*."""
@@ -122,7 +133,7 @@ class Constrained(_Apart):
 
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
-        angle = angles(x, self.frequency)
+        angle = angles(x, self.frequencies)
         inside = torch.arange(x.shape[-2], device=angle.device)[:, None] >= self.outside
         return angle.sin() * inside, angle.cos() * inside
 

@@ -218,6 +218,7 @@ SCHEMES = [
     *_rows("ape-product", ("", {}), ("images", {"parts": "tree2+grid2"}), ("rings", {"parts": "ring5+sequence"})),
     *_rows("ape-product", IDENTITY, LOCAL),
     *_rows("horn-constrained", ("", {}), ("grid", {"axes": 2, "sinusoids": 3}), ("outside", {"outside": 1})),
+    *_rows("horn-constrained", ("learned", {"axes": 2, "sinusoids": 3, "learned": True})),
     *_rows("horn-constrained", ("inside", {"inside": True, "feature_map": "favor"}), relative=False, inside=True),
     *_rows("horn-clipped", ("", {}), ("reach", {"reach": 2, "outside": 1}), directed=False),
     *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2}), directed=False),

@@ -95,6 +95,27 @@ def test_constrained_is_a_sum_of_waves_on_each_axis():
     close(scores(coupling, q, k, x, y), expected_scores(score))
 
 
+def test_constrained_learns_frequencies_a_head():
+    """q k + sum_m a cos(w (x - y)) + b sin(w (x - y)) with frequencies w of each head, axis and wave, which learn."""
+    (q, k, _), x, y = inputs(2, t=T, s=S), grid(2, 3)[:T] - 7, 2 * grid(3, 3)[:S]
+    start = rope_frequencies(6, 20.0).view(2, 3)
+    fixed, coupling = (Constrained(HEAD_DIM, HEADS, start, learned=learned) for learned in (False, True))
+    close(scores(coupling, q, k, x, y), scores(fixed, q, k, x, y), dtype=torch.float32)
+    perturb(coupling, 1.0)
+
+    def score(b, h, i, j):
+        waves = 0.0
+        for n, (cos, sin) in enumerate(coupling.projection[h].tolist()):
+            axis, m = divmod(n, 3)
+            angle = coupling.waves.weight[h, axis, m].item() * (x[i, axis] - y[j, axis]).item()
+            waves += cos * math.cos(angle) + sin * math.sin(angle)
+        return (q[b, h, i] @ k[b, h, j]).item() + waves
+
+    close(scores(coupling, q, k, x, y), expected_scores(score))
+    scores(coupling, q, k, x, y).square().sum().backward()
+    assert (coupling.waves.weight.grad != 0).all()
+
+
 def test_tokens_outside_the_grid_have_no_waves():
     (q, k, _), (coupling, _) = inputs(2, t=T, s=S), constrained(outside=2)
     inner, _ = constrained()

@@ -255,7 +255,8 @@ def test_what_learns_is_what_the_options_say(case):
         assert STORED.get(case.id, LEARNED.get(case.name, set())) <= stored
     names = {name.rpartition(".")[2] for name in stored}
     expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
-    expected = expected | ({"frequency"} if case.options.get("learned", case.name in ANGLES) else set())
+    learned = case.options.get("learned", case.name in ANGLES)
+    expected = expected | ({"weight" if case.name == "horn-constrained" else "frequency"} if learned else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
     expected |= {"weight"} if case.options.get("gated") else set()
     expected |= {"generator"} if case.name.startswith("ape-") else set()
@@ -1048,7 +1049,8 @@ DEFAULTS = """
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
-    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 outside=0 inside=False base=10000.0
+    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
+        inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
     shaw: softmax softmax softmax none, reach=16 seed=0
     transformer-xl: softmax softmax softmax none, seed=0

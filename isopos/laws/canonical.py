@@ -345,7 +345,7 @@ def _fourier(n: int) -> Tensor:
 def _cosines(coupling: couplings.Constrained) -> Kernel:
     """Horn's relative term: sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)), over the axes."""
     a, b = constant(coupling.parameter).unbind(-1)
-    angle = partial(_angles, frequency=-coupling.frequency)  # of x - y; zero where the sinusoid is another axis'
+    angle = partial(_angles, frequency=-constant(coupling.frequencies))  # of x - y; zero where the sinusoid is another axis'
     return lambda t: (a * torch.cos(angle(t)) + b * torch.sin(angle(t))).sum(-1)[:, None, None]
 
 
