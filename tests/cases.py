@@ -207,6 +207,7 @@ SCHEMES = [
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
     *_rows("deberta", ("", {}), ("clipped", {"buckets": 8, "max_distance": None}), directed=False),
+    *_rows("deberta", ("released", {"buckets": 8, "max_distance": 20, "released": True}), directed=False),
     *_rows("alibi", ("", {}), directed=False),
     *_rows("retnet", ("", {}), ("original", {"original": True})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),

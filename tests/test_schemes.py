@@ -1055,7 +1055,7 @@ DEFAULTS = """
     shaw: softmax softmax softmax none, reach=16 seed=0
     transformer-xl: softmax softmax softmax none, seed=0
     t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
-    deberta: softmax softmax softmax none, buckets=256 max_distance=512 seed=0
+    deberta: softmax softmax softmax none, buckets=256 max_distance=512 released=False seed=0
     alibi: linear elu+1 plain alibi
     lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=True
         learned_basis=False base=10000.0 seed=0

@@ -392,8 +392,10 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
             return [Primitive(group, *one, *one, lambda t: weight[:, _t5_bucket(bias, t), None, None])]
         case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
             keys, queries = (scale * constant(rows.parameter) for rows in (bias.keys, bias.queries))
+            back = -1 if bias.released else 1
             to_position = Primitive(group, *content, *one, lambda t: keys[:, _deberta_row(bias, -t), :, None])
-            return [to_position, Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, t), None, :])]
+            to_content = Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, back * t), None, :])
+            return [to_position, to_content]
         case biases.Shaw():  # (LRPE, Eq. 33 and 34)
             rows = scale * constant(bias.keys.parameter)
             return [Primitive(group, *content, *one, lambda t: rows[:, _clipped(bias.reach, t), :, None])]
