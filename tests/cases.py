@@ -209,7 +209,7 @@ SCHEMES = [
     *_rows("deberta", ("", {}), ("clipped", {"buckets": 8, "max_distance": None}), directed=False),
     *_rows("deberta", ("released", {"buckets": 8, "max_distance": 20, "released": True}), directed=False),
     *_rows("alibi", ("", {}), directed=False),
-    *_rows("retnet", ("", {}), ("original", {"original": True})),
+    *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
     *_rows("ape-absolute", ("", {}), ("query", {"side": "query"}), IDENTITY, relative=False),

@@ -591,6 +591,19 @@ def test_retnet_is_rope_with_its_decay():
     assert schemes.retnet(HEAD_DIM, HEADS, original=True, denominator="plain").choices["denominator"] == "plain"
 
 
+def test_retnet_has_the_frequencies_of_its_code():
+    """torchscale: angle = 1 / 10000^linspace(0, 1, d / 2) of pairs (2i, 2i+1), and gamma = 1 - 2^(-5-h) a step."""
+    (q, k, _), x, y = inputs(1, t=9), sequence(9), 3 * sequence(9).flip(0)
+    scheme = schemes.retnet(HEAD_DIM, HEADS, original=True, frequencies="torchscale")
+    (found,) = scores_of(scheme, q, k, (x, y))
+    angle = 10000.0 ** -(torch.arange(HEAD_DIM // 2).double() / (HEAD_DIM / 2 - 1)) * (x - y)
+    a, b = (torch.view_as_complex(z.unflatten(-1, (-1, 2))) for z in (q, k))
+    close(found, (a.conj() * b * torch.exp(-1j * angle)).real.sum(-1))
+    close(scheme.decay.rate.neg().exp(), 1 - 2.0 ** (-5 - torch.arange(HEADS).double()))
+    base = schemes.retnet(4, 1, frequencies="torchscale", base=100.0).encoding.parameter
+    close(base[0, 0], torch.tensor([1.0, 0.01], dtype=torch.float64))
+
+
 def test_lrpe_unitary_is_equation_22():
     q, k, _ = inputs(1, t=9)
     x, y = sequence(9), 3 * sequence(9).flip(0)
@@ -703,6 +716,8 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.rope(7), r"head size: expected an even number"),
         (lambda: schemes.retnet(7, 1), r"head size: expected an even number"),
         (lambda: schemes.lrpe_orthogonal(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.retnet(7, 1, frequencies="torchscale"), r"head size: expected an even number"),
+        (lambda: schemes.retnet(8, 1, frequencies="linspace"), r"frequencies: expected one of rope, torchscale"),
         (lambda: schemes.ape_sequence(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=3), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=10), r"rotary_dim: expected an even number up to the head size 8, got 10"),
@@ -1065,7 +1080,7 @@ DEFAULTS = """
     permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
     permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
     rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
-    retnet: linear elu+1 plain retnet, original=False base=10000.0
+    retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048
     spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
