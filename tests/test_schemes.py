@@ -390,6 +390,19 @@ def test_locality_is_of_logits(name):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
 
 
+def test_only_a_locality_on_a_grid_has_another_metric():
+    for build in (
+        lambda: schemes.ape_grid(8, 2, metric="euclidean", attention="softmax"),
+        lambda: schemes.ape_tree(8, 2, metric="euclidean", locality=0.9, attention="softmax"),
+    ):
+        with pytest.raises(
+            ValueError, match="metric: expected none, or euclidean for a locality on a grid, got 'euclidean'"
+        ):
+            build()
+    with pytest.raises(ValueError, match="metric: expected one of steps, euclidean, got 'euclid'"):
+        schemes.ape_grid(8, 2, metric="euclid", locality=0.9, attention="softmax")
+
+
 @pytest.mark.parametrize("case", [case for case in PRESETS if case.inside], ids=ids)
 def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
     with pytest.raises(ValueError, match=r"denominator: expected 'encoded' or 'none', .* ahead of the feature map"):
@@ -547,7 +560,15 @@ def test_locality_multiplies_logits_by_a_power_of_the_distance():
     q, k, v = inputs(2, t=9)
     for case in (c for c in SCHEMES if "locality" in c.options):
         scheme, x = case.build(), case.positions(2, t=9)
-        factor = 0.9 ** case.group.distance(x, x).double()
+        distance = case.group.distance(x, x)
+        if "metric" in case.options:  # ((coords - coords) ** 2).sum().sqrt().floor(), as APE's code for images has it
+            places = x.tolist()
+            far = [
+                [[math.isqrt(sum((a - b) ** 2 for a, b in zip(i, j, strict=True))) for j in y] for i in y] for y in places
+            ]
+            assert not torch.equal(torch.tensor(far), distance)
+            distance = torch.tensor(far)
+        factor = 0.9 ** distance.double()
         rho = scheme.encoding(x, torch.float64)
         logits = rho(q) @ rho(k).mT / HEAD_DIM**0.5 * factor[:, None]
         close(softmax_attention(q, k, v, **at(scheme, x)), logits.softmax(-1) @ v)
@@ -1060,7 +1081,7 @@ DEFAULTS = """
     shiv-quirk: linear elu+1 plain none, branches=2
     ape-sequence: linear elu+1 plain none, initial=rope base=10000.0
     ape-absolute: linear elu+1 plain none, side=key initial=rope base=10000.0
-    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0
+    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0 metric=steps
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0

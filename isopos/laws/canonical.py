@@ -120,7 +120,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     inner = torch.zeros_like(rate) if softmax else rate
 
     def scaled(kernel: Kernel) -> Kernel:
-        return lambda t: kernel(t) * (scale * locality ** (n := _length(group, t)) * torch.exp(-inner * n))
+        far = partial(_length, group) if scheme.metric is None else _straight
+        return lambda t: kernel(t) * (scale * locality ** far(t) * torch.exp(-inner * _length(group, t)))
 
     primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in _of_coupling(coupling)]
     if scheme.bias is not None:
@@ -200,6 +201,11 @@ def _length(group: Group, t: Relative) -> float:
         case Product():
             return sum(_length(part, a) for part, a in zip(group.parts, t, strict=True))
     return abs(t)
+
+
+def _straight(t: Relative) -> int:
+    """The distance over a grid, rounded down."""
+    return math.floor(math.hypot(*_numbers(t)))
 
 
 def _numbers(t: Relative) -> tuple[float, ...]:
