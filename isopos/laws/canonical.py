@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isopos import bases, biases, couplings, encodings, feature_maps
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant
+from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, sides
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
@@ -43,6 +43,9 @@ class Primitive:
     kernel: Kernel  # W [h d1 d2] of one relative position, as `relative` gives it; scale, locality and decay are in it
     outside: int = 0  # first rows of positions that are class tokens, which have no relative position for W
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
