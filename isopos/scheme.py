@@ -64,6 +64,10 @@ class Arguments(dict[str, Any]):
 class Scheme(nn.Module):
     """The choices that make attention see positions, ready for `linear_attention` or `softmax_attention`.
 
+    What is fixed is float64. What is learned is float32, also after ``.bfloat16()`` or ``.half()``, and float64 after
+    ``.double()``. Tables are float32 whatever that is: float64 queries want ``at(x, dtype=torch.float64)``, since they see
+    positions to some 1e-7 otherwise. Log decays are float64.
+
     Args:
         encoding: rho, for `heads` heads: an `Encoding`, or a `Coupling` that is none.
         heads: Number of key heads.

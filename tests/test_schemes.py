@@ -493,6 +493,14 @@ def test_the_identity_block_does_not_turn():
     close(found, turned + (q * k)[..., 6:].sum(-1))
 
 
+def test_rotated_features_come_out_interleaved_in_either_layout():
+    q = torch.arange(16.0).expand(1, 2, 5, 16)
+    half, interleaved = (isopos.rope(16, layout=layout).encoding(sequence(5)) for layout in ("half", "interleaved"))
+    pairs = [n for i in range(8) for n in (i, i + 8)]
+    assert torch.equal(half(q), interleaved(q[..., pairs]))
+    assert torch.equal(half(q)[..., 0, :], q[..., 0, pairs])
+
+
 def test_layouts_of_rope():
     """Half: feature i turns with i + d/2. Interleaved: 2i with 2i + 1."""
     q, k, _ = inputs(1, t=9)
@@ -1215,6 +1223,37 @@ def test_values_print_shapes():
             assert "tensor(" not in repr(value)
             assert len(repr(value)) < 400
     assert repr(isopos.rope(8).encoding(sequence(3))) == "Rotation(table=float32 [1, 3, 4, 2], lifted=False)"
+
+
+def test_states_reports_and_primitives_print_within_a_screen():
+    scheme, content = isopos.deberta(16, 2), torch.randn(3, 1, 2, 100, 16)
+    at = scheme.at(sequence(100), state=isopos.State())
+    _, state = softmax_attention(*content, **at, causal=True, return_state=True)
+    values = [state, at, *isopos.laws.canonical(scheme), isopos.laws.check(scheme)]
+    for value in values:
+        assert len(repr(value).splitlines()) <= 24
+        assert max(map(len, repr(value).splitlines())) < 700
+        assert "tensor(" not in repr(value)
+    assert "keys: float32 [1, 2, 100, 16]" in repr(state)
+    assert repr(values[-1]) == str(values[-1])
+
+
+def test_dtypes_are_what_the_docstring_says():
+    """Fixed: float64. Learned: float32, also cast to less, float64 after double(). Tables: float32 unless asked for."""
+    scheme = isopos.lrpe_orthogonal(16, 2, decay="retnet")
+    for cast, expected in (("float", "32"), ("bfloat16", "32"), ("half", "32"), ("double", "64")):
+        getattr(scheme, cast)()
+        at = scheme.at(sequence(40))
+        assert {str(parameter.dtype) for parameter in scheme.parameters()} == {f"torch.float{expected}"}
+        assert {x.dtype for x in (scheme.encoding.basis.parameter, scheme.decay.rate, at["decay"])} == {torch.float64}
+        assert at["isometry"].second.table.dtype == torch.float32
+    content = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64)
+    exact, rounded = (
+        isopos.linear_attention(*content, **scheme.at(sequence(40), dtype=dtype), causal=True)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert exact.dtype == rounded.dtype == torch.float64
+    assert 1e-10 < (exact - rounded).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("case", SCHEMES, ids=ids)
