@@ -633,6 +633,17 @@ def test_retnet_has_the_frequencies_of_its_code():
     close(base[0, 0], torch.tensor([1.0, 0.01], dtype=torch.float64))
 
 
+def test_xpos_shrinks_as_its_equation_says():
+    """zeta_i = (2i / d + 0.4) / 1.4 in as many steps as the catalogue says, whatever the pair's turn."""
+    steps = int(isopos.CATALOG["xpos"].equation.partition("zeta^(-t / ")[2].partition(")")[0])
+    scheme, d = schemes.xpos(HEAD_DIM, 1), HEAD_DIM
+    rho_q, rho_k = scheme.encoding.query(sequence(1), torch.float64), scheme.encoding.key(sequence(1) - steps, torch.float64)
+    eye = torch.eye(d, dtype=torch.float64)[None, :, None]
+    table = (rho_q(eye)[0, :, 0] @ rho_k(eye)[0, :, 0].mT).unflatten(0, (-1, 2))  # scores of features, [d/2 2 d]
+    length = torch.stack([table[i, 0, 2 * i : 2 * i + 2].norm() for i in range(d // 2)])
+    close(length, (2 * torch.arange(d // 2).double() / d + 0.4) / 1.4)
+
+
 def test_lrpe_unitary_is_equation_22():
     q, k, _ = inputs(1, t=9)
     x, y = sequence(9), 3 * sequence(9).flip(0)

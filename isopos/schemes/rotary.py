@@ -88,7 +88,7 @@ def retnet(
 @register(
     summary="rotation of feature pairs that shrink with distance; causal",
     citation="Sun et al. 2022, arXiv 2212.10554, Algorithm 1",
-    equation="<q, zeta^-t R(w t) k>",
+    equation="<q, zeta^(-t / 512) R(w t) k>",
     cost="t d",
     extends="lines",
 )
