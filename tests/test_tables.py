@@ -111,6 +111,16 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert (code, "has other data than other.txt" in err) == (2, True)
 
 
+def test_other_numbers_of_updates_have_a_folder_of_their_own(isopos, tmp_path):
+    command = ["table", "lrpe-2", "--scale", "tiny", "--rows", "Base,Rope", "--data", "books=" + _text(tmp_path)]
+    assert isopos(*command, "--steps", "30", "--name", "longer")[0] == 0
+    folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny-30-longer"
+    assert "steps 30 (paper: 50,000)" in (folder / "table.md").read_text()
+    assert json.loads((folder / "cells" / "books-rope-seed0" / "recipe.json").read_text())["steps"] == 30
+    assert "2 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
+    assert "0 of 2 cells are missing" in isopos(*command, "--steps", "30", "--name", "longer", "--dry-run")[1]
+
+
 def _text(folder):
     path = folder / "text.txt"
     if not path.exists():
@@ -145,6 +155,8 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
         (["lrpe-5", "--data", "x.txt"], "data: expected a file or a folder, but x.txt does not exist"),
         (["lrpe-6", "--data", "x.txt"], "data: expected none, since this table chooses no data"),
         (["lrpe-5", "--name", "a/b"], "name: expected the name of one folder"),
+        (["lrpe-2", "--steps", "-1"], "steps: expected a number from 1 to 1,000,000,000,000, got -1"),
+        (["lrpe-6", "--steps", "10"], "steps: expected none, since lrpe-6 times steps without training, got 10"),
         (["lrpe-6", "--device", "gpu"], "device: expected cpu, cuda or auto, got 'gpu'"),
     ],
 )
