@@ -48,6 +48,22 @@ def test_the_tables_hold_what_the_papers_say():
     assert [row.figures[0] for row in four.rows] == [30.18, 36.87, 32.49, 35.76, 33.08]
 
 
+@pytest.mark.parametrize(("name", "fixed"), [("lrpe-2", 2), ("lrpe-5", 6), ("lrpe-6", 2), ("lengths", 2)])
+def test_lrpe_learns_its_angles_and_rows_with_fixed_ones_are_ours(name, fixed):
+    table = load_table(name)
+    for scale in SCALES:
+        for row in (row for row in table.rows if row.scheme.startswith(("lrpe-unitary", "lrpe-orthogonal"))):
+            built = build_scheme(table.recipe_at(scale, *table.corpora[:1]).edit(scheme=row.scheme))
+            learns = any(name.endswith("frequency") for name, _ in built.named_parameters())
+            assert learns == (not row.name.endswith(" with fixed angles")), row
+    ours = [row for row in table.rows if row.name.endswith(" with fixed angles")]
+    assert len(ours) == fixed
+    for row in ours:
+        assert not row.figures
+        paper_row = table.row(row.name.removesuffix(" with fixed angles"))
+        assert paper_row.scheme.replace("learned=true", "learned=false") == row.scheme != paper_row.scheme
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -90,7 +106,7 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert "says nothing about the order" in out
     folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny"
     cells = sorted(path.name for path in (folder / "cells").iterdir())
-    assert cells == ["books-lrpe-orthogonal-seed0", "books-rope-seed0", "books-sinusoidal-seed0"]
+    assert cells == ["books-lrpe-orthogonal+learned=true-seed0", "books-rope-seed0", "books-sinusoidal-seed0"]
     page = (folder / "table.md").read_text()
     assert "| Rope | rope | 8.98 | " in page
     assert "steps 20 (paper: 50,000)" in page
