@@ -10,17 +10,20 @@ pytestmark = pytest.mark.skipif(not (generate.ROOT / "docs").exists(), reason="d
 
 @pytest.fixture(scope="module")
 def generated():
-    return {path.name: (path, text) for path, text in generate.generated()}
+    return {path.relative_to(generate.ROOT).as_posix(): (path, text) for path, text in generate.generated()}
 
 
-@pytest.mark.parametrize("name", ["__init__.pyi", "README.md", "CONTRIBUTING.md", "schemes.md"])
+FILES = ["isopos/__init__.pyi", "README.md", "CONTRIBUTING.md", "docs/results/README.md", "docs/schemes.md"]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_what_is_committed_is_what_is_generated(generated, name):
     path, text = generated[name]
     assert path.read_text(encoding="utf-8").splitlines() == text.splitlines(), f"repair it: {generate.COMMAND}"
 
 
 def test_every_table_has_a_row_for_each_scheme_and_few_columns(generated):
-    page = generated["schemes.md"][1]
+    page = generated["docs/schemes.md"][1]
     tables = [part.splitlines() for part in page.split("\n\n") if part.lstrip().startswith("| name |")]
     assert len(tables) == 6
     for table in tables:
@@ -32,7 +35,7 @@ def test_every_table_has_a_row_for_each_scheme_and_few_columns(generated):
 
 
 def test_what_is_refused_has_a_note_and_performance_is_the_readme_s(generated):
-    page, bits = generated["schemes.md"][1], schemes_page._performance()
+    page, bits = generated["docs/schemes.md"][1], schemes_page._performance()
     row = next(line for line in page.splitlines() if line.startswith("| `t5` | no [") and "growing cache" in line)
     mark = row.split("[")[1].split("]")[0]
     assert f"\n[{mark}] attention: expected softmax" in page
