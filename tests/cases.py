@@ -157,7 +157,7 @@ def _rows(name: str, *rows: tuple[str, Mapping[str, Any]], **more: Any) -> list[
 BASES = ("identity", "householder", "odd-even", "fourier")
 IN_BASES = [(basis, {"basis": basis}) for basis in BASES]
 THETAS = [(f"theta-{theta}", {"theta": theta, "length": 100}) for theta in ("b", "c")]
-LEARNED = ("learned", {"learned": True, "learned_basis": True})
+LEARNED, FIXED = ("learned", {"learned": True, "learned_basis": True}), ("fixed", {"learned": False})
 IDENTITY = ("identity-start", {"initial": "identity"})
 LOCAL = ("locality", {"locality": 0.9, "attention": "softmax"})
 SCHEMES = [
@@ -182,15 +182,15 @@ SCHEMES = [
         ("learned-decay", {"learned": True, "decay": _learned_decay}),
     ),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
-    *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, directed=False),
+    *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
     *_rows(
         "lrpe-unitary",
         *((f"complex-{basis}", {"complex": True, "basis": basis}) for basis in BASES),
         ("complex-learned", {"complex": True, "learned": True, "learned_basis": True, "theta": "b"}),
-        ("complex-plain", {"complex": True, "denominator": "plain"}),
+        ("complex-fixed", {"complex": True, "denominator": "plain", "learned": False}),
     ),
-    *_rows("lrpe-unitary", ("dft", {"basis": "dft"}), ("dft-learned", {"basis": "dft", "learned": True})),
-    *_rows("lrpe-orthogonal", *IN_BASES, *THETAS, LEARNED, ("mixed", {"identity": 2})),
+    *_rows("lrpe-unitary", ("dft", {"basis": "dft"}), ("dft-fixed", {"basis": "dft", "learned": False})),
+    *_rows("lrpe-orthogonal", *IN_BASES, *THETAS, LEARNED, FIXED, ("mixed", {"identity": 2})),
     *_rows("lrpe-permutation", *IN_BASES, ("learned", {"learned_basis": True, "decay": "retnet"})),
     *_rows(
         "permuteformer",
@@ -244,7 +244,8 @@ STORED = {  # of options
     "rope-learned": {"encoding.frequency"},
     "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
     "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
-    "lrpe-orthogonal-learned": {"encoding.encoding.frequency"},
+    "lrpe-unitary-identity": {"encoding.frequency"},
+    "lrpe-orthogonal-householder": {"encoding.encoding.frequency"},
 }
 PRESETS = [next(case for case in SCHEMES if case.name == name) for name in dict.fromkeys(c.name for c in SCHEMES)]
 """The first row of each scheme, for tests too slow for every option."""

@@ -244,6 +244,9 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert (heads != 0).all()
 
 
+ANGLES = ("lrpe-unitary", "lrpe-orthogonal")  # they learn them by default
+
+
 @every
 def test_what_learns_is_what_the_options_say(case):
     scheme = case.build()
@@ -252,7 +255,7 @@ def test_what_learns_is_what_the_options_say(case):
         assert STORED.get(case.id, LEARNED.get(case.name, set())) <= stored
     names = {name.rpartition(".")[2] for name in stored}
     expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
-    expected = expected | ({"frequency"} if case.options.get("learned") else set())
+    expected = expected | ({"frequency"} if case.options.get("learned", case.name in ANGLES) else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
@@ -417,18 +420,30 @@ def relative_scores(name, **options):
     return scores_of(schemes.REGISTRY[name](HEAD_DIM, HEADS, **options), q, k, (sequence(9), 7 * sequence(9).flip(0)))[0]
 
 
-def test_lrpe_in_the_identity_basis_is_rope():
-    close(relative_scores("lrpe-orthogonal", basis="identity"), relative_scores("rope"))
-    assert not torch.allclose(relative_scores("lrpe-orthogonal"), relative_scores("rope"))
+def test_fixed_lrpe_in_the_identity_basis_is_rope():
+    """LRPE, Appendix D.1; the learned one starts there."""
+    close(relative_scores("lrpe-orthogonal", basis="identity", learned=False), relative_scores("rope"))
+    assert not torch.allclose(relative_scores("lrpe-orthogonal", learned=False), relative_scores("rope"))
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("lrpe-unitary", 1), ("lrpe-orthogonal", 2)])
+def test_lrpe_learns_its_angles_from_those_of_the_paper(name, pairs):
+    """Types 1 and 2: alpha_t = 10000^(-2t/d) at first, learnable (Appendix D.1), a head its own; type 3 is fixed."""
+    scheme = schemes.REGISTRY[name](16, HEADS)
+    ((path, angles),) = scheme.named_parameters()
+    assert (path, angles.dtype, angles.shape) == ("encoding.encoding.frequency", torch.float32, (HEADS, 1, 16 // pairs))
+    initial = 10000.0 ** (-2 * torch.arange(16 // pairs).double() / 16)
+    assert torch.equal(angles.detach(), initial.float().expand_as(angles))
+    assert not list(schemes.lrpe_permutation(16, HEADS).parameters())
 
 
 def test_lrpe_on_complex_pairs_is_rope():
-    close(relative_scores("lrpe-unitary", complex=True, basis="identity"), relative_scores("rope"))
-    pairs = relative_scores("lrpe-unitary", complex=True, basis="householder")
+    close(relative_scores("lrpe-unitary", complex=True, basis="identity", learned=False), relative_scores("rope"))
+    pairs = relative_scores("lrpe-unitary", complex=True, basis="householder", learned=False)
     assert not torch.allclose(pairs, relative_scores("rope"))
     choices = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True).choices
     assert choices["denominator"] == "complex"
-    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True, basis="identity"), sequence(9)
+    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True, basis="identity", learned=False), sequence(9)
     content = inputs(2, t=9)
     rope = schemes.rope(HEAD_DIM, HEADS, denominator="complex")
     close(attend(scheme, *content, x, causal=True), attend(rope, *content, x, causal=True))
@@ -555,12 +570,13 @@ def test_ape_starts_as_rope():
     [
         ("rope", "learned"),
         ("lrpe-unitary", "learned"),
+        ("lrpe-orthogonal", "learned"),
         ("lrpe-orthogonal", "learned_basis"),
         ("lrpe-permutation", "learned_basis"),
     ],
 )
 def test_learned_starts_as_fixed(name, option):
-    close(relative_scores(name, **{option: True}), relative_scores(name), dtype=torch.float32)
+    close(relative_scores(name, **{option: True}), relative_scores(name, **{option: False}), dtype=torch.float32)
 
 
 def test_retnet_is_rope_with_its_decay():
@@ -576,7 +592,7 @@ def test_retnet_is_rope_with_its_decay():
 def test_lrpe_unitary_is_equation_22():
     q, k, _ = inputs(1, t=9)
     x, y = sequence(9), 3 * sequence(9).flip(0)
-    (found,) = scores_of(schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="identity"), q, k, (x, y))
+    (found,) = scores_of(schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="identity", learned=False), q, k, (x, y))
     angle = 10000.0 ** (-2 * torch.arange(HEAD_DIM).double() / HEAD_DIM) * (x - y)
     close(found, (angle.cos() * q * k).sum(-1))
 
@@ -1038,9 +1054,9 @@ DEFAULTS = """
     t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
     deberta: softmax softmax softmax none, buckets=256 max_distance=512 seed=0
     alibi: linear elu+1 plain alibi
-    lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=False
+    lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=True
         learned_basis=False base=10000.0 seed=0
-    lrpe-orthogonal: linear elu+1 plain none, basis=householder identity=0 theta=a length=512 learned=False
+    lrpe-orthogonal: linear elu+1 plain none, basis=householder identity=0 theta=a length=512 learned=True
         learned_basis=False base=10000.0 seed=0
     lrpe-permutation: linear elu+1 plain none, basis=householder learned_basis=False seed=0
     permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
@@ -1180,7 +1196,8 @@ def test_what_positions_learn_does_not_shrink(case):
 
 @pytest.mark.parametrize("theta", ["a", "b"])
 def test_a_complex_basis_of_real_vectors_is_equation_22_and_tells_direction(theta):
-    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", theta=theta, length=40), sequence(9)
+    scheme = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", theta=theta, length=40, learned=False)
+    x = sequence(9)
     q, k, _ = inputs(2, t=9)
     t = torch.arange(HEAD_DIM, dtype=torch.float64)
     angle = 10000 ** (-2 * t / HEAD_DIM) if theta == "a" else math.pi / 80 / HEAD_DIM * (t + 1)
