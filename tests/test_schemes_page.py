@@ -1,9 +1,13 @@
 """What is generated from the schemes is what is committed, and the page says what it should."""
 
+import re
+
 import pytest
 
 from isopos.catalog import CATALOG
-from tools import generate, schemes_page
+from isopos.schemes.registry import options_of
+from tools import generate, peers_page, schemes_page
+from tools.authors import AUTHORS
 
 pytestmark = pytest.mark.skipif(not (generate.ROOT / "docs").exists(), reason="docs/ is part of the repository only")
 
@@ -25,7 +29,7 @@ def test_what_is_committed_is_what_is_generated(generated, name):
 def test_every_table_has_a_row_for_each_scheme_and_few_columns(generated):
     page = generated["docs/schemes.md"][1]
     tables = [part.splitlines() for part in page.split("\n\n") if part.lstrip().startswith("| name |")]
-    assert len(tables) == 6
+    assert len(tables) == 7
     for table in tables:
         rows = [line for line in table if line.startswith("|")]
         assert [row.split("`")[1] for row in rows[2:]] == list(CATALOG)
@@ -41,3 +45,26 @@ def test_what_is_refused_has_a_note_and_performance_is_the_readme_s(generated):
     assert f"\n[{mark}] attention: expected softmax" in page
     assert f"| `rope` | {bits['rope']} |" in page
     assert "| `t5` | not measured here |" in page
+
+
+def test_every_scheme_says_what_differs_from_its_authors_code(generated):
+    assert list(AUTHORS) == list(CATALOG)
+    page = generated["docs/schemes.md"][1]
+    assert "| name | code | differs from the authors' code in |" in page
+    for name, code in AUTHORS.items():
+        assert f"| `{name}` | {code.where} | {code.said} |" in page
+        assert "/" in code.where or not code.differs, f"{name}: expected a repository whose code differs"
+
+
+def test_options_that_give_the_authors_behaviour_exist():
+    named = {name: re.findall(r"`([^`]+)`", code.differs) for name, code in AUTHORS.items()}
+    assert sum(map(len, named.values())) > 3
+    for name, options in named.items():
+        for option, _, value in (text.partition("=") for text in options):
+            values = options_of(name)[option.replace("-", "_")]
+            assert not value or value in values or not isinstance(values, tuple), (name, option)
+
+
+def test_what_differs_by_measurement_is_said_of_the_scheme():
+    for one in peers_page.COMPARISONS:
+        assert not one.differs or AUTHORS[one.scheme].differs
