@@ -159,6 +159,7 @@ IN_BASES = [(basis, {"basis": basis}) for basis in BASES]
 THETAS = [(f"theta-{theta}", {"theta": theta, "length": 100}) for theta in ("b", "c")]
 LEARNED, FIXED = ("learned", {"learned": True, "learned_basis": True}), ("fixed", {"learned": False})
 IDENTITY = ("identity-start", {"initial": "identity"})
+GATED = ("gated", {"gated": True, "noise_per_head": True})
 LOCAL = ("locality", {"locality": 0.9, "attention": "softmax"})
 SCHEMES = [
     *_rows("none", ("", {}), directed=False),
@@ -206,8 +207,9 @@ SCHEMES = [
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
     *_rows("deberta", ("", {}), ("clipped", {"buckets": 8, "max_distance": None}), directed=False),
+    *_rows("deberta", ("released", {"buckets": 8, "max_distance": 20, "released": True}), directed=False),
     *_rows("alibi", ("", {}), directed=False),
-    *_rows("retnet", ("", {}), ("original", {"original": True})),
+    *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
     *_rows("ape-absolute", ("", {}), ("query", {"side": "query"}), IDENTITY, relative=False),
@@ -217,11 +219,12 @@ SCHEMES = [
     *_rows("ape-product", ("", {}), ("images", {"parts": "tree2+grid2"}), ("rings", {"parts": "ring5+sequence"})),
     *_rows("ape-product", IDENTITY, LOCAL),
     *_rows("horn-constrained", ("", {}), ("grid", {"axes": 2, "sinusoids": 3}), ("outside", {"outside": 1})),
+    *_rows("horn-constrained", ("learned", {"axes": 2, "sinusoids": 3, "learned": True})),
     *_rows("horn-constrained", ("inside", {"inside": True, "feature_map": "favor"}), relative=False, inside=True),
     *_rows("horn-clipped", ("", {}), ("reach", {"reach": 2, "outside": 1}), directed=False),
     *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2}), directed=False),
-    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), relative=False, inside=True),
-    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), relative=False, inside=True),
+    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), GATED, relative=False, inside=True),
+    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), GATED, relative=False, inside=True),
     *_rows("shiv-quirk", ("", {}), ("branches", {"branches": 3, "depth": 2}), relative=False, directed=False),
 ]
 LEARNED = {  # by scheme, the names of its weights in files, which stay what they are

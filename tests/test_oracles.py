@@ -132,6 +132,34 @@ def test_deberta_v1_buckets():
     assert ours.bucket(offsets(len(tokens))).equal((relative + buckets).clamp(0, 2 * buckets - 1))
 
 
+@pytest.mark.parametrize("released", [True, False])
+def test_deberta_v2_attention(released):
+    """Released weights: the rows that its projections make of relative embeddings give its outputs, by its own p2c."""
+    config = module("transformers").DebertaV2Config(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=8,
+        max_relative_positions=20,
+    )
+    theirs = transformers("deberta_v2").DisentangledSelfAttention(config).double().eval()
+    x, embeddings = torch.randn(3, LENGTH, HEADS * HEAD_DIM).double(), torch.randn(16, HEADS * HEAD_DIM).double()
+    expected, _ = theirs(x, torch.ones(1, 1, LENGTH, LENGTH), rel_embeddings=embeddings)
+    scheme = isopos.deberta(HEAD_DIM, HEADS, buckets=8, max_distance=20, released=released).double()
+
+    def heads(layer, of):
+        return layer(of).unflatten(-1, (HEADS, HEAD_DIM)).transpose(-2, -3)
+
+    with torch.no_grad():
+        scheme.bias.keys.weight.copy_(heads(theirs.pos_key_proj, embeddings))
+        scheme.bias.queries.weight.copy_(heads(theirs.pos_query_proj, embeddings))
+    q, k, v = (heads(layer, x) for layer in (theirs.query_proj, theirs.key_proj, theirs.value_proj))
+    found = isopos.softmax_attention(q, k, v, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64))
+    found = found.transpose(1, 2).flatten(2)
+    assert torch.allclose(found, expected, atol=1e-6) == released  # their scale is rounded to float32
+
+
 def offsets(length):
     """Key position minus query position, int64 ``[t t]``."""
     place = torch.arange(length)

@@ -255,8 +255,10 @@ def test_what_learns_is_what_the_options_say(case):
         assert STORED.get(case.id, LEARNED.get(case.name, set())) <= stored
     names = {name.rpartition(".")[2] for name in stored}
     expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
-    expected = expected | ({"frequency"} if case.options.get("learned", case.name in ANGLES) else set())
+    learned = case.options.get("learned", case.name in ANGLES)
+    expected = expected | ({"weight" if case.name == "horn-constrained" else "frequency"} if learned else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
+    expected |= {"weight"} if case.options.get("gated") else set()
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
     assert names == expected
@@ -589,6 +591,19 @@ def test_retnet_is_rope_with_its_decay():
     assert schemes.retnet(HEAD_DIM, HEADS, original=True, denominator="plain").choices["denominator"] == "plain"
 
 
+def test_retnet_has_the_frequencies_of_its_code():
+    """torchscale: angle = 1 / 10000^linspace(0, 1, d / 2) of pairs (2i, 2i+1), and gamma = 1 - 2^(-5-h) a step."""
+    (q, k, _), x, y = inputs(1, t=9), sequence(9), 3 * sequence(9).flip(0)
+    scheme = schemes.retnet(HEAD_DIM, HEADS, original=True, frequencies="torchscale")
+    (found,) = scores_of(scheme, q, k, (x, y))
+    angle = 10000.0 ** -(torch.arange(HEAD_DIM // 2).double() / (HEAD_DIM / 2 - 1)) * (x - y)
+    a, b = (torch.view_as_complex(z.unflatten(-1, (-1, 2))) for z in (q, k))
+    close(found, (a.conj() * b * torch.exp(-1j * angle)).real.sum(-1))
+    close(scheme.decay.rate.neg().exp(), 1 - 2.0 ** (-5 - torch.arange(HEADS).double()))
+    base = schemes.retnet(4, 1, frequencies="torchscale", base=100.0).encoding.parameter
+    close(base[0, 0], torch.tensor([1.0, 0.01], dtype=torch.float64))
+
+
 def test_lrpe_unitary_is_equation_22():
     q, k, _ = inputs(1, t=9)
     x, y = sequence(9), 3 * sequence(9).flip(0)
@@ -701,6 +716,8 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.rope(7), r"head size: expected an even number"),
         (lambda: schemes.retnet(7, 1), r"head size: expected an even number"),
         (lambda: schemes.lrpe_orthogonal(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.retnet(7, 1, frequencies="torchscale"), r"head size: expected an even number"),
+        (lambda: schemes.retnet(8, 1, frequencies="linspace"), r"frequencies: expected one of rope, torchscale"),
         (lambda: schemes.ape_sequence(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=3), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=10), r"rotary_dim: expected an even number up to the head size 8, got 10"),
@@ -1047,12 +1064,13 @@ DEFAULTS = """
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
-    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 outside=0 inside=False base=10000.0
+    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
+        inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
     shaw: softmax softmax softmax none, reach=16 seed=0
     transformer-xl: softmax softmax softmax none, seed=0
     t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
-    deberta: softmax softmax softmax none, buckets=256 max_distance=512 seed=0
+    deberta: softmax softmax softmax none, buckets=256 max_distance=512 released=False seed=0
     alibi: linear elu+1 plain alibi
     lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=True
         learned_basis=False base=10000.0 seed=0
@@ -1062,11 +1080,11 @@ DEFAULTS = """
     permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
     permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
     rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
-    retnet: linear elu+1 plain retnet, original=False base=10000.0
+    retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048
-    spe-sine: linear elu+1 encoded none, sines=5 seed=0
-    spe-conv: linear elu+1 encoded none, reach=8 seed=0
+    spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
+    spe-conv: linear elu+1 encoded none, reach=8 gated=False noise_per_head=False seed=0
 """
 
 

@@ -223,8 +223,9 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
         case couplings.TransformerXL():
             return _of_transformer_xl(coupling)
         case couplings.SineSPE() | couplings.ConvSPE():
-            correlation = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
-            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(correlation(t)))]
+            own = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
+            gate = 0.0 if coupling.gate is None else constant(coupling.gate.parameter).sigmoid()
+            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(gate + (1 - gate) * own(t)))]
         case couplings.Absolute():
             raise ValueError(
                 f"scheme: expected scores of relative positions, got an absolute encoding of the {coupling.side}'s side "
@@ -344,7 +345,7 @@ def _fourier(n: int) -> Tensor:
 def _cosines(coupling: couplings.Constrained) -> Kernel:
     """Horn's relative term: sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)), over the axes."""
     a, b = constant(coupling.parameter).unbind(-1)
-    angle = partial(_angles, frequency=-coupling.frequency)  # of x - y; zero where the sinusoid is another axis'
+    angle = partial(_angles, frequency=-constant(coupling.frequencies))  # of x - y; zero where the sinusoid is another axis'
     return lambda t: (a * torch.cos(angle(t)) + b * torch.sin(angle(t))).sum(-1)[:, None, None]
 
 
@@ -391,8 +392,10 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
             return [Primitive(group, *one, *one, lambda t: weight[:, _t5_bucket(bias, t), None, None])]
         case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
             keys, queries = (scale * constant(rows.parameter) for rows in (bias.keys, bias.queries))
+            back = -1 if bias.released else 1
             to_position = Primitive(group, *content, *one, lambda t: keys[:, _deberta_row(bias, -t), :, None])
-            return [to_position, Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, t), None, :])]
+            to_content = Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, back * t), None, :])
+            return [to_position, to_content]
         case biases.Shaw():  # (LRPE, Eq. 33 and 34)
             rows = scale * constant(bias.keys.parameter)
             return [Primitive(group, *content, *one, lambda t: rows[:, _clipped(bias.reach, t), :, None])]
