@@ -24,7 +24,7 @@ class Code(NamedTuple):
 APE, SPE, HORN = "konstantinosKokos/ape", "aliutkus/spe", "ExpectationMax/Translational-Equivariant-Performers"
 LRPE = "OpenNLPLab/Lrpe, and the paper's listing"
 LRPE_SUMS = "a layer norm in place of a denominator (`denominator=none`), positions in the features' dtype"
-SPE_SUMS = "noise is drawn anew in each call, a draw a head, and some of each feature passes by a learned gate"
+SPE_SUMS = "noise is drawn anew in each call, a draw a head (`noise_per_head=true`); a learned gate (`gated=true`)"
 AUTHORS = {
     "none": Code("no code of its own"),
     "sinusoidal": Code(
@@ -64,15 +64,18 @@ AUTHORS = {
         "sines stand before cosines and offsets count to the left, so that rows of W are in another order",
     ),
     "t5": Code("google-research/text-to-text-transfer-transformer", "its logits are not scaled by d^-1/2"),
-    "deberta": Code("microsoft/DeBERTa", "position to content reads row delta(i, j), where Eq. 4 has delta(j, i)"),
+    "deberta": Code(
+        "microsoft/DeBERTa", "position to content reads row delta(i, j), where Eq. 4 has delta(j, i) (`released=true`)"
+    ),
     "alibi": Code("ofirpress/attention_with_linear_biases", "causal softmax attention only"),
     "lrpe-unitary": Code(LRPE, f"{LRPE_SUMS}; the listing takes complex features only, and its theta has type a alone"),
     "lrpe-orthogonal": Code(LRPE, f"{LRPE_SUMS}; thetas b and c are divided by the length of each call, not by `length`"),
     "lrpe-permutation": Code(LRPE, f"{LRPE_SUMS}; a table of 512 positions"),
     "permuteformer": Code(
         "cpcp1998/PermuteFormer",
-        "its language model has no denominator (`denominator=none`) and rates sigmoid(2 + 3h/H) instead of 0.88 to 0.99; it "
-        "forms r^i and r^-j, which overflow float32 after some 700 tokens; at most 5,000 positions",
+        "its language model has no denominator (`denominator=none`) and rates sigmoid(2 + 3h/H) instead of 0.88 to 0.99 "
+        "(`decay=permuteformer-released`); it forms r^i and r^-j, which overflow float32 after some 700 tokens; a table of "
+        "5,000 positions",
     ),
     "permuteformer-2d": Code(
         "cpcp1998/PermuteFormer",
@@ -81,8 +84,9 @@ AUTHORS = {
     "rope": Code("ZhuiyiTechnology/roformer"),
     "retnet": Code(
         "microsoft/torchscale",
-        "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d); weights are divided by the root of their decays' sum "
-        "and by the magnitude of their own, at least 1; then an RMS norm and a swish gate",
+        "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d) (`frequencies=torchscale`); no feature map and no "
+        "denominator (`original=true`): weights are divided by the root of their decays' sum and by the magnitude of their "
+        "own, at least 1; then an RMS norm and a swish gate",
     ),
     "xpos": Code(
         "microsoft/torchscale", "scales are powers of the distance to the middle of each call, so that cached keys age"

@@ -41,7 +41,8 @@ bounds in `tools/peers_page.py`. What schemes do otherwise than their authors' c
 [schemes.md](schemes.md), "Beside the authors' code"; rotary tables at long positions are in [exactness.md](exactness.md).
 
 **difference**: largest |ours - theirs| over max(1, largest |theirs|), of {heads} heads of {head_dim} features and {length}
-tokens. In float64 both do the same where it is below 1e-12; what is larger has a reason beside it. Here:
+tokens. In float64 both do the same where it is below 1e-12; what is larger has a reason beside it. "By its formulas": code
+that is no package, whose formulas `tools/peers_page.py` has typed again. Here:
 {versions}.
 """
 FORMULAS = """\
@@ -58,7 +59,7 @@ class Comparison:
     """One thing that both compute; `differs` says why the two are not the same function, if they are not."""
 
     scheme: str
-    package: str  # on PyPI
+    package: str  # on PyPI; empty for code that is none, whose formulas are typed here
     where: str  # the peer's function or class
     what: str
     run: Callable[[], tuple[Tensor, Tensor]]  # ours and theirs
@@ -242,7 +243,109 @@ def _performer(causal: bool) -> tuple[Tensor, Tensor]:
     return linear_attention(q, k, v, causal=causal, feature_map=ELU), attend(phi(q), phi(k), v)
 
 
+def _positions() -> Tensor:
+    return torch.arange(LENGTH, dtype=torch.float64)
+
+
+def _turned(x: Tensor, frequency: Tensor) -> Tensor:
+    """Pairs (2i, 2i + 1) of features ``[*b t d]``, turned by frequency i a step, as complex numbers."""
+    turns = torch.polar(torch.ones(1, dtype=torch.float64), _positions()[:, None] * frequency)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+
+
+def _scores(scheme: Any, q: Tensor, k: Tensor) -> Tensor:
+    found = scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)["isometry"]
+    rho_q, rho_k = found if isinstance(found, tuple) else (found, found)
+    return rho_q(q) @ rho_k(k).mT
+
+
+def _rope_frequency() -> Tensor:
+    return 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+
+
+@torch.no_grad()
+def _lrpe(kind: str) -> tuple[Tensor, Tensor]:
+    """The listing of LRPE's appendix D.2, with our Householder vector and permutation."""
+    options = {"learned": False} if kind == "orthogonal" else {}  # learned angles are float32
+    (q, k), scheme = _drawn(2), REGISTRY[f"lrpe-{kind}"](HEAD_DIM, HEADS, **options)
+    encoding: Any = scheme.encoding
+    v = encoding.basis.parameter.double()[:, None]
+    q_p, k_p = (x - 2 * (x @ v.mT) @ v / v.square().sum(-1, keepdim=True) for x in (q, k))
+    if kind == "orthogonal":
+        theirs = [_turned(x, _rope_frequency()) for x in (q_p, k_p)]
+    else:
+        places = torch.arange(HEAD_DIM).expand(1, HEADS, 1, -1).double()
+        pi = encoding.encoding(torch.ones(1, 1, dtype=torch.int64))(places).long()
+        powers = [places.long()]
+        for _ in range(LENGTH - 1):
+            powers.append(powers[-1].gather(-1, pi))
+        theirs = [x.gather(-1, torch.cat(powers, -2)) for x in (q_p, k_p)]
+    return _scores(scheme, q, k), theirs[0] @ theirs[1].mT
+
+
+def _permuteformer() -> tuple[Tensor, Tensor]:
+    """Its language model's attention: r^(i - j) on the sums, which nothing divides."""
+    q, k, v = _drawn(3)
+    scheme = isopos.permuteformer(HEAD_DIM, HEADS, decay="permuteformer-released", denominator="none")
+    places = torch.arange(HEAD_DIM).expand(1, HEADS, LENGTH, -1)
+    moved = scheme.encoding(isopos.sequence(LENGTH))(places.double()).long()
+    q_p, k_p = (x.gather(-1, moved).relu() + 1e-3 for x in (q, k))
+    r = torch.sigmoid(2 + 3 * torch.arange(HEADS, dtype=torch.float64) / HEADS)[:, None, None]
+    apart = _positions()[:, None] - _positions()
+    theirs = (q_p @ k_p.mT * r**apart).tril() @ v
+    return linear_attention(q, k, v, causal=True, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)), theirs
+
+
+def _retnet() -> tuple[Tensor, Tensor]:
+    """Its parallel form, ahead of the gate: after the norm of heads, which a row's factor does not move."""
+    q, k, v = _drawn(3)
+    scheme = isopos.retnet(HEAD_DIM, HEADS, original=True, frequencies="torchscale")
+    ours = linear_attention(q, k, v, causal=True, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64))
+    frequency = 10000.0 ** -torch.linspace(0, 1, HEAD_DIM // 2, dtype=torch.float64)
+    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))[:, None, None]
+    decays = (gamma ** (_positions()[:, None] - _positions()).clamp_min(0)).tril()
+    weights = _turned(q, frequency) @ _turned(k * HEAD_DIM**-0.5, frequency).mT
+    weights = weights * decays / decays.sum(-1, keepdim=True).sqrt()
+    theirs = weights / weights.sum(-1, keepdim=True).abs().clamp_min(1) @ v
+    ours, theirs = (x / x.square().mean(-1, keepdim=True).sqrt() for x in (ours, theirs))
+    return ours, theirs
+
+
+def _cosformer() -> tuple[Tensor, Tensor]:
+    q, k, v = _drawn(3)
+    scheme = isopos.cosformer(HEAD_DIM, HEADS, length=LENGTH)
+    angle = torch.pi / 2 / LENGTH * (_positions()[:, None] - _positions())
+    weights = (q.relu() @ k.relu().mT * angle.cos()).tril()
+    theirs = weights / weights.sum(-1, keepdim=True).clamp_min(1e-6) @ v
+    return linear_attention(q, k, v, causal=True, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)), theirs
+
+
+def _xpos_of_torchscale() -> tuple[Tensor, Tensor]:
+    """Scales about the middle of the call."""
+    q, k = _drawn(2)
+    share = (torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) + 0.4 * HEAD_DIM) / (1.4 * HEAD_DIM)
+    scale = share.repeat_interleave(2) ** ((_positions() - (LENGTH + 1) // 2) / 512)[:, None]
+    theirs = (_turned(q, _rope_frequency()) * scale) @ (_turned(k, _rope_frequency()) / scale).mT
+    return _scores(isopos.xpos(HEAD_DIM), q, k).tril(), theirs.tril()
+
+
+@torch.no_grad()
+def _ape() -> tuple[Tensor, Tensor]:
+    """Powers of one orthogonal matrix a head by repeated products."""
+    (q, k), scheme = _drawn(2), isopos.ape_sequence(HEAD_DIM, HEADS)
+    generator = torch.randn(HEADS, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    encoding: Any = scheme.encoding
+    encoding.parameter.copy_(0.2 * generator)
+    step = torch.matrix_exp((0.2 * generator).double() - (0.2 * generator).double().mT)
+    powers = [torch.eye(HEAD_DIM, dtype=torch.float64).expand(HEADS, -1, -1)]
+    for _ in range(LENGTH - 1):
+        powers.append(powers[-1] @ step)
+    theirs = [torch.einsum("thij,bhtj->bhti", torch.stack(powers), x) for x in (q, k)]
+    return _scores(scheme, q, k), theirs[0] @ theirs[1].mT
+
+
 FLOAT32 = "its angles are float32"
+TYPED = "by its formulas"
 COMPARISONS = (
     *(
         Comparison("rope", ROTARY[name].package, name, "scores, from the same exact angles", partial(_rope, name))
@@ -266,6 +369,13 @@ COMPARISONS = (
         )
         for version in ("deberta_v2", "deberta")
     ),
+    *(
+        Comparison(
+            "deberta", "transformers", f"{version}.DisentangledSelfAttention", "outputs with `released=true`",
+            partial(_deberta, version, released=True), 1e-6, "its scale is rounded to float32",
+        )
+        for version in ("deberta_v2", "deberta")
+    ),
     Comparison(
         "transformer-xl", "transformers", "Wav2Vec2BertSelfAttention, relative", "outputs", _transformer_xl, 1e-6,
         why="its sinusoids are float32",
@@ -286,13 +396,31 @@ COMPARISONS = (
         partial(_performer, True), 1e-5, "it adds 1e-6 to each feature's sum of keys in the denominator",
     ),
     Comparison("none", "performer-pytorch", "linear_attention", "outputs of elu+1, both ways", partial(_performer, False)),
+    Comparison(
+        "lrpe-orthogonal", "", f"LRPE's listing, {TYPED}", "scores with `learned=false`", partial(_lrpe, "orthogonal")
+    ),
+    Comparison("lrpe-permutation", "", f"LRPE's listing, {TYPED}", "scores", partial(_lrpe, "permutation")),
+    Comparison(
+        "permuteformer", "", f"PermuteFormer, {TYPED}",
+        "causal outputs with `decay=permuteformer-released,denominator=none`", _permuteformer,
+    ),
+    Comparison(
+        "retnet", "", f"torchscale, {TYPED}",
+        "causal outputs with `original=true,frequencies=torchscale`, after the norm", _retnet,
+    ),
+    Comparison("xpos", "", f"torchscale, {TYPED}", "causal scores", _xpos_of_torchscale),
+    Comparison(
+        "cosformer", "", f"cosFormer, {TYPED}", "causal outputs with `length` that of the call", _cosformer,
+        differs="features are max(x, 0) + 0.001 here, so that a denominator is never 0",
+    ),
+    Comparison("ape-sequence", "", f"APE, {TYPED}", "scores", _ape),
 )  # fmt: skip
 
 
 def page() -> str:
     """The whole page."""
     packages = dict.fromkeys(comparison.package for comparison in COMPARISONS)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", *packages))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in filter(None, ("torch", *packages)))
     sizes = {"heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH}
     rows = [row(one, f"{error(*one.run()):.0e}") for one in ordered()]
     lines = (
