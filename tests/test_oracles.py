@@ -5,7 +5,6 @@ Peers are imported inside the tests: a whole model of theirs takes seconds.
 
 import importlib.util
 
-import numpy as np
 import pytest
 import torch
 from cases import close
@@ -16,6 +15,8 @@ from isopos.decays import alibi_rates
 from isopos.feature_maps import Favor
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.peers import ROTARY
+from tools.peers_page import COMPARISONS, rotated
+from tools.peers_page import error as difference_of
 
 pytestmark = pytest.mark.oracles
 HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
@@ -48,28 +49,17 @@ def rope(layout, dtype=torch.float64, start=0):
     return isopos.rope(HEAD_DIM, HEADS, layout=layout).encoding(isopos.sequence(LENGTH) + start, dtype)
 
 
-def angles(layout):
-    """Of each feature, float64 ``[t d]``, by numpy: the peers' formulas take them or their cosines and sines."""
-    frequency = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    each = np.arange(LENGTH)[:, None] * frequency
-    return torch.from_numpy(np.repeat(each, 2, -1) if layout == "interleaved" else np.tile(each, 2))
-
-
 def queries_and_keys(dtype=torch.float64):
     return torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM, dtype=dtype)
 
 
-def rotated(name, q, k):
-    """Queries and keys, by a peer's own function from exact angles in its layout."""
-    module, angle = ROTARY[name].load(), angles(ROTARY[name].layout)
-    if name == "transformers Llama":
-        return module.apply_rotary_pos_emb(q, k, angle[None].cos(), angle[None].sin())
-    if name == "transformers RoFormer":
-        table = torch.cat((angle[:, ::2].sin(), angle[:, ::2].cos()), -1)
-        return module.RoFormerSelfAttention.apply_rotary_position_embeddings(table, q, k)
-    if name == "x-transformers":
-        return [module.apply_rotary_pos_emb(x, angle[None]) for x in (q, k)]
-    return [module.apply_rotary_emb(angle, x) for x in (q, k)]
+@pytest.mark.parametrize("one", COMPARISONS, ids=lambda one: f"{one.scheme}-{one.where}")
+def test_what_the_page_compares(one):
+    """Within its bound; or, where two functions are said to differ, by more than any rounding."""
+    if one.package:
+        module(one.package.replace("-", "_"))
+    difference = difference_of(*one.run())
+    assert difference > 1e-3 if one.differs else difference < one.bound
 
 
 @ALL_PEERS
