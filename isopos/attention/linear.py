@@ -13,10 +13,8 @@ from isopos.attention.problem import (
     IsometryPair,
     LinearOptions,
     Problem,
-    check,
-    check_decay,
+    check_common,
     check_denominator,
-    check_inputs,
     check_linear,
     group,
     ungroup,
@@ -81,8 +79,8 @@ def linear_attention(
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
-    terms are then those of the keys' heads.
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
+    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
 
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
@@ -108,7 +106,6 @@ def linear_attention(
     """
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "segment_ids": segment_ids, "state": state}
-    q, groups = group(q, k, v)
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
         if problem.empty:
@@ -118,7 +115,7 @@ def linear_attention(
         else:
             total = with_terms(linear.linear(_sums(problem)), problem)
             out, after = _divided(total, problem), State()
-    out = ungroup(out.to(q.dtype), groups)
+    out = ungroup(out.to(q.dtype), problem.groups)
     return (out, after) if return_state else out
 
 
@@ -134,7 +131,6 @@ def explain(
         chunks serves
         cpu does not: it sums up float32, not torch.float64
     """
-    q, _ = group(q, k, v)
     return linear.explain(_sums(segmented(check_linear(q, k, v, options, streams=return_state))))
 
 
@@ -159,13 +155,12 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    check_inputs(q, k, v)
-    _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
+    problem = group(check_common(q, k, v, {"isometry": isometry, "decay": decay, "causal": causal, "mask": mask}))
     check_denominator(denominator, q)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
-    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    out = reference.linear(*wide, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
-    return out.to(q.dtype)
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
+    out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
+    return ungroup(out.to(q.dtype), problem.groups)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:

@@ -14,7 +14,6 @@ from isopos.attention.problem import (
     SegmentPair,
     SoftmaxOptions,
     check_softmax,
-    group,
     ungroup,
 )
 from isopos.exact import full_precision, narrow, wide_device
@@ -69,8 +68,8 @@ def softmax_attention(
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
-    terms are then those of the keys' heads.
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
+    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
 
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
@@ -91,11 +90,10 @@ def softmax_attention(
     """
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "segment_ids": segment_ids, "state": state}
-    q, groups = group(q, k, v)
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale), locality)
-    out = ungroup(out, groups)
+    out = ungroup(out, problem.groups)
     return (out, after) if return_state else out
 
 
