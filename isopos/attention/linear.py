@@ -51,6 +51,8 @@ def linear_attention(
     causal: bool = False,
     terms: Sequence[Term] | None = None,
     mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: Tensor | None = None,
     state: State | None = None,
     return_state: bool = False,
@@ -74,6 +76,10 @@ def linear_attention(
         terms: Added to the weights: `Clipped` ones of side "query", <phi(q_i), phi(row)>, in linear time. No others
             factor: a bias of logits is a factor of weights that depends on both tokens.
         mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
+        attn_mask: Refused: linear attention forms no weight of a pair that a mask could change.
+        window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
+            after it. Indices are counted from the last key, whatever mask or segments leave out. Sums of blocks as long as
+            the window are added, none is subtracted, and the cost does not grow with the window. Not in streams.
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys; tokens of one id are next to each other.
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
@@ -105,13 +111,17 @@ def linear_attention(
         torch.Size([2, 4, 100, 16])
     """
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
-    options |= {"causal": causal, "terms": terms, "mask": mask, "segment_ids": segment_ids, "state": state}
+    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window}
+    options |= {"segment_ids": segment_ids, "state": state}
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
         if problem.empty:
             out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
+        elif problem.window is not None:
+            total = linear.windowed(_sums(problem), problem.window, linear.linear)
+            out, after = _divided(total, problem), State()
         else:
             total = with_terms(linear.linear(_sums(problem)), problem)
             out, after = _divided(total, problem), State()
@@ -131,7 +141,12 @@ def explain(
         chunks serves
         cpu does not: it sums up float32, not torch.float64
     """
-    return linear.explain(_sums(segmented(check_linear(q, k, v, options, streams=return_state))))
+    problem = segmented(check_linear(q, k, v, options, streams=return_state))
+    sums = _sums(problem)
+    if problem.window is not None:  # features are made before they are cut into blocks
+        (queries, *_), (keys, *_), values = sums.made()
+        sums = Sums(queries, keys, values, ALL_READY, sums.g, sums.causal)
+    return linear.explain(sums)
 
 
 def naive_linear_attention(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isopos.catalog import at_least
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity
 from isopos.maps import Identity, TokenMap
@@ -30,6 +31,8 @@ class Options(TypedDict, total=False):
     causal: bool
     terms: Sequence[Term] | None
     mask: Tensor | None
+    attn_mask: Tensor | None
+    window: int | None
     state: State | None
 
 
@@ -47,10 +50,13 @@ class SoftmaxOptions(Options, total=False):
     scale: float | None
     locality: Tensor | None
     segment_ids: SegmentPair
+    dropout: float
 
 
 class Problem(NamedTuple):
-    """Attention, checked: arguments as they were given, pairs as pairs. `g` and what follows belong to linear attention.
+    """Attention, checked: arguments as they were given, pairs as pairs.
+
+    `locality`, `attn_mask` and `dropout` belong to softmax attention, `g` and what follows to linear attention.
 
     Attributes:
         batch: Leading dimensions ``[*b h]`` of the output; with groups ``[groups *b h]``, h being those of keys.
@@ -76,6 +82,10 @@ class Problem(NamedTuple):
     phi: Phi
     groups: int = 1
     kind: str = ""
+    window: int | None = None
+    locality: Tensor | None = None
+    attn_mask: Tensor | None = None
+    dropout: float = 0.0
     g: Decays = None
     before: Tensor | None = None
     denominator: str | None = None
@@ -121,7 +131,10 @@ def group(problem: Problem) -> Problem:
         return problem  # left to broadcasting
     groups, batch = heads // own, problem.batch
     q = q.expand(*batch[:-1], *q.shape[-3:]).unflatten(-3, (own, groups)).movedim(-3, 0)
-    return problem._replace(q=q, batch=torch.Size((groups, *batch[:-1], own)), groups=groups)
+    attn_mask = problem.attn_mask
+    if attn_mask is not None and attn_mask.ndim > 2 and attn_mask.shape[-3] == heads:
+        attn_mask = attn_mask[(None,) * (len(batch) + 2 - attn_mask.ndim)].unflatten(-3, (own, groups)).movedim(-3, 0)
+    return problem._replace(q=q, batch=torch.Size((groups, *batch[:-1], own)), groups=groups, attn_mask=attn_mask)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
@@ -143,7 +156,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     check_denominator(denominator, q)
     if phi is not None and not callable(phi):
         raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
-    _check_factors(problem, denominator, options.get("segment_ids"))
+    _check_factors(problem, denominator, options)
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
@@ -177,11 +190,35 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
         check_tensor("locality", locality, q)
     if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], problem.batch[:-1])):
         raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
-    problem = group(problem)
+    attn_mask, window, dropout = options.get("attn_mask"), problem.window, options.get("dropout", 0.0)
+    if attn_mask is not None:
+        _check_pairs(attn_mask, q, torch.Size((*problem.batch, t, s)))
+        if problem.state is not None and window is not None:
+            raise ValueError(
+                "attn_mask: expected none beside a window in a stream, which forgets the tokens before, got one"
+            )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
+    problem = group(problem._replace(locality=locality, attn_mask=attn_mask, dropout=dropout))
     if problem.state is None:
         return problem
-    problem.state.expect(kind := _kind("softmax", problem, ()), problem.of_keys)
+    kind = _kind("softmax", problem, () if window is None else (f"window {window}",))
+    problem.state.expect(kind, problem.of_keys)
     return problem._replace(kind=kind)
+
+
+def _check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
+    """ValueError where a mask of pairs does not fit ``[*b h t s]``."""
+    check_tensor("attn_mask", attn_mask, q)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask: expected bool, True for a key that takes part, or floats, which are added, got {attn_mask.dtype}"
+        )
+    if not broadcasts(attn_mask.shape, pairs):
+        raise ValueError(
+            f"attn_mask: expected what broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
+            "one a sample needs an axis of heads, attn_mask[:, None]"
+        )
 
 
 def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = False, seen: int = 0) -> Problem:
@@ -201,7 +238,11 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity)
+    problem, window = Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity), None
+    if options.get("window") is not None:
+        window = at_least("window", options["window"])
+        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # all are in it
+    return problem if window is None else problem._replace(window=window)
 
 
 def _check(
@@ -337,9 +378,24 @@ def check_denominator(denominator: str | None, q: Tensor) -> None:
         )
 
 
-def _check_factors(problem: Problem, denominator: str | None, segment_ids: SegmentPair) -> None:
+def _check_factors(problem: Problem, denominator: str | None, options: LinearOptions) -> None:
     """ValueError where what comes together has no sum in linear time."""
-    terms = problem.terms
+    terms, segment_ids = problem.terms, options.get("segment_ids")
+    if options.get("attn_mask") is not None:
+        raise ValueError(
+            "attn_mask: expected none in linear attention, which forms no weight of a pair that it could mask, got one; "
+            "mask [*b s], segment_ids, causal and window factor, and softmax_attention takes any"
+        )
+    if problem.window is not None and terms:
+        raise ValueError(
+            f"window: expected none beside clipped terms, whose far keys share one sum, got {problem.window}; "
+            "use softmax_attention"
+        )
+    if problem.window is not None and problem.state is not None:
+        raise ValueError(
+            f"window: expected none in a stream of linear attention, whose sums forget no token, got {problem.window}; "
+            "give it the last window - 1 keys and values again, before those of the new tokens, or use softmax_attention"
+        )
     for term in terms:
         if not isinstance(term, Clipped) or term.side != "query":
             raise ValueError(

@@ -3,13 +3,13 @@
     y_i = sum_j w_ij (v_j + row_ij) / sum_j w_ij
 
     linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
-    softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij - |g_i - g_j|)
+    softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij + attn_mask_ij - |g_i - g_j|)
 
-Sums are over the keys j that take part: those that are not masked, of the query's segment, and where it is causal not after
-the query, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs
-of features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
-differentiable any number of times. Arguments are those of `linear_attention` and `softmax_attention`, which check them;
-nothing does here.
+Sums are over the keys j that take part: those that are not masked, of the query's segment, where it is causal not after the
+query, and less than a window away from it, the last query aligned with the last key. A plain denominator sums weights
+without rho; a complex one takes pairs of features as complex numbers. Time and memory are quadratic, the dtype is that of
+the inputs, and every operation is differentiable any number of times. Arguments are those of `linear_attention` and
+`softmax_attention`, which check them; nothing does here.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,6 +42,7 @@ def linear(
     causal: bool = False,
     terms: Sequence[Term] = (),
     mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: Pair = None,
 ) -> Tensor:
     """Linear attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]``: ``[*b h t e]``.
@@ -55,7 +56,7 @@ def linear(
     phi_q, phi = sides(feature_map or identity)
     q, k = phi_q(q), _without(phi(k), mask)
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    factor = _takes_part(q, k, causal, mask, segment_ids).to(q.dtype)
+    factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
     if decay is not None:
         factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
@@ -83,6 +84,8 @@ def softmax(
     terms: Sequence[Term] = (),
     locality: Tensor | None = None,
     mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: Pair = None,
 ) -> Tensor:
     """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
@@ -97,7 +100,10 @@ def softmax(
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
         logits = logits + _exponents(decay, causal)
-    part = _takes_part(q, k, causal, mask, segment_ids)
+    part = _takes_part(q, k, causal, mask, window, segment_ids)
+    if attn_mask is not None:
+        part = part & (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf)
+        logits = logits if attn_mask.dtype == torch.bool else logits + torch.where(attn_mask == -torch.inf, 0, attn_mask)
     weight = torch.where(part, (logits - logits.amax(-1, keepdim=True)).exp(), 0)
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
     return weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value")
@@ -120,11 +126,14 @@ def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
     return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * found).sum(-1)
 
 
-def _takes_part(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, segment_ids: Pair = None) -> Tensor:
+def _takes_part(
+    q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, window: int | None, segment_ids: Pair = None
+) -> Tensor:
     """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
     t, s = q.shape[-2], k.shape[-2]
-    part = torch.ones(t, s, dtype=torch.bool, device=q.device)
-    part = part.tril(s - t) if causal else part
+    offset = torch.arange(s, device=q.device) - torch.arange(s - t, s, device=q.device)[:, None]
+    part = offset <= 0 if causal else offset == offset
+    part = part if window is None else part & (offset.abs() < window)
     if segment_ids is not None:
         of_queries, of_keys = _pair(segment_ids)
         part = part & (of_queries[..., -t:, None] == of_keys[..., None, :]).unsqueeze(-3)
