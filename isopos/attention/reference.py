@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isopos.exact import narrow
-from isopos.feature_maps import Phi, identity, sides
+from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
 from isopos.terms import Clipped, Term
 
@@ -53,9 +53,10 @@ def linear(
         True
     """
     k, v = (_without(x, mask) for x in (k, v))
-    phi_q, phi = sides(feature_map or identity)
-    q, k = phi_q(q), _without(phi(k), mask)
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    divides = denominator is not None and all(rho.isometric or rho.linear for rho in (rho_q, rho_k))
+    phi_q, phi = sides(feature_map or identity) if divides else (undivided(feature_map or identity),) * 2
+    q, k = phi_q(q), _without(phi(k), mask)
     factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
     if decay is not None:
         factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
