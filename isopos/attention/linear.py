@@ -15,6 +15,7 @@ from isopos.attention.problem import (
     Problem,
     check_common,
     check_denominator,
+    check_feature_map,
     check_linear,
     group,
     ungroup,
@@ -172,6 +173,7 @@ def naive_linear_attention(
     """
     problem = group(check_common(q, k, v, {"isometry": isometry, "decay": decay, "causal": causal, "mask": mask}))
     check_denominator(denominator, q)
+    check_feature_map(feature_map)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
     out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)

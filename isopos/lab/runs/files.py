@@ -89,9 +89,13 @@ def parse_json(
 ) -> Any:
     """The value that a text, which `path` holds, stands for, as `read_json`."""
     try:
-        value = change(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        damaged(path, f"expected JSON, got {type(error).__name__}: {error}", remedy)
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        damaged(path, f"expected JSON, got none: {error}", remedy)
+    try:
+        value = change(value)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        damaged(path, mismatch(value, kind) or f"expected other values, got {_short(value)}", remedy)
     if wrong := mismatch(value, kind):
         damaged(path, wrong, remedy)
     return value
