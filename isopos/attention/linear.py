@@ -11,6 +11,7 @@ from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_
 from isopos.attention.problem import (
     DecayPair,
     IsometryPair,
+    Layout,
     LinearOptions,
     Problem,
     check_common,
@@ -18,7 +19,7 @@ from isopos.attention.problem import (
     check_feature_map,
     check_linear,
     group,
-    ungroup,
+    restored,
 )
 from isopos.attention.segments import segmented
 from isopos.exact import full_precision
@@ -55,6 +56,7 @@ def linear_attention(
     attn_mask: Tensor | None = None,
     window: int | None = None,
     segment_ids: Tensor | None = None,
+    layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, State]:
@@ -83,6 +85,7 @@ def linear_attention(
             the window are added, none is subtracted, and the cost does not grow with the window. Not in streams.
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys; tokens of one id are next to each other.
+        layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
 
@@ -113,11 +116,11 @@ def linear_attention(
     """
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window}
-    options |= {"segment_ids": segment_ids, "state": state}
+    options |= {"segment_ids": segment_ids, "layout": layout, "state": state}
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
         if problem.empty:
-            out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
+            out, after = q.new_zeros(*problem.batch, problem.q.shape[-2], v.shape[-1]), problem.state or State()
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
         elif problem.window is not None:
@@ -126,7 +129,7 @@ def linear_attention(
         else:
             total = with_terms(linear.linear(_sums(problem)), problem)
             out, after = _divided(total, problem), State()
-    out = ungroup(out.to(q.dtype), problem.groups)
+    out = restored(out.to(q.dtype), problem)
     return (out, after) if return_state else out
 
 
@@ -177,7 +180,7 @@ def naive_linear_attention(
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
     out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
-    return ungroup(out.to(q.dtype), problem.groups)
+    return restored(out.to(q.dtype), problem)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:

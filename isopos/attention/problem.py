@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.catalog import at_least
+from isopos.catalog import at_least, expect
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import Identity, TokenMap
@@ -16,11 +16,12 @@ from isopos.ops.linear.features import Decays
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "ungroup"]
+__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "restored"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
+Layout = Literal["bhtd", "bthd"]
 
 
 class Options(TypedDict, total=False):
@@ -33,6 +34,7 @@ class Options(TypedDict, total=False):
     mask: Tensor | None
     attn_mask: Tensor | None
     window: int | None
+    layout: Layout
     state: State | None
 
 
@@ -60,6 +62,7 @@ class Problem(NamedTuple):
 
     Attributes:
         batch: Leading dimensions ``[*b h]`` of the output; with groups ``[groups *b h]``, h being those of keys.
+        layout: In which the queries were given, and the output is to be; here all is ``[*b h t d]``.
         groups: How many neighbouring heads of queries share one of keys, as a first axis of queries; 1 for none.
         segments: Ids of queries and keys; those of queries may be those of all keys.
         kind: Of the states that this attention writes.
@@ -81,6 +84,7 @@ class Problem(NamedTuple):
     state: State | None
     phi: Phi
     groups: int = 1
+    layout: str = "bhtd"
     kind: str = ""
     window: int | None = None
     locality: Tensor | None = None
@@ -143,13 +147,25 @@ def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     return (heads, own) if own and heads > own and heads % own == 0 else (heads, heads)
 
 
-def ungroup(out: Tensor, groups: int) -> Tensor:
-    """The inverse of `group`, of an output."""
-    return out if groups == 1 else out.movedim(0, -3).flatten(-4, -3)
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v ``[*b h t d]`` of either layout."""
+    if layout == "bhtd":
+        return q, k, v
+    expect("layout", layout, get_args(Layout))
+    check_inputs(q, k, v)
+    q, k, v = (x if x.ndim < 3 else x.transpose(-3, -2) for x in (q, k, v))
+    return q, k, v
+
+
+def restored(out: Tensor, problem: Problem) -> Tensor:
+    """An output with the heads, and in the layout, of the queries that were given."""
+    out = out if problem.groups == 1 else out.movedim(0, -3).flatten(-4, -3)
+    return out if problem.layout == "bhtd" else out.transpose(-3, -2)
 
 
 def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> Problem:
     """The problem of linear attention; ValueError where its arguments have none."""
+    q, k, v = _heads_first(q, k, v, options.get("layout", "bhtd"))
     problem = check_common(q, k, v, options, streams=streams)
     phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
     state, decay, causal = problem.state, problem.decay, problem.causal
@@ -181,6 +197,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
 def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> Problem:
     """The problem of softmax attention; ValueError where its arguments have none."""
     locality, state = options.get("locality"), options.get("state")
+    q, k, v = _heads_first(q, k, v, options.get("layout", "bhtd"))
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
     problem = check_common(q, k, v, options, streams=streams, seen=seen)
     t, s = q.shape[-2], k.shape[-2] + seen
@@ -240,6 +257,8 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
     problem, window = Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity), None
+    if options.get("layout", "bhtd") != "bhtd":
+        problem = problem._replace(layout=options["layout"])
     if options.get("window") is not None:
         window = at_least("window", options["window"])
         window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # all are in it
@@ -341,7 +360,11 @@ def _check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: tuple[int, int])
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
         if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], *heads):
             expected = [*x.shape[:-2], x.shape[-2]]
-            raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
+            swapped = g.ndim > 0 and g.shape[-1] == x.shape[-3] and x.ndim > 3
+            remedy = "; [b t h d] needs layout='bthd'" if swapped else ""
+            raise ValueError(
+                f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}{remedy}"
+            )
     return pair
 
 
