@@ -227,6 +227,8 @@ class Scheme(nn.Module):
     @property
     def feature_map(self) -> Phi:
         """phi of linear attention; that of `Favor` without its scales, where these do not divide out."""
+        if self.attention == "softmax":
+            raise AttributeError("feature_map: expected a scheme of linear attention, got one of softmax, which has none")
         if self.favor is None:
             return FEATURE_MAPS[self.choices["feature_map"]]
         added = self.encoding.is_additive and not self.inside

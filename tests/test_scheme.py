@@ -103,3 +103,8 @@ def test_only_streams_go_on_to_other_layers():
     _, state = other(*inputs(1, t=3), sequence(3), state=State(), causal=True)
     with pytest.raises(ValueError, match="state: expected one of this scheme with these options"):
         scheme.at(sequence(3), state=State()).of(state)
+
+
+def test_softmax_attention_has_no_feature_map():
+    scheme = isopos.rope(HEAD_DIM, HEADS, attention="softmax")
+    assert not hasattr(scheme, "feature_map"), "what walks over attributes, as torch.jit.trace, finds none"

@@ -82,7 +82,8 @@ def linear_attention(
         attn_mask: Refused: linear attention forms no weight of a pair that a mask could change.
         window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
             after it. Indices are counted from the last key, whatever mask or segments leave out. Sums of blocks as long as
-            the window are added, none is subtracted, and the cost does not grow with the window. Not in streams.
+            the window are added, none is subtracted, and the cost does not grow with the window. Not in streams, and not
+            exported with a dynamic length.
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys; tokens of one id are next to each other.
         layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.

@@ -40,16 +40,14 @@ def windowed(sums: Sums, window: int, linear: Callable[[Sums], Tensor]) -> Tenso
 
 def _blocks(operands: Sequence[Tensor], g: Decays, window: int) -> tuple[Tensor, Tensor, Tensor, Decays]:
     """Tokens by blocks ``[*b h n w .]``; rows of zeros come before the first ones."""
-    missing = -operands[0].shape[-2] % window
-    q, k, v = (F.pad(x, (0, 0, missing, 0)).unflatten(-2, (-1, window)) for x in operands)
+    count = (operands[0].shape[-2] + window - 1) // window
+    missing = count * window - operands[0].shape[-2]
+    q, k, v = (F.pad(x, (0, 0, missing, 0)).unflatten(-2, (count, window)) for x in operands)
     if g is not None:
-        first = g[1][..., :1].expand(*g[1].shape[:-1], missing)
-        g = (_joined(first, g[0], window), _joined(first, g[1], window))
+        first = g[1][..., :1]
+        g_q, g_k = (torch.cat((first.expand(*x.shape[:-1], missing), x), -1).unflatten(-1, (count, window)) for x in g)
+        g = g_q, g_k
     return q, k, v, g
-
-
-def _joined(first: Tensor, g: Tensor, window: int) -> Tensor:
-    return torch.cat((first, g), -1).unflatten(-1, (-1, window))
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool, linear: Callable[[Sums], Tensor]) -> Tensor:
