@@ -608,3 +608,18 @@ def test_a_layout_that_was_not_said(attention):
         rotary(7)(q)
     with pytest.raises(ValueError, match="layout: expected one of bhtd, bthd, got 'bhdt'"):
         attention(q, k, v, layout="bhdt")
+
+
+# Schemes of the other kind
+
+
+@both
+def test_a_scheme_of_the_other_attention(attention):
+    kind, other = ("linear", "softmax") if attention is linear_attention else ("softmax", "linear")
+    name = {"linear": "scale", "softmax": "feature_map"}[kind]
+    q, k, v = inputs(2, t=4)
+    at = schemes.rope(HEAD_DIM, HEADS, attention=other).at(sequence(4))
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; build the scheme with attention='{kind}'$"):
+        attention(q, k, v, **at)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'$"):
+        attention(q, k, v, casual=True)

@@ -19,6 +19,7 @@ from isopos.attention.problem import (
     check_feature_map,
     check_linear,
     group,
+    refuse,
     restored,
 )
 from isopos.attention.segments import segmented
@@ -59,6 +60,7 @@ def linear_attention(
     layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost proportional to length.
 
@@ -115,6 +117,8 @@ def linear_attention(
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
         torch.Size([2, 4, 100, 16])
     """
+    if others:
+        refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window}
     options |= {"segment_ids": segment_ids, "layout": layout, "state": state}

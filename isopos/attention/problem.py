@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, Never, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from isopos.ops.linear.features import Decays
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "restored"]
+__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "refuse", "restored"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
@@ -53,6 +53,16 @@ class SoftmaxOptions(Options, total=False):
     locality: Tensor | None
     segment_ids: SegmentPair
     dropout: float
+
+
+OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # what schemes give
+
+
+def refuse(kind: str, names: Sequence[str]) -> Never:
+    """Raise TypeError for arguments that attention of a kind has not, though schemes built for the other kind give them."""
+    other = "softmax" if kind == "linear" else "linear"
+    remedy = f"; build the scheme with attention={kind!r}" if set(names) & set(OWN[other]) else ""
+    raise TypeError(f"{kind}_attention() got an unexpected keyword argument {names[0]!r}{remedy}")
 
 
 class Problem(NamedTuple):

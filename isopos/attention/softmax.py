@@ -1,7 +1,7 @@
 """Softmax attention with positions, through `scaled_dot_product_attention`."""
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from isopos.attention.problem import (
     SegmentPair,
     SoftmaxOptions,
     check_softmax,
+    refuse,
     restored,
 )
 from isopos.exact import full_precision, narrow, wide_device
@@ -56,6 +57,7 @@ def softmax_attention(
     layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
@@ -114,6 +116,8 @@ def softmax_attention(
         >>> torch.allclose(new, softmax_attention(q, k, v, causal=True)[..., 8:, :], atol=1e-6)
         True
     """
+    if others:
+        refuse("softmax", list(others))
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
     options |= {"dropout": dropout, "layout": layout, "state": state}
