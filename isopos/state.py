@@ -20,7 +20,8 @@ class State:
     """The tokens of a stream so far: sums of constant size for linear attention, a growing cache for softmax attention.
 
     ``State()`` is a stream without tokens. Attention takes a state and returns the next; it changes none, so that several
-    continuations may start from one.
+    continuations may start from one. Every layer has its own; layers that share a scheme evaluate it once a step, by
+    ``at = scheme.at(x, state=states[0])``, and take ``at.of(states[n])``.
 
     Args:
         tensors: By name, batch axes first.
