@@ -14,7 +14,7 @@ from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import ExactModule, shown
+from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, Phi, sides
 from isopos.maps import Mapped
 from isopos.positions import Group, Line
@@ -86,6 +86,10 @@ class Scheme(nn.Module):
     decay, terms, feature map and denominator, and the norm that follows where there is none. Only an `embedding` has its
     place ahead of it, added to the tokens. ``scheme.at(x)`` are the arguments, to be evaluated once and shared by layers.
 
+    What is fixed is float64. What is learned is float32, also after ``.bfloat16()`` or ``.half()``, and float64 after
+    ``.double()``. Tables are float32 whatever that is: float64 queries want ``at(x, dtype=torch.float64)``, since they see
+    positions to some 1e-7 otherwise. Log decays are float64.
+
     Args:
         encoding: rho, for `heads` heads: an `Encoding`, or a `Coupling` that is none.
         heads: Number of key heads.
@@ -98,6 +102,7 @@ class Scheme(nn.Module):
         bias: Relative terms, or None. Linear attention takes `ClippedKeys` only.
         scale: Of softmax attention; d^-1/2 of the queries by default.
         locality: Softmax attention multiplies <rho(x_i) q_i, rho(x_j) k_j> by locality^distance (APE, section 4.2).
+        metric: Of that distance: steps of the group by default, or "euclidean", straight over a grid and rounded down.
         inside: Whether the coupling acts ahead of the feature map.
         width: Features of queries and keys are so many times the head size, by wider projections.
 
@@ -127,6 +132,7 @@ class Scheme(nn.Module):
         bias: RelativeBias | None = None,
         scale: float | None = None,
         locality: float | None = None,
+        metric: str | None = None,
         inside: bool = False,
         width: int = 1,
     ):
@@ -142,6 +148,7 @@ class Scheme(nn.Module):
             decay_module = decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, attention, embedding, bias
         self.decay, self.scale, self.locality, self.inside, self.width = decay_module, scale, locality, inside, width
+        self.metric = metric
         self._check_parts()
         if attention == "softmax":
             for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
@@ -169,6 +176,8 @@ class Scheme(nn.Module):
             raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
         if self.locality is not None and not 0 < self.locality <= 1:
             raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
+        if self.metric is not None and (self.locality is None or not group.is_grid or self.metric != "euclidean"):
+            raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale: expected a positive number, got {self.scale}")
         if self.inside and (self.attention == "softmax" or self.bias is not None):
@@ -308,7 +317,7 @@ class Scheme(nn.Module):
         if self.attention == "softmax":
             found["scale"] = self.encoding.features**-0.5 if self.scale is None else self.scale
             if self.locality is not None:
-                found["locality"] = self.locality ** self.group.distance(x, y).to(dtype)
+                found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
             return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside:
@@ -316,11 +325,18 @@ class Scheme(nn.Module):
         found["feature_map"] = None if self.inside else phi
         return Arguments(found, denominator=None if denominator == "none" else denominator)
 
+    def _distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """That of locality, between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
+        if self.metric is None:
+            return self.group.distance(x, y)
+        return (wide(x).unsqueeze(-2) - wide(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
+
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
         if x_key is not None:
             raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
         expect_state(state)
+        self.group.check(x)
         if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
         own = state.stamped(self.fingerprint, None)

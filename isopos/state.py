@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.exact import shown
+
 __all__ = ["State", "expect_state"]
 
 TEXTS = ("fingerprint", "kind")
@@ -45,6 +47,9 @@ class State:
     fingerprint: str = ""
     kind: str = ""
     in_place: bool = False
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __getitem__(self, name: str) -> Tensor | None:
         """A tensor, or None where there is none yet."""

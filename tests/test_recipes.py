@@ -76,6 +76,7 @@ def test_recipes_of_papers_are_what_the_papers_say():
     assert (m.layers, m.model_dim, m.heads, m.hidden_dim, lrpe.task.length, t.batch) == (6, 512, 8, 2048, 512, 128)
     assert (t.steps, t.warmup, t.learning_rate, t.schedule) == (50_000, 4000, 5e-4, "inverse-sqrt")
     assert (t.beta1, t.beta2, t.epsilon, t.weight_decay) == (0.9, 0.98, 1e-8, 0.01)
+    assert lrpe.task.tied  # by Fairseq's command
     assert permuteformer == lrpe.edit(scheme="permuteformer:width=4", hidden_dim=1024)
 
 

@@ -287,7 +287,7 @@ class Call:
         for values in (self.given, self.own):
             key = {"segments": "segment_ids"}.get(name, name)
             value = values.get(key)
-            if value is not None and not (isinstance(value, TokenMap) and not list(value.tensors())):
+            if value is not None:
                 values[key] = odd(value, kind)
                 self.changed = self.changed if values[key] is value else kind
 
@@ -422,7 +422,8 @@ class Call:
         norms = [x.norm(dim=-1) for x in (rho_q(fq), rho_k(fk))]
         if not isinstance(rho_q, Mapped):
             norms = [torch.maximum(a, b.norm(dim=-1)) for a, b in zip(norms, (fq, fk), strict=True)]
-        if max((float(x.max()) for x in norms if x.numel()), default=0.0) > 1e18:  # products are no numbers of float32
+        most = 1e9 if self.exact["denominator"] == "complex" else 1e18  # beyond it products are no numbers of float32
+        if max((float(x.max()) for x in norms if x.numel()), default=0.0) > most:
             return torch.full((*q.shape[:-1], 1), torch.inf), 1.0
         options = {**self.own, "decay": self.exact.get("decay")}
         one = {"denominator": None, **{n: options.get(n) for n in ("decay", "mask", "segment_ids")}, "causal": self.causal}
@@ -519,9 +520,11 @@ def odd(value: Any, kind: str) -> Any:
     if isinstance(value, Tensor):
         return _odd_tensor(value, kind)
     if isinstance(value, tuple | list):
-        return type(value)(odd(part, kind) for part in value)
+        parts = [odd(part, kind) for part in value]
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
     if isinstance(value, TokenMap):
-        return value.replace([_odd_tensor(x, kind) for x in value.tensors()])
+        tensors = list(value.tensors())
+        return value.replace([_odd_tensor(x, kind) for x in tensors]) if tensors else value
     if isinstance(value, Term):
         changed = copy.copy(value)
         for name, part in vars(value).items():
