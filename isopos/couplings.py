@@ -232,13 +232,13 @@ class _Stochastic(_Sided, ABC):
     is_random = True
 
     def _set(self, features: int, heads: int, realizations: int | None, noise_per_head: bool) -> None:
-        self.features, self.noise_heads = features, heads if noise_per_head else 1
+        self.features, self.noise_heads = features, heads if noise_per_head else None  # each its own, or all one
         self.out_features = at_least("realizations", features if realizations is None else realizations)
 
     def _set_gate(self, heads: int, gated: bool, generator: torch.Generator) -> None:
         self.gate = Weight(normal(generator, heads, self.features)) if gated else None
         if gated:
-            self.gate_noise = constant(normal(generator, self.noise_heads, self.features, self.out_features))
+            self.gate_noise = constant(normal(generator, self.noise_heads or 1, self.features, self.out_features))
 
     @abstractmethod
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor: ...
@@ -295,8 +295,8 @@ class SineSPE(_Stochastic):
         self.parametrise("frequency", frequency, learned=True)
         self.gain = Weight(torch.full(shape, sines**-0.5, device="cpu", dtype=torch.float64))
         self.phase = Weight(0.5 * normal(generator, *shape))
-        own = (heads,) if noise_per_head else ()
-        self.noise = constant(normal(generator, *own, *shape[1:], 2, self.out_features))
+        shape = shape if noise_per_head else shape[1:]
+        self.noise = constant(normal(generator, *shape, 2, self.out_features))
         self._set_gate(heads, gated, generator)
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
@@ -305,7 +305,7 @@ class SineSPE(_Stochastic):
         waves = torch.stack((angle.cos(), angle.sin()), -1) * wide(self.gain.parameter, x.device)[:, None, ..., None]
         noise = wide(self.noise, x.device) / self.out_features**0.5
         waves, noise = (narrow(a, dtype, x.device) for a in (waves, noise))
-        own = "h" if noise.ndim > 4 else ""
+        own = "h" if self.noise_heads else ""
         with full_precision(x.device):
             return torch.einsum(f"...htdkc,{own}dkcr->...htrd", waves, noise)
 
@@ -351,8 +351,9 @@ class ConvSPE(_Stochastic):
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         lags = (x.long() - torch.arange(self.reach, device=x.device)).to(wide_device(x.device))  # [*b t p]
-        own, shape = ("h", (self.noise_heads,)) if self.noise_heads > 1 else ("", ())
-        shape = (*shape, self.out_features, self.features)
+        shape, own = (self.out_features, self.features), ""
+        if self.noise_heads:
+            shape, own = (self.noise_heads, *shape), "h"
         noise = narrow(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
         noise = (noise / self.out_features**0.5).unflatten(-1, shape)
         with full_precision(x.device):

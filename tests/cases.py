@@ -215,6 +215,7 @@ SCHEMES = [
     *_rows("ape-absolute", ("", {}), ("query", {"side": "query"}), IDENTITY, relative=False),
     *_rows("ape-tree", ("", {}), ("branches", {"branches": 3}), IDENTITY, LOCAL),
     *_rows("ape-grid", ("", {}), ("axes", {"axes": 3}), IDENTITY, LOCAL),
+    *_rows("ape-grid", ("euclidean", {"locality": 0.9, "metric": "euclidean", "attention": "softmax"})),
     *_rows("ape-ring", ("", {}), ("period", {"period": 7}), LOCAL),
     *_rows("ape-product", ("", {}), ("images", {"parts": "tree2+grid2"}), ("rings", {"parts": "ring5+sequence"})),
     *_rows("ape-product", IDENTITY, LOCAL),

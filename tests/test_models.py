@@ -290,3 +290,24 @@ def test_parameters_of_heads_come_before_those_of_schemes(make):
     """An optimiser's saved state names parameters by their places."""
     model = make(vocabulary=20, model_dim=16, layers=1, scheme=schemes.rope(8, 2, learned=True))
     assert [name for name, _ in model.named_parameters()][-3:] == ["head.weight", "head.bias", "scheme.encoding.frequency"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_models_have_fewer_heads_of_keys(kind):
+    model = Decoder(50, 32, 2, schemes.alibi(8, 4, attention=kind), kv_heads=2).eval()
+    assert model.blocks[0].attention.key.out_features == 16
+    tokens = torch.randint(50, (2, 9))
+    logits, stream = model.prefill(tokens[:, :5])
+    for i in range(5, 9):
+        logits, stream = model.step(tokens[:, i], stream)
+    torch.testing.assert_close(logits, model(tokens)[:, -1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_with_windows_streams():
+    model = Decoder(50, 32, 2, schemes.rope(8, 4, attention="softmax"), window=4, attention_dropout=0.1).eval()
+    tokens = torch.randint(50, (2, 20))
+    logits, stream = model.prefill(tokens[:, :5])
+    for i in range(5, 20):
+        logits, stream = model.step(tokens[:, i], stream)
+        assert stream.states[0]["keys"].shape[-2] == 3
+    torch.testing.assert_close(logits, model(tokens)[:, -1], atol=1e-5, rtol=1e-4)

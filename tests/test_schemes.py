@@ -390,6 +390,19 @@ def test_locality_is_of_logits(name):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
 
 
+def test_only_a_locality_on_a_grid_has_another_metric():
+    for build in (
+        lambda: schemes.ape_grid(8, 2, metric="euclidean", attention="softmax"),
+        lambda: schemes.ape_tree(8, 2, metric="euclidean", locality=0.9, attention="softmax"),
+    ):
+        with pytest.raises(
+            ValueError, match="metric: expected none, or euclidean for a locality on a grid, got 'euclidean'"
+        ):
+            build()
+    with pytest.raises(ValueError, match="metric: expected one of steps, euclidean, got 'euclid'"):
+        schemes.ape_grid(8, 2, metric="euclid", locality=0.9, attention="softmax")
+
+
 @pytest.mark.parametrize("case", [case for case in PRESETS if case.inside], ids=ids)
 def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
     with pytest.raises(ValueError, match=r"denominator: expected 'encoded' or 'none', .* ahead of the feature map"):
@@ -480,6 +493,14 @@ def test_the_identity_block_does_not_turn():
     close(found, turned + (q * k)[..., 6:].sum(-1))
 
 
+def test_rotated_features_come_out_interleaved_in_either_layout():
+    q = torch.arange(16.0).expand(1, 2, 5, 16)
+    half, interleaved = (isopos.rope(16, layout=layout).encoding(sequence(5)) for layout in ("half", "interleaved"))
+    pairs = [n for i in range(8) for n in (i, i + 8)]
+    assert torch.equal(half(q), interleaved(q[..., pairs]))
+    assert torch.equal(half(q)[..., 0, :], q[..., 0, pairs])
+
+
 def test_layouts_of_rope():
     """Half: feature i turns with i + d/2. Interleaved: 2i with 2i + 1."""
     q, k, _ = inputs(1, t=9)
@@ -547,7 +568,15 @@ def test_locality_multiplies_logits_by_a_power_of_the_distance():
     q, k, v = inputs(2, t=9)
     for case in (c for c in SCHEMES if "locality" in c.options):
         scheme, x = case.build(), case.positions(2, t=9)
-        factor = 0.9 ** case.group.distance(x, x).double()
+        distance = case.group.distance(x, x)
+        if "metric" in case.options:  # ((coords - coords) ** 2).sum().sqrt().floor(), as APE's code for images has it
+            places = x.tolist()
+            far = [
+                [[math.isqrt(sum((a - b) ** 2 for a, b in zip(i, j, strict=True))) for j in y] for i in y] for y in places
+            ]
+            assert not torch.equal(torch.tensor(far), distance)
+            distance = torch.tensor(far)
+        factor = 0.9 ** distance.double()
         rho = scheme.encoding(x, torch.float64)
         logits = rho(q) @ rho(k).mT / HEAD_DIM**0.5 * factor[:, None]
         close(softmax_attention(q, k, v, **at(scheme, x)), logits.softmax(-1) @ v)
@@ -602,6 +631,17 @@ def test_retnet_has_the_frequencies_of_its_code():
     close(scheme.decay.rate.neg().exp(), 1 - 2.0 ** (-5 - torch.arange(HEADS).double()))
     base = schemes.retnet(4, 1, frequencies="torchscale", base=100.0).encoding.parameter
     close(base[0, 0], torch.tensor([1.0, 0.01], dtype=torch.float64))
+
+
+def test_xpos_shrinks_as_its_equation_says():
+    """zeta_i = (2i / d + 0.4) / 1.4 in as many steps as the catalogue says, whatever the pair's turn."""
+    steps = int(isopos.CATALOG["xpos"].equation.partition("zeta^(-t / ")[2].partition(")")[0])
+    scheme, d = schemes.xpos(HEAD_DIM, 1), HEAD_DIM
+    rho_q, rho_k = scheme.encoding.query(sequence(1), torch.float64), scheme.encoding.key(sequence(1) - steps, torch.float64)
+    eye = torch.eye(d, dtype=torch.float64)[None, :, None]
+    table = (rho_q(eye)[0, :, 0] @ rho_k(eye)[0, :, 0].mT).unflatten(0, (-1, 2))  # scores of features, [d/2 2 d]
+    length = torch.stack([table[i, 0, 2 * i : 2 * i + 2].norm() for i in range(d // 2)])
+    close(length, (2 * torch.arange(d // 2).double() / d + 0.4) / 1.4)
 
 
 def test_lrpe_unitary_is_equation_22():
@@ -1060,7 +1100,7 @@ DEFAULTS = """
     shiv-quirk: linear elu+1 plain none, branches=2
     ape-sequence: linear elu+1 plain none, initial=rope base=10000.0
     ape-absolute: linear elu+1 plain none, side=key initial=rope base=10000.0
-    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0
+    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0 metric=steps
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
@@ -1194,6 +1234,37 @@ def test_values_print_shapes():
             assert "tensor(" not in repr(value)
             assert len(repr(value)) < 400
     assert repr(isopos.rope(8).encoding(sequence(3))) == "Rotation(table=float32 [1, 3, 4, 2], lifted=False)"
+
+
+def test_states_reports_and_primitives_print_within_a_screen():
+    scheme, content = isopos.deberta(16, 2), torch.randn(3, 1, 2, 100, 16)
+    at = scheme.at(sequence(100), state=isopos.State())
+    _, state = softmax_attention(*content, **at, causal=True, return_state=True)
+    values = [state, at, *isopos.laws.canonical(scheme), isopos.laws.check(scheme)]
+    for value in values:
+        assert len(repr(value).splitlines()) <= 24
+        assert max(map(len, repr(value).splitlines())) < 700
+        assert "tensor(" not in repr(value)
+    assert "keys: float32 [1, 2, 100, 16]" in repr(state)
+    assert repr(values[-1]) == str(values[-1])
+
+
+def test_dtypes_are_what_the_docstring_says():
+    """Fixed: float64. Learned: float32, also cast to less, float64 after double(). Tables: float32 unless asked for."""
+    scheme = isopos.lrpe_orthogonal(16, 2, decay="retnet")
+    for cast, expected in (("float", "32"), ("bfloat16", "32"), ("half", "32"), ("double", "64")):
+        getattr(scheme, cast)()
+        at = scheme.at(sequence(40))
+        assert {str(parameter.dtype) for parameter in scheme.parameters()} == {f"torch.float{expected}"}
+        assert {x.dtype for x in (scheme.encoding.basis.parameter, scheme.decay.rate, at["decay"])} == {torch.float64}
+        assert at["isometry"].second.table.dtype == torch.float32
+    content = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64)
+    exact, rounded = (
+        isopos.linear_attention(*content, **scheme.at(sequence(40), dtype=dtype), causal=True)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert exact.dtype == rounded.dtype == torch.float64
+    assert 1e-10 < (exact - rounded).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("case", SCHEMES, ids=ids)

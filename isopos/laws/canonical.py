@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isopos import bases, biases, couplings, encodings, feature_maps
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant
+from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, sides
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
@@ -43,6 +43,9 @@ class Primitive:
     kernel: Kernel  # W [h d1 d2] of one relative position, as `relative` gives it; scale, locality and decay are in it
     outside: int = 0  # first rows of positions that are class tokens, which have no relative position for W
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
@@ -120,7 +123,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     inner = torch.zeros_like(rate) if softmax else rate
 
     def scaled(kernel: Kernel) -> Kernel:
-        return lambda t: kernel(t) * (scale * locality ** (n := _length(group, t)) * torch.exp(-inner * n))
+        far = partial(_length, group) if scheme.metric is None else _straight
+        return lambda t: kernel(t) * (scale * locality ** far(t) * torch.exp(-inner * _length(group, t)))
 
     primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in _of_coupling(coupling)]
     if scheme.bias is not None:
@@ -200,6 +204,11 @@ def _length(group: Group, t: Relative) -> float:
         case Product():
             return sum(_length(part, a) for part, a in zip(group.parts, t, strict=True))
     return abs(t)
+
+
+def _straight(t: Relative) -> int:
+    """The distance over a grid, rounded down."""
+    return math.floor(math.hypot(*_numbers(t)))
 
 
 def _numbers(t: Relative) -> tuple[float, ...]:

@@ -88,8 +88,7 @@ class Decoder(Trunk):
         x, at = self.enter(tokens, positions, stream.states[0])
         states = []
         for block, state in zip(self.blocks, stream.states, strict=True):
-            own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])
-            x, after = block(x, at | {"state": own}, causal=True, return_state=True)
+            x, after = block(x, at.of(state), causal=True, return_state=True)
             states.append(after)
         return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
 

@@ -34,9 +34,10 @@ def rope(
     Args:
         heads: h; without it any number of heads is served alike, learned frequencies shared.
         rotary_dim: Features that rotate, even; the others pass unchanged (partial rotary). All by default.
-        layout: Which features are a pair: "interleaved" (2i, 2i+1) as in the paper, or "half" (i, i + rotary_dim / 2) as in
-            Llama's checkpoints: scores are Llama's, the rotated features come out interleaved.
-            `isopos.attention.convert_layout` converts weights.
+        layout: Where pairs come from; rotated features come out interleaved, as pairs (2i, 2i+1), in either layout.
+            "interleaved" takes them from there, as in the paper, "half" from (i, i + rotary_dim / 2), as in Llama's
+            checkpoints: scores are Llama's, but keys that Llama's code rotated and cached, in half order, fit no query of
+            ours. A stream of one layout is refused by the other. `isopos.attention.convert_layout` converts weights.
     """
     expect("layout", layout, ("interleaved", "half"))
     width = head_dim if rotary_dim is None else rotary_dim
@@ -87,7 +88,7 @@ def retnet(
 @register(
     summary="rotation of feature pairs that shrink with distance; causal",
     citation="Sun et al. 2022, arXiv 2212.10554, Algorithm 1",
-    equation="<q, zeta^-t R(w t) k>",
+    equation="<q, zeta^(-t / 512) R(w t) k>",
     cost="t d",
     extends="lines",
 )
