@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -93,6 +95,23 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     monkeypatch.setattr(fuzz_functions.isopos, "linear_attention", scaled)
     with pytest.raises(fuzz_functions.Wrong, match="the gradient of k is off by"):
         fuzz_functions.run(["t=9", "grad=yes", "dtype=float64"])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_cases_end_with_who_reads_them():
+    target = fuzz.Target("x", lambda random: ["a"], lambda word: iter(()), lambda words: "answer")
+    child = fuzz.Child(target, ((n, ["a"]) for n in itertools.count()))
+    assert next(child.outcomes()) == (0, "answer")
+    os.close(child.reader)
+    until, ended = time.monotonic() + 20, 0
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+        ended, _ = os.waitpid(child.pid, os.WNOHANG)
+    if not ended:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+    child.crash.close()
+    assert ended
 
 
 def test_cases_are_those_of_the_seed():
