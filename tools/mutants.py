@@ -1,10 +1,11 @@
 """Mutants: one small change of a source each, by its syntax tree; `tools.mutate` runs the tests on them.
 
 Comparisons and arithmetic are turned into their neighbours, numbers are off by one, booleans and conditions flipped, and
-statements, signs and `not` removed; the first two arguments of a call change places. Messages, docstrings, annotations,
-decorators, assertions and `__all__` are left alone: no test is to hold them. So is the dress of pictures, in files that
-import matplotlib: titles, labels, legends, grids, and arguments by name that give colours, widths, fonts and sizes; what is
-drawn where, its ticks and its limits are not left alone.
+statements, signs and `not` removed; the first two arguments of a call change places, unless it is symmetric in them.
+
+Messages, docstrings, annotations, decorators, assertions and `__all__` are left alone: no test is to hold them. So is the
+dress of pictures, in files that import matplotlib: titles, labels, legends, grids, and arguments by name that give colours,
+widths, fonts and sizes; what is drawn where, its ticks and its limits are not left alone.
 """
 
 import ast
@@ -22,6 +23,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult},
     **{ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift},
 }
+SYMMETRIC = {"max", "min", "math.gcd", "math.lcm", "torch.add", "torch.broadcast_shapes", "torch.maximum", "torch.minimum"}
+SYMMETRIC |= {"torch.mul", "torch.promote_types"}
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LEFT_ALONE = {"annotation", "returns", "decorator_list", "bases", "type_params"}  # fields of nodes
 DRESS = {"grid", "legend", "margins", "plain", "set", "set_title", "set_visible", "supxlabel", "suptitle"}  # calls
@@ -182,7 +185,7 @@ def _others(node: ast.expr) -> Iterator[ast.expr]:
         yield ast.Constant(
             not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else 2 * value or 1.0
         )
-    elif isinstance(node, ast.Call) and len(node.args) > 1:
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) not in SYMMETRIC:
         first, second, *rest = node.args
         starred = any(isinstance(x, ast.Starred) for x in (first, second))
         if not starred and ast.unparse(first) != ast.unparse(second):
