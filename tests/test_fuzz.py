@@ -165,11 +165,18 @@ def f(x: int, y: int = 3, *, z=True) -> int:
 
 def test_what_no_test_is_to_hold_is_left_alone(tmp_path):
     """The dress of pictures, where there are any, and what cannot matter."""
-    lines = "axes.set(xlabel=1)", "axes.plot(x, 2, linewidth=3)", "max(x, y)", "axes.set_ylim(4)"
+    lines = "axes.set(xlabel=1)", "axes.plot(x, 2, linewidth=3)", "max(x, y)", "zip(z, strict=True)", "axes.set_ylim(4)"
     (tmp_path / "plain.py").write_text("\n".join(lines))
     (tmp_path / "drawn.py").write_text("\n".join(["from matplotlib.axes import Axes", *lines]))
     found = {name: {m.old for m in mutants.mutants(tmp_path, ".") if m.file == f"{name}.py"} for name in ("plain", "drawn")}
-    assert found["drawn"] == {"axes.plot(x, 2, linewidth=3)", "2", "max(x, y)", "axes.set_ylim(4)", "4"}
+    assert found["drawn"] == {
+        "axes.plot(x, 2, linewidth=3)",
+        "2",
+        "max(x, y)",
+        "zip(z, strict=True)",
+        "axes.set_ylim(4)",
+        "4",
+    }
     assert found["plain"] - found["drawn"] == {"axes.set(xlabel=1)", "1", "3"}
 
 

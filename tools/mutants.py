@@ -3,9 +3,9 @@
 Comparisons and arithmetic are turned into their neighbours, numbers are off by one, booleans and conditions flipped, and
 statements, signs and `not` removed; the first two arguments of a call change places, unless it is symmetric in them.
 
-Messages, docstrings, annotations, decorators, assertions and `__all__` are left alone: no test is to hold them. So is the
-dress of pictures, in files that import matplotlib: titles, labels, legends, grids, and arguments by name that give colours,
-widths, fonts and sizes; what is drawn where, its ticks and its limits are not left alone.
+Messages, docstrings, annotations, decorators, assertions, of which `strict` of a zip is one, and `__all__` are left alone:
+no test is to hold them. So is the dress of pictures, in files that import matplotlib: titles, labels, legends, grids, and
+arguments by name that give colours, widths, fonts and sizes; what is drawn where, its ticks and its limits are not.
 """
 
 import ast
@@ -120,6 +120,8 @@ def _left_alone(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"
     if isinstance(node, ast.FunctionDef):
         return any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
