@@ -173,6 +173,25 @@ def test_what_is_written(here, tmp_path):
     assert all(name in text for name in (results.DATA, results.CHART))
 
 
+def test_every_ratio_has_a_bar_with_its_quartiles_beside_its_name():
+    goals = {"theirs": None, "a cost": at_most(0.5), "a goal": at_least(2)}
+    rows = [_row(other=other, goal=goal, allocator="as-is") for other, goal in goals.items()]
+    axes = results.chart(rows).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [f"ours, forward  vs  {row.other}" for row in rows]
+    assert [(bar.get_y() + bar.get_height() / 2, bar.get_x()) for bar in axes.patches] == [(n, 1.0) for n in range(3)]
+    assert [1 + bar.get_width() for bar in axes.patches] == pytest.approx([3.0, 3.0, 3.0]), "ours takes 1, the other 2 to 4"
+    spans = [[x for x, _ in segment] for bars in axes.collections for segment in bars.get_segments()]
+    of_costs = 12 / 5, 24 / 7  # whose quartiles are those of the inverse
+    expected = [(2.5, 3.5), of_costs, (2.5, 3.5)]
+    assert [(min(span), max(span)) for span in spans] == [pytest.approx(ends) for ends in expected]
+    marks = {round(line.get_ydata()[0], 2): line.get_xdata()[0] for line in axes.get_lines() if line.get_linewidth() == 2}
+    assert marks == {0.55: 2.0, 1.55: 2.0}
+    bottom, top = axes.get_ylim()
+    assert top < -0.35
+    assert bottom > 2.35, "the first is on top, and all are whole"
+
+
 def test_the_page_of_a_run(here, tmp_path):
     _printed("rotary", allocator="as-is", out=str(tmp_path))
     text = page.page(json.loads((tmp_path / results.DATA).read_text()))

@@ -400,3 +400,18 @@ def test_positions_that_change_nothing_are_found(monkeypatch):
     monkeypatch.setattr(type(scheme), "feature_map", property(lambda scheme: scheme.favor))  # scales drown what is added
     assert laws.check(scheme).broken == ["seen"]
     assert laws.check(isopos.t5(8, 2))["seen"].holds, "tables that start at zero are seen by what they learn"
+
+
+class _Short(_Broken):
+    """Positions below 2^31 alone, which is how far exactness is promised."""
+
+    def forward(self, x, dtype=torch.float32):
+        if (x.abs() >= 2**31).any():
+            raise OverflowError("expected a position below 2^31")
+        return self.inner(x, dtype)
+
+
+def test_nothing_is_asked_at_positions_beyond_those_of_the_promise():
+    report = laws.check(_Short())
+    assert report["exact"].measured
+    assert report["exact"].holds

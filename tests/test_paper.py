@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports import paper
 from isopos.lab.tables.loader import load_table
 
@@ -86,3 +88,43 @@ def test_the_smallest_scale_ranks_nothing(write):
     said, _ = write("lower", scale="tiny")
     assert not any("Best first" in text for text in said)
     assert any("says nothing about the order" in text for text in said)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of every picture that is written."""
+    found = []
+
+    def save(figure, path, **options):
+        path.touch()
+        found.extend(figure.axes)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return found
+
+
+def test_every_row_has_its_curve(write, drawn):
+    write("lower", seeds=2)
+    (axes,) = drawn
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert lines == dict.fromkeys(FIGURES, ([1], [2.0]))
+
+
+def test_speeds_are_drawn_beside_the_names_of_their_rows_and_the_paper_s(write, drawn):
+    write("higher", more='kind = "speed"', timing=[{"Base": 1.0, "Rope": 1 / ratio} for ratio in (1.0, 2.0, 3.0, 5.0, 9.0)])
+    (axes,) = drawn
+    names = {place: label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}
+    ours = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "o"}
+    paper_s = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "x"}
+    assert ours == {"Base": 1.0, "Rope": 3.0}
+    assert paper_s == {name: FIGURES[name][0] for name in ours}
+    spans = [{x for x, _ in segment} for bars in axes.collections for segment in bars.get_segments()]
+    assert [max(span) - min(span) for span in spans] == pytest.approx([0.0, 3.0]), "between the quartiles, 2 and 5"
+
+
+def test_a_recipe_s_differences_are_in_words():
+    was = Recipe().edit(validation_tokens=0, warmup=7, learning_rate=1e-3, seed=3)
+    assert paper.differences(was, Recipe()) == (
+        "validation tokens 32,768 (paper: all); learning rate 0.003 (paper: 0.001); warmup a tenth (paper: 7)."
+    )
+    assert paper.differences(was, was) == "The recipe is the paper's."

@@ -8,7 +8,9 @@ import pytest
 from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
+from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.listops import ListOps
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -56,6 +58,40 @@ BAD = {
 def test_a_number_that_cannot_be_is_named(field):
     with pytest.raises(ValueError, match=f"^{field}: expected"):
         Recipe().edit(**{"accumulate": 2, field: BAD[field]}).check()
+
+
+WHOLE = {  # least and most
+    "seed": (0, 2**63 - 1),
+    "steps": (1, 10**12),
+    **dict.fromkeys(("batch", "accumulate", "devices", "nodes"), (1, 10**7)),
+    **dict.fromkeys(("layers", "heads"), (1, 10**5)),
+    "model_dim": (1, 10**7),
+    "hidden_dim": (0, 10**7),
+    **dict.fromkeys(("validate_every", "patience", "save_every"), (0, 10**12)),
+    "workers": (0, 10**4),
+    "warmup": (-1, 10**12),
+}
+OF_TASKS = {
+    Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
+    Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
+    ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
+}
+ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
+ENDS += [(task, field, *ends) for task, of_task in OF_TASKS.items() for field, ends in of_task.items()]
+
+
+@pytest.mark.parametrize(("task", "field", "least", "most"), ENDS)
+def test_whole_numbers_have_ends_that_are_in(task, field, least, most):
+    def refusal(value):
+        try:
+            return Recipe(task=task()).edit(**{field: value}).check() or ""
+        except ValueError as error:
+            return str(error)
+
+    for value in (least - 1, most + 1):
+        assert refusal(value) == f"{field}: expected a number from {least:,} to {most:,}, got {value}"
+    for value in (least, most):
+        assert "a number from" not in refusal(value), "it may not fit other fields"
 
 
 def test_the_best_weights_come_from_checkpoints():
