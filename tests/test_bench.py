@@ -143,6 +143,10 @@ def test_memory_and_construction_measure_in_processes_of_their_own(here):
     assert sum("slowest five" in row.unit for row in rows) == 5
 
 
+def test_a_tree_s_operators_are_measured_for_one_head():
+    assert processes.tree(7)["result"] == 7 * 64 * 64 * 4
+
+
 def test_both_states_of_the_allocator_are_below_each_other(here):
     text = _printed("growth", allocator="both")
     states = processes.allocators("both")

@@ -415,3 +415,15 @@ def test_nothing_is_asked_at_positions_beyond_those_of_the_promise():
     report = laws.check(_Short())
     assert report["exact"].measured
     assert report["exact"].holds
+
+
+@pytest.mark.parametrize(
+    ("size", "change", "holds"), [(1e6, 1e-6, True), (1e6, 1e-1, False), (1e-6, 1e-10, True), (1e-2, 1e-5, False)]
+)
+def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
+    """Roundings of large scores are no broken law; what is small beside 1 does not matter."""
+    from isopos.laws import checks
+
+    here, shift = torch.full((1, 2), size, dtype=torch.float64), torch.zeros(1, 1)
+    found = checks._unmoved("law", "a score", [(here, here + change)], (), shift, x=torch.zeros(2, 1))
+    assert found.holds == holds
