@@ -155,12 +155,12 @@ def _map() -> dict[str, dict[str, Any]]:
 
 
 def _child(run: Callable[[], int], log: Path) -> int:
-    """The id of a process of its own group that runs in the copy, with all that it imports from there."""
+    """The id of a process, of its own group, that runs in the copy, with all that it imports from there."""
     if pid := os.fork():
         return pid
     status = 99
     try:
-        os.setsid()
+        os.setpgrp()
         os.chdir(TREE)
         os.environ["PYTHONPATH"] = str(TREE)
         sys.path[:] = [str(TREE), *(path for path in sys.path if path not in ("", str(ROOT)))]
