@@ -272,6 +272,8 @@ class Tree(Group):
         super().check(x)
         if torch.compiler.is_compiling():
             return
+        if x.is_meta:
+            raise ValueError("positions: expected rows of trees that can be read, got a tensor on meta, which holds none")
         n, (parent, branch) = x.shape[-2], x.unbind(-1)
         for wrong, expected, remedy in (
             ((x < -1).any(-1) | ((parent < 0) != (branch < 0)), "roots (-1, -1)", "pad with -1 in both columns"),

@@ -10,6 +10,7 @@ from isopos import schemes
 from isopos.attention import linear_attention, naive_linear_attention, softmax_attention
 from isopos.feature_maps import elu1
 from isopos.maps import Reflection, Rotation
+from isopos.models import Decoder
 from isopos.ops import library
 from isopos.positions import sequence
 from isopos.state import State
@@ -166,7 +167,26 @@ def test_the_gate_passes_plain_tensors_alone():
     assert all(library.unreadable(plain, other) for other in others)
 
 
+@pytest.mark.parametrize("attention", [linear_attention, naive_linear_attention])
 @pytest.mark.parametrize("phi", ["elu+1", 3, [elu1]])
-def test_a_feature_map_is_a_function(phi):
+def test_a_feature_map_is_a_function(phi, attention):
     with pytest.raises(TypeError, match=r"feature_map: expected one of isopos\.feature_maps, or another function"):
-        linear_attention(drawn(), drawn(), drawn(), feature_map=phi)
+        attention(drawn(), drawn(), drawn(), feature_map=phi)
+
+
+def test_a_denominator_is_a_name():
+    with pytest.raises(ValueError, match="denominator: expected 'plain'"):
+        linear_attention(drawn(), drawn(), drawn(), denominator=torch.ones(2).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32, torch.bool])
+def test_segments_are_integers(dtype):
+    with pytest.raises(ValueError, match="segment_ids: expected integers"):
+        softmax_attention(drawn(), drawn(), drawn(), segment_ids=torch.zeros(T, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["none", "rope", "sinusoidal"])
+def test_a_model_has_its_positions_beside_its_tokens(name):
+    model = Decoder(11, 32, 1, schemes.build(name, 8, 4, {}))
+    with pytest.raises(ValueError, match="positions: expected a tensor on cpu as tokens, got one on meta"):
+        model(torch.zeros(1, 5, dtype=torch.int64), sequence(5, device="meta"))

@@ -87,3 +87,11 @@ def test_what_is_masked_is_not_seen(definition):
     wrong = ~MASK[:, None, :, None]
     found = [definition(q, *(x.masked_fill(wrong, value) for x in (k, v)), mask=MASK) for value in (0, torch.nan)]
     assert found[0].equal(found[1])
+
+
+def test_weights_do_not_depend_on_keys_that_take_no_part():
+    q, k, v = inputs(1, t=T, d=D)
+    k[..., 1:, :] = 0
+    k[..., 0, :] = -1e6 * q[..., 1, :] / q[..., 1, :].square().sum(-1, keepdim=True)  # far below the logits of hidden keys
+    mask = torch.tensor([[True, False, False, False]])
+    close(reference.softmax(q, k, v, mask=mask)[..., 1, :], v[..., 0, :])

@@ -124,3 +124,15 @@ def test_transform_and_reflect_are_matrices():
 def test_half_to_interleaved_needs_pairs():
     with pytest.raises(ValueError, match="even"):
         ops.half_to_interleaved(5)
+
+
+@pytest.mark.parametrize("place", ["strided", "offset", "transposed"])
+def test_tables_and_features_may_lie_anywhere(place):
+    angle = torch.randn(2, 3, 4)
+    x, table = torch.randn(2, 3, 8), torch.stack((angle.cos(), angle.sin()), -1)
+    lay = {
+        "strided": lambda a: torch.stack((a, a), -1)[..., 0],
+        "offset": lambda a: torch.cat((a.new_zeros(1), a.flatten()))[1:].view(a.shape),
+        "transposed": lambda a: a.transpose(0, -1).contiguous().transpose(0, -1),
+    }[place]
+    close(ops.rotate(lay(x), lay(table)), ops.rotate_naive(x, table))

@@ -372,6 +372,11 @@ def test_any_cycle_is_found_and_named(x, data):
     pytest.fail(f"row {start} is not on the cycle")
 
 
+def test_rows_that_hold_nothing_are_no_tree():
+    with pytest.raises(ValueError, match="positions: expected rows of trees that can be read, got a tensor on meta"):
+        Tree(2).check(torch.zeros(3, 2, dtype=torch.int64, device="meta"))
+
+
 def test_a_valid_tree_passes():
     Tree(2).check(torch.tensor([[1, 0], [-1, -1], [0, 1]]))
     Tree(2).check(pad_sequence([tree([[], [[]]]), tree([])], batch_first=True, padding_value=-1).int())

@@ -198,18 +198,19 @@ def command(words: Sequence[str]) -> Ended:
     """Run a command line in this process; what it raises but SystemExit goes on."""
     from isopos import cli
 
-    out, err, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["isopos", *words]
-    for name in [name for name, module in sys.modules.items() if name in ("own",)]:
-        del sys.modules[name]
+    written = io.BytesIO(), io.BytesIO()
+    streams = [io.TextIOWrapper(part, "utf-8", write_through=True) for part in written]
+    status: object = "none"
+    before, sys.argv = sys.argv, ["isopos", *words]
+    sys.modules.pop("own", None)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             cli.main()
     except SystemExit as stop:
-        return Ended(stop.code, out.getvalue(), err.getvalue())
+        status = stop.code
     finally:
         sys.argv = before
-    return Ended("none", out.getvalue(), err.getvalue())
+    return Ended(status, *(part.getvalue().decode() for part in written))
 
 
 def run(words: Sequence[str]) -> str:

@@ -119,6 +119,8 @@ def judge(case: dict[str, str], file: Path, ended: Ended, whole: Ended) -> str:
         return "answer"
     if ended.status != 2 or not ended.err.startswith("isopos: ") or len(ended.err.strip().splitlines()) > 2:
         raise Wrong(f"exit status {ended.status}, not one message: {ended.err[-300:]!r}")
+    if file.name == "complete.json" and case["damage"] == "loop":
+        return "error"  # as without it: what has no mark is no checkpoint
     words = ended.err.replace("\n", " ")
     if not any(part in words for part in {file.name, file.parent.name, "/".join(file.parts[-3:-1])}):
         raise Wrong(f"the message does not name {file.name}: {ended.err[-300:]!r}")

@@ -16,6 +16,7 @@ from isopos.attention.problem import (
     check,
     check_decay,
     check_denominator,
+    check_feature_map,
     check_inputs,
     check_linear,
     group,
@@ -162,6 +163,7 @@ def naive_linear_attention(
     check_inputs(q, k, v)
     _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
     check_denominator(denominator, q)
+    check_feature_map(feature_map)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     out = reference.linear(*wide, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)

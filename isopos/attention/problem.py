@@ -116,8 +116,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
     state, decay, causal = problem.state, problem.decay, problem.causal
     check_denominator(denominator, q)
-    if phi is not None and not callable(phi):
-        raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
+    check_feature_map(phi)
     _check_factors(problem, denominator, options.get("segment_ids"))
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
@@ -285,9 +284,15 @@ def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = Non
         raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
 
 
+def check_feature_map(phi: Phi | None) -> None:
+    """TypeError where it is no function."""
+    if phi is not None and not callable(phi):
+        raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
+
+
 def check_denominator(denominator: str | None, q: Tensor) -> None:
     """ValueError where there is no such denominator, of these features."""
-    if denominator not in ("plain", "encoded", "complex", None):
+    if not (denominator is None or (isinstance(denominator, str) and denominator in ("plain", "encoded", "complex"))):
         raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
     if denominator == "complex" and q.shape[-1] % 2:
         raise ValueError(
@@ -347,7 +352,7 @@ def _check_segments(segment_ids: SegmentPair, q: Tensor, k: Tensor, batch: torch
     pair = isinstance(segment_ids, tuple)
     for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
         check_tensor("segment_ids", ids, q)
-        if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
             raise ValueError(f"segment_ids: expected integers [*b {count}], one a token, got {ids.dtype} {list(ids.shape)}")
         if not broadcasts(ids.shape[:-1], batch[:-1]):
             raise ValueError(

@@ -8,8 +8,8 @@
 Sums are over the keys j that take part: those that are not masked, of the query's segment, and where it is causal not after
 the query, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs
 of features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
-differentiable any number of times. Arguments are those of `linear_attention` and `softmax_attention`, which check them;
-nothing does here.
+differentiable any number of times. What no mask hides must be finite: zero times NaN is NaN. Arguments are those of
+`linear_attention` and `softmax_attention`, which check them; nothing does here.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,10 +59,11 @@ def linear(
     if decay is not None:
         factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
-        a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (rho_q(q), rho_k(k)))
+        a, b = (torch.complex(x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
         weight = (a.conj() @ b.mT) * factor
         total = weight.sum(-1, keepdim=True)
-        return (weight @ v.to(weight.dtype) / torch.where(total.abs() < LEAST, 1, total)).real
+        size = total.real.square() + total.imag.square()
+        return (weight @ v.to(weight.dtype) * total.conj()).real / size.clamp_min(LEAST**2)
     added = sum(scores(term, q, k, phi) for term in terms)
     weight = (rho_q(q) @ rho_k(k).mT + added) * factor
     if denominator is None:
@@ -97,8 +98,8 @@ def softmax(
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
         logits = logits + _exponents(decay, causal)
-    part = _takes_part(q, k, causal, mask, segment_ids)
-    weight = torch.where(part, (logits - logits.amax(-1, keepdim=True)).exp(), 0)
+    logits = torch.where(_takes_part(q, k, causal, mask, segment_ids), logits, -torch.inf)
+    weight = (logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)).exp()
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
     return weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value")
 

@@ -98,6 +98,8 @@ class Trunk(nn.Module, ABC):
     def enter(self, tokens: Tensor, positions: Tensor | None, state: State | None = None) -> tuple[Tensor, Arguments]:
         """Vectors ``[b t m]`` of tokens with what the scheme adds to them, and what it gives attention."""
         positions = sequence(tokens.shape[1], device=tokens.device) if positions is None else positions
+        if isinstance(positions, Tensor) and positions.device != tokens.device:
+            raise ValueError(f"positions: expected a tensor on {tokens.device} as tokens, got one on {positions.device}")
         x = self.tokens(tokens)
         if self.scheme.embedding is not None:
             x = x + self.scheme.embedding(positions, x.dtype)

@@ -57,10 +57,15 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
     if _large(x, table, lifted=False, adjoint=False):
         return _Compiled.apply(x, table, False, False)
-    if x.stride(-1) != 1 or any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset())):
-        x = x.clone(memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2)
+    return torch.view_as_real(_complex(x.unflatten(-1, (-1, 2))) * _complex(table)).flatten(-2)
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    """Pairs ``[... 2]`` as complex numbers, copied where their places in memory do not allow a view."""
+    *strides, last = pairs.stride()
+    if last != 1 or pairs.storage_offset() % 2 or any(stride % 2 for stride in strides):
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_complex(pairs)
 
 
 def unrotate(x: Tensor, table: Tensor) -> Tensor:

@@ -75,5 +75,6 @@ def _subject(options: Options) -> "Encoding | Scheme":
     except TypeError as error:
         raise ValueError(f"subject: expected {options.subject} to need no arguments, got: {error}") from None
     if not isinstance(made, (Encoding, Scheme)):
-        raise ValueError(f"subject: expected {options.subject} to make an Encoding or a Scheme, got {type(made).__name__}")
+        kind = "nothing" if made is None else type(made).__name__
+        raise ValueError(f"subject: expected {options.subject} to make an Encoding or a Scheme, got {kind}")
     return made

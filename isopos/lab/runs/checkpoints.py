@@ -211,7 +211,9 @@ def read_weights(model: Any, path: Path) -> None:
     try:
         check_plain(path)
         load_model(model, str(path))
-    except (SafetensorError, RuntimeError, OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        damaged(path, error, remedy)
+    except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
         damaged(path, f"expected the weights of this run's model, got: {error}", remedy)
     if wrong := _not_finite(dict(model.named_parameters())):
         damaged(path, wrong, remedy)

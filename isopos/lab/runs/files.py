@@ -43,6 +43,7 @@ class Damaged(ValueError):
 
 def damaged(path: Path | str, reason: object, remedy: str) -> NoReturn:
     """Raise `Damaged`, in one line."""
+    reason = reason.strerror or reason if isinstance(reason, OSError) else reason
     said = " ".join(str(reason).split())
     raise Damaged(f"{path}: {said if len(said) <= 1000 else said[:1000] + '...'}; {remedy}") from None
 
@@ -69,7 +70,7 @@ def read_text(path: Path, remedy: str, most: int = MOST) -> str:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        damaged(path, f"it cannot be read: {error.strerror}", remedy)
+        damaged(path, error, remedy)
     except ValueError as error:
         damaged(path, error, remedy)
 
@@ -89,9 +90,13 @@ def parse_json(
 ) -> Any:
     """The value that a text, which `path` holds, stands for, as `read_json`."""
     try:
-        value = change(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        damaged(path, f"expected JSON, got {type(error).__name__}: {error}", remedy)
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        damaged(path, f"expected JSON, got none: {error}", remedy)
+    try:
+        value = change(value)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        damaged(path, mismatch(value, kind) or f"expected other values, got {_short(value)}", remedy)
     if wrong := mismatch(value, kind):
         damaged(path, wrong, remedy)
     return value

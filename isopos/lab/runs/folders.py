@@ -212,7 +212,8 @@ class Result:
         if not (run / RESULT).exists():
             return None
         scores = {metric.title: float | None for metric in recipe_of(run).task.metrics}
-        kinds = get_type_hints(cls) | {"scores": scores}
+        choices = dict.fromkeys(("attention", "feature_map", "decay", "denominator"), str)
+        kinds = get_type_hints(cls) | {"scores": scores, "choices": choices}
         found = read_json(run / RESULT, kinds, remedy, change)
         if not found["status"].startswith(("finished", "diverged")):
             damaged(run / RESULT, f"status: expected finished or diverged, got {found['status']!r}", remedy)
