@@ -159,6 +159,15 @@ def test_one_answer(case, kind, name, causal):
 
 
 @causality
+@with_kinds(PRESETS)
+def test_one_token_alone_and_alone_in_its_segment(case, kind, causal):
+    setting = Setting(case, kind, causal, t=1)
+    expected = setting.attend(*setting.content, setting.x, None, definition=True)
+    for more in ({}, {} if case.outside else {"segment_ids": torch.zeros(2, 1, dtype=torch.int64)}):
+        close(setting.attend(*setting.content, setting.x, None, **more), expected, roundings=SLACK)
+
+
+@causality
 @with_kinds(SCHEMES, slow=True)
 def test_what_is_masked_reaches_no_gradient(case, kind, causal):
     """NaN and infinities in masked keys and values; the first sample has no key at all."""
