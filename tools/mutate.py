@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -49,32 +50,35 @@ TOO_LONG = "not finished"
 
 
 class Recorder:
-    """A plugin of pytest: the functions of isopos that each test calls, and its seconds."""
+    """A plugin of pytest: the functions of isopos that each test calls, and its seconds of computing."""
 
     def __init__(self) -> None:
         self.tests: dict[str, Any] = {}
         self.codes: set[CodeType] = set()
+        self.reads, self.begun = False, 0.0
 
     def trace(self, frame: FrameType, event: str, argument: object) -> None:
-        """Notes a function that is called."""
+        """Notes a function that is called, and whether code of ours reads a signature."""
         self.codes.add(frame.f_code)
+        if frame.f_code is signature.__code__ and frame.f_back is not None:
+            self.reads |= frame.f_back.f_code.co_filename.startswith(str(TREE))
 
     def pytest_runtest_logstart(self) -> None:
         """Before a test: what collection called is not its own."""
         self.codes.clear()
+        self.reads, self.begun = False, _computed()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """After the set-up, the call and the teardown of each test."""
         row = self.tests.setdefault(report.nodeid, {"seconds": 0.0, "passed": True, "functions": []})
-        row["seconds"] += report.duration
         row["passed"] &= report.passed
         if report.when != "teardown":
             return
         package = str(TREE / "isopos")
         called = {(c.co_filename, c.co_qualname) for c in list(self.codes) if c.co_filename.startswith(package)}
         row["functions"] = sorted(f"{Path(file).relative_to(TREE)}:{name}" for file, name in called)
-        others = {code.co_qualname for code in list(self.codes)}
-        row |= {"spawns": "Popen.__init__" in others, "reads": "signature" in others}
+        row["spawns"] = any(code.co_qualname == "Popen.__init__" for code in list(self.codes))
+        row |= {"reads": self.reads, "seconds": _computed() - self.begun}
 
     def pytest_sessionfinish(self) -> None:
         """Writes the map of the tests that pass, in place of what their files had."""
@@ -82,6 +86,11 @@ class Recorder:
         tests = {test: row for test, row in _map().items() if test.partition("::")[0] not in files}
         tests |= {test: row for test, row in self.tests.items() if row.pop("passed")}
         MAP.write_text(json.dumps(tests), encoding="utf-8")
+
+
+def _computed() -> float:
+    """Seconds of computing until now, in this process and those that it waited for."""
+    return sum(os.times()[:4])
 
 
 class Watched:
