@@ -33,7 +33,10 @@ def wide_device(device: torch.device) -> torch.device:
 
 def wide(value: Tensor, device: torch.device | None = None) -> Tensor:
     """A tensor in float64, for work on a device, by default its own: there, or on the CPU where that device has none."""
-    return value.to(wide_device(value.device if device is None else device)).to(torch.float64)
+    if value.is_cpu and (device is None or device.type == "cpu"):
+        return value.to(torch.float64)
+    device = wide_device(value.device if device is None else device)
+    return (value if value.device == device else value.to(device)).to(torch.float64)
 
 
 def narrow(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:

@@ -40,7 +40,7 @@ class Group(ABC):
     @property
     def refers_to_rows(self) -> bool:
         """Whether coordinates refer to other rows of their tensor, as those of trees do."""
-        return bool(self._parents)
+        return any(isinstance(leaf, Tree) for leaf in self.leaves)
 
     @property
     def leaves(self) -> tuple["Group", ...]:

@@ -28,8 +28,11 @@ def joined(total: Tensor, clean: Tensor, seen: Tensor) -> Tensor:
 
 
 def isolated(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tensor:
-    """The sums, summed again without broken tokens where any number is not finite, for the rows that see none of these."""
-    if finite(total):
+    """The sums, summed again without broken tokens where any number is not finite, for the rows that see none of these.
+
+    Without log decays the last row sees every key; of another row's query gradients alone would hold something.
+    """
+    if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]):
         return total
     clean, seen = cleaned(sums)
     return total if bool(seen.all()) else joined(total, run(clean), seen)
