@@ -4,6 +4,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -203,6 +204,24 @@ def test_the_page_of_a_run(here, tmp_path):
     assert "## Memory" not in text
     assert "| rotation, forward, B=2 H=8 L=32 d=64 | two clones | as-is |" in text
     assert set(page.SECTIONS) == set(processes.SECTIONS)
+
+
+COMMITTED = Path(__file__).parents[1] / "docs" / "performance.md"
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")
+def test_the_committed_page_has_the_races_and_the_goals_that_are_run():
+    lines = (line.split(" | ") for line in COMMITTED.read_text(encoding="utf-8").splitlines() if line.count(" | ") == 7)
+    goals = {(work.removeprefix("| "), other): goal for work, other, _, _, _, _, goal, _ in lines}
+    for contest in itertools.chain(*races.RACES.values()):
+        passing = "" if contest.passing == races.STEP else f", {contest.passing}"
+        for (ours, other), goal in contest.pairs.items():
+            assert goals[f"{ours}{passing}, {contest.shape}", other] == str(goal or "")
+    for shorter, longer in itertools.pairwise(races.LENGTHS):
+        longer = races.Shape(longer, batch=1, heads=4)
+        goal = goals.pop((f"causal, rotary, {races.BOTH}, {longer}", f"L={shorter}"))
+        assert goal in (str(races.TWICE), str(races.ONCE))
+    assert not [work for work, _ in goals if work.startswith("causal, rotary")]
 
 
 def test_the_command_line_knows_the_sections():
