@@ -117,6 +117,7 @@ class DeBERTa(RelativeBias):
         features: d of queries and keys.
         buckets: k: offsets have 2 k rows, of which row k + n is n steps before the query.
         max_distance: Far offsets share rows by logarithm up to this one, as in version 2; with None offsets are clipped.
+        released: Position to content is <Q_delta(i,j), k_j>, as in the released code and weights; Eq. 4 has delta(j,i).
         seed: Of the initial vectors, of standard deviation d^-1/2.
 
     References:
@@ -124,14 +125,23 @@ class DeBERTa(RelativeBias):
         - RoFormer (Su et al. 2021), Eq. 10; LRPE (Qin et al. 2023), Eq. 31.
     """
 
-    def __init__(self, heads: int, features: int, *, buckets: int = 256, max_distance: int | None = 512, seed: int = 0):
+    def __init__(
+        self,
+        heads: int,
+        features: int,
+        *,
+        buckets: int = 256,
+        max_distance: int | None = 512,
+        released: bool = False,
+        seed: int = 0,
+    ):
         super().__init__()
         near, far = buckets // 2, 2**62 if max_distance is None else max_distance - 1
         if buckets < 4 or far <= near:
             raise ValueError(
                 f"buckets: expected at least 4, and max_distance beyond {near + 1}, got {buckets} and {max_distance}"
             )
-        self.group, self.heads, self.buckets = Line(), heads, buckets
+        self.group, self.heads, self.buckets, self.released = Line(), heads, buckets, released
         starts = list(range(1, buckets + 1))
         if max_distance is not None:  # near + m starts beyond (distance / near)^(near - 1) = (far / near)^(m - 1)
             tests = [lambda d, m=m: d ** (near - 1) * near**m > far**m * near ** (near - 1) for m in range(buckets - near)]
@@ -149,7 +159,7 @@ class DeBERTa(RelativeBias):
         offset = _offsets(x, y)
         return (
             Indexed(self.keys.parameter.to(dtype), "query", self.bucket(offset)),
-            Indexed(self.queries.parameter.to(dtype), "key", self.bucket(-offset)),
+            Indexed(self.queries.parameter.to(dtype), "key", self.bucket(offset if self.released else -offset)),
         )
 
 

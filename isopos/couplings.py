@@ -4,6 +4,7 @@ A coupling maps queries and keys apart. Constant channels beside the features ad
 on one side only; stochastic encodings are relative in expectation.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal, Never
 
@@ -86,6 +87,7 @@ class Constrained(_Apart):
         features: d of queries and keys; any.
         heads: h.
         frequency: ``[c m]``, radians a step, m for each of c axes.
+        learned: Whether the frequencies are learned, each head its own.
         outside: Number of first tokens outside the grid (class tokens): their channels are zero, whatever their positions.
 
     References:
@@ -95,7 +97,7 @@ class Constrained(_Apart):
 
     is_additive = True
 
-    def __init__(self, features: int, heads: int, frequency: Tensor, *, outside: int = 0):
+    def __init__(self, features: int, heads: int, frequency: Tensor, *, learned: bool = False, outside: int = 0):
         super().__init__()
         if frequency.ndim != 2 or not frequency.isfinite().all():
             raise ValueError(f"frequency: expected finite floats [c m], got {list(frequency.shape)}")
@@ -106,8 +108,18 @@ class Constrained(_Apart):
         self.group: Group = line if axes == 1 else Product((line,) * axes)
         self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside
         self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
+        self.waves = Weight(constant(frequency).expand(heads, -1, -1)) if learned else None
         start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * waves, 2) / waves
         self.parametrise("projection", start, learned=True)  # [h c*m 2]: a and b
+
+    @property
+    def frequencies(self) -> Tensor:
+        """Radians a step ``[h c c*m]``, zero where a sinusoid is another axis' (h = 1 if fixed): float64."""
+        if self.waves is None:
+            return self.frequency
+        learned = wide(self.waves.parameter)  # [h c m]
+        own = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
+        return own * learned.flatten(1)[:, None]
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """q, then u_x W*."""
@@ -121,7 +133,7 @@ class Constrained(_Apart):
 
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
-        angle = angles(x, self.frequency)
+        angle = angles(x, self.frequencies)
         inside = torch.arange(x.shape[-2], device=angle.device)[:, None] >= self.outside
         return angle.sin() * inside, angle.cos() * inside
 
@@ -210,7 +222,38 @@ class XPos(_Sided):
         return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(narrow(factor, dtype, x.device)))
 
 
-class SineSPE(_Sided):
+class _Stochastic(_Sided, ABC):
+    """Random combinations of the features: codes ``[*b h t r d]`` whose products are a covariance P_d(x - y) in the mean.
+
+    Gated (Liutkus et al. 2021, "gated SPE"), a code is sqrt(1 - g_d) code + sqrt(g_d) e_d with noise e_d that positions
+    share, and the covariance g_d + (1 - g_d) P_d(x - y): g_d = sigmoid(gate) says how much of a feature ignores positions.
+    """
+
+    is_random = True
+
+    def _set(self, features: int, heads: int, realizations: int | None, noise_per_head: bool) -> None:
+        self.features, self.noise_heads = features, heads if noise_per_head else None  # each its own, or all one
+        self.out_features = at_least("realizations", features if realizations is None else realizations)
+
+    def _set_gate(self, heads: int, gated: bool, generator: torch.Generator) -> None:
+        self.gate = Weight(normal(generator, heads, self.features)) if gated else None
+        if gated:
+            self.gate_noise = constant(normal(generator, self.noise_heads or 1, self.features, self.out_features))
+
+    @abstractmethod
+    def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor: ...
+
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
+        codes = self._codes(x, dtype, side)
+        if self.gate is None:
+            return Matrices(codes)
+        gate = wide(self.gate.parameter, x.device)  # [h d]
+        kept, noise = (-gate).sigmoid().sqrt(), wide(self.gate_noise, x.device) / self.out_features**0.5
+        passing = (gate.sigmoid().sqrt()[..., None] * noise).mT  # [h r d]
+        return Matrices(narrow(kept, dtype, x.device)[:, None, None] * codes + narrow(passing, dtype, x.device)[:, None])
+
+
+class SineSPE(_Stochastic):
     """Stochastic encoding by sines: products estimate sum_d q_d k_d P_d(x - y), relative in expectation over the draw.
 
     P_d(t) = sum_k gain_dk^2 cos(w_dk t + phase_dk)
@@ -222,39 +265,52 @@ class SineSPE(_Sided):
         heads: h.
         sines: Of each feature.
         realizations: R, features of the result; d by default. The error falls as 1 / sqrt(R).
-        seed: Of the draw, the phases and the frequencies.
+        gated: Whether g_d + (1 - g_d) P_d takes the place of P_d, with learned g_d.
+        noise_per_head: Whether each head has a draw of its own; otherwise one serves all.
+        seed: Of the draw, the phases, the frequencies and the gates.
 
     References:
         Relative Positional Encoding for Transformers with Linear Complexity (Liutkus et al. 2021), sineSPE.
         https://arxiv.org/abs/2105.08399
     """
 
-    is_random = True
-
-    def __init__(self, features: int, heads: int, *, sines: int = 5, realizations: int | None = None, seed: int = 0):
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        *,
+        sines: int = 5,
+        realizations: int | None = None,
+        gated: bool = False,
+        noise_per_head: bool = False,
+        seed: int = 0,
+    ):
         super().__init__()
         at_least("sines", sines)
-        self.group, self.features = Line(real=True), features
-        self.out_features = at_least("realizations", features if realizations is None else realizations)
+        self.group = Line(real=True)
+        self._set(features, heads, realizations, noise_per_head)
         generator = torch.Generator().manual_seed(seed)
         shape = (heads, features, sines)
         frequency = rope_frequencies(features * sines).view(sines, features).T.expand(heads, -1, -1)
         self.parametrise("frequency", frequency, learned=True)
         self.gain = Weight(torch.full(shape, sines**-0.5, device="cpu", dtype=torch.float64))
         self.phase = Weight(0.5 * normal(generator, *shape))
-        self.noise = constant(normal(generator, *shape[1:], 2, self.out_features))
+        shape = shape if noise_per_head else shape[1:]
+        self.noise = constant(normal(generator, *shape, 2, self.out_features))
+        self._set_gate(heads, gated, generator)
 
-    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
+    def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
         angle = angle + wide(self.phase.parameter, x.device)[:, None] if side == "query" else angle
         waves = torch.stack((angle.cos(), angle.sin()), -1) * wide(self.gain.parameter, x.device)[:, None, ..., None]
         noise = wide(self.noise, x.device) / self.out_features**0.5
         waves, noise = (narrow(a, dtype, x.device) for a in (waves, noise))
+        own = "h" if self.noise_heads else ""
         with full_precision(x.device):
-            return Matrices(torch.einsum("...dkc,dkcr->...rd", waves, noise))
+            return torch.einsum(f"...htdkc,{own}dkcr->...htrd", waves, noise)
 
 
-class ConvSPE(_Sided):
+class ConvSPE(_Stochastic):
     """Stochastic encoding by filtered noise: products estimate sum_d q_d k_d P_d(x - y), relative in expectation.
 
     P_d is the correlation of a query and a key filter of `reach` steps, and zero beyond. The noise of a position is a
@@ -265,26 +321,42 @@ class ConvSPE(_Sided):
         heads: h.
         reach: Steps of the filters.
         realizations: R, features of the result; d by default.
-        seed: Of noise and filters.
+        gated: Whether g_d + (1 - g_d) P_d takes the place of P_d, with learned g_d.
+        noise_per_head: Whether each head has a draw of its own; otherwise one serves all.
+        seed: Of noise, filters and gates.
 
     References:
         Relative Positional Encoding for Transformers with Linear Complexity (Liutkus et al. 2021), convSPE.
         https://arxiv.org/abs/2105.08399
     """
 
-    is_random = True
-
-    def __init__(self, features: int, heads: int, *, reach: int = 8, realizations: int | None = None, seed: int = 0):
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        *,
+        reach: int = 8,
+        realizations: int | None = None,
+        gated: bool = False,
+        noise_per_head: bool = False,
+        seed: int = 0,
+    ):
         super().__init__()
-        self.group, self.features, self.reach, self.seed = Line(), features, at_least("reach", reach), seed
-        self.out_features = at_least("realizations", features if realizations is None else realizations)
-        self.parametrise("filters", (1 + normal(seed, heads, features, 2, reach)) / (2 * reach) ** 0.5, learned=True)
+        self.group, self.reach, self.seed = Line(), at_least("reach", reach), seed
+        self._set(features, heads, realizations, noise_per_head)
+        generator = torch.Generator().manual_seed(seed)
+        start = (1 + normal(generator, heads, features, 2, reach)) / (2 * reach) ** 0.5
+        self.parametrise("filters", start, learned=True)
+        self._set_gate(heads, gated, generator)
 
-    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
+    def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         lags = (x.long() - torch.arange(self.reach, device=x.device)).to(wide_device(x.device))  # [*b t p]
-        noise = narrow(gaussian(lags, self.features * self.out_features, self.seed), dtype, x.device)
-        noise = (noise / self.out_features**0.5).unflatten(-1, (self.out_features, self.features))
+        shape, own = (self.out_features, self.features), ""
+        if self.noise_heads:
+            shape, own = (self.noise_heads, *shape), "h"
+        noise = narrow(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
+        noise = (noise / self.out_features**0.5).unflatten(-1, shape)
         with full_precision(x.device):
-            return Matrices(
-                torch.einsum("...tprd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype))
+            return torch.einsum(
+                f"...tp{own}rd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype)
             )

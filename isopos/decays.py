@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from isopos.exact import ExactModule, constant, wide
 from isopos.positions import Line
 
-__all__ = ["Decay", "alibi_rates", "permuteformer_rates", "retnet_rates"]
+__all__ = ["Decay", "alibi_rates", "permuteformer_rates", "permuteformer_released_rates", "retnet_rates"]
 
 
 class Decay(ExactModule):
@@ -65,6 +65,17 @@ def permuteformer_rates(heads: int) -> Tensor:
     return -torch.sigmoid(ends[0] + share * (ends[1] - ends[0])).log()
 
 
+def permuteformer_released_rates(heads: int) -> Tensor:
+    """Rates of r = sigmoid(2 + 3 h / H) for H heads h = 0, 1, ..., as PermuteFormer's code has them: float64 ``[heads]``.
+
+    Example:
+        >>> [round(r, 2) for r in permuteformer_released_rates(2).neg().exp().tolist()]
+        [0.88, 0.97]
+    """
+    head = torch.arange(heads, device="cpu", dtype=torch.float64)
+    return -torch.sigmoid(2 + 3 * head / heads).log()
+
+
 def alibi_rates(heads: int) -> Tensor:
     """ALiBi's slopes: 2^(-8 i / n) for i = 1, ..., n heads (Press et al. 2022, section 3): float64 ``[heads]``.
 
@@ -79,4 +90,9 @@ def alibi_rates(heads: int) -> Tensor:
     return torch.exp2(-8 * torch.tensor(exponents, device="cpu", dtype=torch.float64))
 
 
-RATES = {"retnet": retnet_rates, "permuteformer": permuteformer_rates, "alibi": alibi_rates}
+RATES = {
+    "retnet": retnet_rates,
+    "permuteformer": permuteformer_rates,
+    "permuteformer-released": permuteformer_released_rates,
+    "alibi": alibi_rates,
+}

@@ -115,6 +115,7 @@ class Favor(ExactModule):
     Rows w are orthogonal in blocks of d, with the norms of Gaussian vectors. Exponents are at most |w|^2 / 2, and are cut at
     30. Attention calls `query` and `key`, which scale features so that no denominator vanishes: those of a query by a factor
     of its own, those of all keys by the same one. Both divide out, and no maximum over tokens lets one item change another.
+    Where nothing divides, or a map adds to features what has no such scale, attention takes the estimator itself.
 
     Args:
         features: d of queries and keys.
@@ -179,3 +180,8 @@ class Favor(ExactModule):
 def sides(phi: Phi) -> tuple[Phi, Phi]:
     """What maps queries, and what maps keys."""
     return (FeatureMap("favor", phi.query), FeatureMap("favor", phi.key)) if isinstance(phi, Favor) else (phi, phi)
+
+
+def undivided(phi: Phi) -> Phi:
+    """The feature map of sums in which scales do not divide out: that of `Favor` without them."""
+    return FeatureMap("favor", phi.forward) if isinstance(phi, Favor) else phi

@@ -179,9 +179,12 @@ class TokenMap(ABC):
                 f"{name}: expected {features} features, got {x.shape[-1]}; build the encoding for this head size"
             )
         if length is not None and length != x.shape[-2]:
+            remedy = f"evaluate the encoding at the positions of {name}"
+            if x.ndim > 3 and x.shape[-3] == length:
+                remedy = f"[b t h d] needs {name}.transpose(1, 2), or layout='bthd' of attention"
             raise ValueError(
                 f"{name}: expected {length} tokens, one a position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
-                f"evaluate the encoding at the positions of {name}"
+                f"{remedy}"
             )
 
     def __repr__(self) -> str:

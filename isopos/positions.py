@@ -84,13 +84,12 @@ class Group(ABC):
     def check(self, x: Tensor) -> None:
         """Raise ValueError where x does not hold elements of this group: rows of its columns and dtypes, at least."""
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        if self.columns == 1 and isinstance(x, Tensor) and x.ndim == 1:
-            raise ValueError(f"positions: expected [*b t 1] for {self}, got {got}; x[:, None] makes a column of them")
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
-            raise ValueError(
-                f"positions: expected [*b t {self.columns}] for {self}, got {got}; "
-                "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
-            )
+            build = "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
+            if isinstance(x, Tensor) and x.ndim:  # position ids [*b t], as other libraries have them
+                one = self.columns == 1
+                build = "x[..., None] makes a column of them" if one else f"torch.stack(columns, -1) joins columns; {build}"
+            raise ValueError(f"positions: expected [*b t {self.columns}] for {self}, got {got}; {build}")
         real = any(isinstance(leaf, Line) and leaf.real for leaf in self.leaves)
         if x.dtype not in INTEGER_DTYPES + REAL_DTYPES * real:
             kind = "integers (int64, int32)" + ", float32 or float64" * real

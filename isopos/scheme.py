@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Literal, Never, TypedDict, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isopos.biases import RelativeBias
@@ -13,7 +14,7 @@ from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import ExactModule, shown
+from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, Phi, sides
 from isopos.maps import Mapped
 from isopos.positions import Group, Line
@@ -47,6 +48,23 @@ class Arguments(dict[str, Any]):
     ``|`` makes a dict of it and another.
     """
 
+    def of(self, state: State) -> "Arguments":
+        """The same tables for the stream of another layer, which is as long: a step evaluates them once, for all layers.
+
+        Example:
+            >>> import isopos
+            >>> scheme = isopos.rope(8, 2)
+            >>> layers = [isopos.Attention(16, scheme) for _ in range(12)]
+            >>> states, tokens = [State()] * 12, torch.randn(1, 5, 16)
+            >>> for i in range(5):
+            ...     y, at = tokens[:, i : i + 1], scheme.at(torch.tensor([[i]]), state=states[0])
+            ...     for n, layer in enumerate(layers):
+            ...         y, states[n] = layer(y, at.of(states[n]), causal=True, return_state=True)
+        """
+        if (own := self.get("state")) is None:
+            raise ValueError("state: expected arguments of a stream, scheme.at(x, state=...), got those of whole sequences")
+        return Arguments(self | {"state": state.stamped(own.fingerprint, own["positions"])})
+
     def _refuse(self, *arguments: Any, **named: Any) -> Never:
         raise TypeError("arguments: expected no change of what a scheme gave; arguments | {...} is a dict with others")
 
@@ -64,6 +82,14 @@ class Arguments(dict[str, Any]):
 class Scheme(nn.Module):
     """The choices that make attention see positions, ready for `linear_attention` or `softmax_attention`.
 
+    ``scheme(q, k, v, x, causal=True)`` is all of it, in short: its attention function at positions x with its isometries,
+    decay, terms, feature map and denominator, and the norm that follows where there is none. Only an `embedding` has its
+    place ahead of it, added to the tokens. ``scheme.at(x)`` are the arguments, to be evaluated once and shared by layers.
+
+    What is fixed is float64. What is learned is float32, also after ``.bfloat16()`` or ``.half()``, and float64 after
+    ``.double()``. Tables are float32 whatever that is: float64 queries want ``at(x, dtype=torch.float64)``, since they see
+    positions to some 1e-7 otherwise. Log decays are float64.
+
     Args:
         encoding: rho, for `heads` heads: an `Encoding`, or a `Coupling` that is none.
         heads: Number of key heads.
@@ -76,6 +102,7 @@ class Scheme(nn.Module):
         bias: Relative terms, or None. Linear attention takes `ClippedKeys` only.
         scale: Of softmax attention; d^-1/2 of the queries by default.
         locality: Softmax attention multiplies <rho(x_i) q_i, rho(x_j) k_j> by locality^distance (APE, section 4.2).
+        metric: Of that distance: steps of the group by default, or "euclidean", straight over a grid and rounded down.
         inside: Whether the coupling acts ahead of the feature map.
         width: Features of queries and keys are so many times the head size, by wider projections.
 
@@ -85,6 +112,11 @@ class Scheme(nn.Module):
         >>> q, k, v = torch.randn(3, 1, 8, 10, 64)
         >>> isopos.linear_attention(q, k, v, **scheme.at(isopos.sequence(10)), causal=True).shape
         torch.Size([1, 8, 10, 64])
+        >>> y = scheme(q, k, v, isopos.sequence(10), causal=True)  # the same
+        >>> start, state = scheme(*(a[..., :9, :] for a in (q, k, v)), isopos.sequence(9), state=State(), causal=True)
+        >>> last, state = scheme(*(a[..., 9:, :] for a in (q, k, v)), torch.tensor([[9]]), state=state, causal=True)
+        >>> torch.allclose(last, y[..., 9:, :], atol=1e-6)
+        True
     """
 
     def __init__(
@@ -100,6 +132,7 @@ class Scheme(nn.Module):
         bias: RelativeBias | None = None,
         scale: float | None = None,
         locality: float | None = None,
+        metric: str | None = None,
         inside: bool = False,
         width: int = 1,
     ):
@@ -115,6 +148,7 @@ class Scheme(nn.Module):
             decay_module = decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, attention, embedding, bias
         self.decay, self.scale, self.locality, self.inside, self.width = decay_module, scale, locality, inside, width
+        self.metric = metric
         self._check_parts()
         if attention == "softmax":
             for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
@@ -142,6 +176,8 @@ class Scheme(nn.Module):
             raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
         if self.locality is not None and not 0 < self.locality <= 1:
             raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
+        if self.metric is not None and (self.locality is None or not group.is_grid or self.metric != "euclidean"):
+            raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale: expected a positive number, got {self.scale}")
         if self.inside and (self.attention == "softmax" or self.bias is not None):
@@ -200,6 +236,8 @@ class Scheme(nn.Module):
     @property
     def feature_map(self) -> Phi:
         """phi of linear attention; that of `Favor` without its scales, where these do not divide out."""
+        if self.attention == "softmax":
+            raise AttributeError("feature_map: expected a scheme of linear attention, got one of softmax, which has none")
         if self.favor is None:
             return FEATURE_MAPS[self.choices["feature_map"]]
         added = self.encoding.is_additive and not self.inside
@@ -219,6 +257,38 @@ class Scheme(nn.Module):
     def normalised(self) -> bool:
         """Whether a norm of each head's output takes the place of the denominator."""
         return self.choices["denominator"] == "none"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        x_key: Tensor | None = None,
+        *,
+        state: State | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]`` with all of the scheme: ``[*b h t e]``.
+
+        Args:
+            q: Queries, of `width` times the head size.
+            k: Keys.
+            v: Values.
+            x: Positions of queries ``[*b t c]``, and of keys unless they differ.
+            x_key: Positions of keys ``[*b s c]``.
+            state: Of the stream that these tokens continue, ``State()`` at its start; then the next one is returned, too.
+            options: Of `linear_attention` or `softmax_attention`, ahead of the scheme's own: causal, mask, ...
+        """
+        from isopos.attention.linear import linear_attention
+        from isopos.attention.softmax import softmax_attention
+
+        attend: Any = softmax_attention if self.attention == "softmax" else linear_attention
+        at = self.at(x, x_key, state=state, dtype=torch.promote_types(q.dtype, torch.float32))
+        found = attend(q, k, v, **at | options, return_state=state is not None)
+        y, *after = found if state is not None else (found,)
+        y = F.layer_norm(y, y.shape[-1:]) if self.normalised else y
+        return (y, *after) if after else y
 
     def at(
         self, x: Tensor, x_key: Tensor | None = None, *, state: State | None = None, dtype: torch.dtype = torch.float32
@@ -247,7 +317,7 @@ class Scheme(nn.Module):
         if self.attention == "softmax":
             found["scale"] = self.encoding.features**-0.5 if self.scale is None else self.scale
             if self.locality is not None:
-                found["locality"] = self.locality ** self.group.distance(x, y).to(dtype)
+                found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
             return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside:
@@ -255,11 +325,18 @@ class Scheme(nn.Module):
         found["feature_map"] = None if self.inside else phi
         return Arguments(found, denominator=None if denominator == "none" else denominator)
 
+    def _distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """That of locality, between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
+        if self.metric is None:
+            return self.group.distance(x, y)
+        return (wide(x).unsqueeze(-2) - wide(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
+
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
         if x_key is not None:
             raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
         expect_state(state)
+        self.group.check(x)
         if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
         own = state.stamped(self.fingerprint, None)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.exact import shown
+
 __all__ = ["State", "expect_state"]
 
 TEXTS = ("fingerprint", "kind")
@@ -18,7 +20,8 @@ class State:
     """The tokens of a stream so far: sums of constant size for linear attention, a growing cache for softmax attention.
 
     ``State()`` is a stream without tokens. Attention takes a state and returns the next; it changes none, so that several
-    continuations may start from one.
+    continuations may start from one. Every layer has its own; layers that share a scheme evaluate it once a step, by
+    ``at = scheme.at(x, state=states[0])``, and take ``at.of(states[n])``.
 
     Args:
         tensors: By name, batch axes first.
@@ -44,6 +47,9 @@ class State:
     fingerprint: str = ""
     kind: str = ""
     in_place: bool = False
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __getitem__(self, name: str) -> Tensor | None:
         """A tensor, or None where there is none yet."""

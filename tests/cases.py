@@ -157,8 +157,9 @@ def _rows(name: str, *rows: tuple[str, Mapping[str, Any]], **more: Any) -> list[
 BASES = ("identity", "householder", "odd-even", "fourier")
 IN_BASES = [(basis, {"basis": basis}) for basis in BASES]
 THETAS = [(f"theta-{theta}", {"theta": theta, "length": 100}) for theta in ("b", "c")]
-LEARNED = ("learned", {"learned": True, "learned_basis": True})
+LEARNED, FIXED = ("learned", {"learned": True, "learned_basis": True}), ("fixed", {"learned": False})
 IDENTITY = ("identity-start", {"initial": "identity"})
+GATED = ("gated", {"gated": True, "noise_per_head": True})
 LOCAL = ("locality", {"locality": 0.9, "attention": "softmax"})
 SCHEMES = [
     *_rows("none", ("", {}), directed=False),
@@ -182,15 +183,15 @@ SCHEMES = [
         ("learned-decay", {"learned": True, "decay": _learned_decay}),
     ),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
-    *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, directed=False),
+    *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
     *_rows(
         "lrpe-unitary",
         *((f"complex-{basis}", {"complex": True, "basis": basis}) for basis in BASES),
         ("complex-learned", {"complex": True, "learned": True, "learned_basis": True, "theta": "b"}),
-        ("complex-plain", {"complex": True, "denominator": "plain"}),
+        ("complex-fixed", {"complex": True, "denominator": "plain", "learned": False}),
     ),
-    *_rows("lrpe-unitary", ("dft", {"basis": "dft"}), ("dft-learned", {"basis": "dft", "learned": True})),
-    *_rows("lrpe-orthogonal", *IN_BASES, *THETAS, LEARNED, ("mixed", {"identity": 2})),
+    *_rows("lrpe-unitary", ("dft", {"basis": "dft"}), ("dft-fixed", {"basis": "dft", "learned": False})),
+    *_rows("lrpe-orthogonal", *IN_BASES, *THETAS, LEARNED, FIXED, ("mixed", {"identity": 2})),
     *_rows("lrpe-permutation", *IN_BASES, ("learned", {"learned_basis": True, "decay": "retnet"})),
     *_rows(
         "permuteformer",
@@ -206,22 +207,25 @@ SCHEMES = [
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
     *_rows("deberta", ("", {}), ("clipped", {"buckets": 8, "max_distance": None}), directed=False),
+    *_rows("deberta", ("released", {"buckets": 8, "max_distance": 20, "released": True}), directed=False),
     *_rows("alibi", ("", {}), directed=False),
-    *_rows("retnet", ("", {}), ("original", {"original": True})),
+    *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
     *_rows("ape-absolute", ("", {}), ("query", {"side": "query"}), IDENTITY, relative=False),
     *_rows("ape-tree", ("", {}), ("branches", {"branches": 3}), IDENTITY, LOCAL),
     *_rows("ape-grid", ("", {}), ("axes", {"axes": 3}), IDENTITY, LOCAL),
+    *_rows("ape-grid", ("euclidean", {"locality": 0.9, "metric": "euclidean", "attention": "softmax"})),
     *_rows("ape-ring", ("", {}), ("period", {"period": 7}), LOCAL),
     *_rows("ape-product", ("", {}), ("images", {"parts": "tree2+grid2"}), ("rings", {"parts": "ring5+sequence"})),
     *_rows("ape-product", IDENTITY, LOCAL),
     *_rows("horn-constrained", ("", {}), ("grid", {"axes": 2, "sinusoids": 3}), ("outside", {"outside": 1})),
+    *_rows("horn-constrained", ("learned", {"axes": 2, "sinusoids": 3, "learned": True})),
     *_rows("horn-constrained", ("inside", {"inside": True, "feature_map": "favor"}), relative=False, inside=True),
     *_rows("horn-clipped", ("", {}), ("reach", {"reach": 2, "outside": 1}), directed=False),
     *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2}), directed=False),
-    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), relative=False, inside=True),
-    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), relative=False, inside=True),
+    *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), GATED, relative=False, inside=True),
+    *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), GATED, relative=False, inside=True),
     *_rows("shiv-quirk", ("", {}), ("branches", {"branches": 3, "depth": 2}), relative=False, directed=False),
 ]
 LEARNED = {  # by scheme, the names of its weights in files, which stay what they are
@@ -244,7 +248,8 @@ STORED = {  # of options
     "rope-learned": {"encoding.frequency"},
     "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
     "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
-    "lrpe-orthogonal-learned": {"encoding.encoding.frequency"},
+    "lrpe-unitary-identity": {"encoding.frequency"},
+    "lrpe-orthogonal-householder": {"encoding.encoding.frequency"},
 }
 PRESETS = [next(case for case in SCHEMES if case.name == name) for name in dict.fromkeys(c.name for c in SCHEMES)]
 """The first row of each scheme, for tests too slow for every option."""

@@ -1,6 +1,7 @@
 """The attention module: projections around a scheme."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -310,3 +311,72 @@ def test_absorbed_angles_learn_where_they_did(name):
     if learned:
         layer(tokens(2, 9).float(), absorbed.at(sequence(9)), causal=True).square().sum().backward()
         assert (absorbed.encoding.parameter.grad != 0).all()
+
+
+# Fewer heads of keys, dropout and windows
+
+
+SHARED = [("rope", "linear"), ("alibi", "linear"), ("alibi", "softmax"), ("t5", "softmax")]
+
+
+@causality
+@pytest.mark.parametrize("own", [1, 2, 4])
+@pytest.mark.parametrize("of_keys", [True, False], ids=["scheme-of-keys", "scheme-of-queries"])
+@pytest.mark.parametrize(("name", "kind"), SHARED)
+def test_heads_of_queries_share_those_of_keys(name, kind, of_keys, own, causal):
+    scheme = perturb(schemes.REGISTRY[name](HEAD_DIM, own if of_keys else 4, attention=kind))
+    layer, x = Attention(4 * HEAD_DIM, scheme, kv_heads=own).double(), torch.randn(2, 9, 4 * HEAD_DIM).double()
+    assert (layer.query.out_features, layer.key.out_features, layer.value.out_features) == (32, own * 8, own * 8)
+    q, k, v = (p(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
+    at, full = scheme.at(sequence(9), dtype=torch.float64), {}
+    for name, value in at.items():  # for all heads of queries
+        full[name] = value
+        if of_keys and name == "decay" and value is not None:
+            full[name] = value.repeat_interleave(4 // own, -2)
+        if of_keys and name == "terms":
+            full[name] = [dataclasses.replace(term, table=term.table.repeat_interleave(4 // own, 0)) for term in value]
+    y = DEFINITIONS[kind](q, *(a.repeat_interleave(4 // own, 1) for a in (k, v)), **full, causal=causal)
+    close(layer(x, at, causal=causal), layer.out(y.transpose(1, 2).flatten(2)), roundings=1000 * TOLERANCE)
+
+
+def test_dropout_is_of_weights_and_in_training():
+    scheme = schemes.rope(HEAD_DIM, HEADS, attention="softmax")
+    layer, x, at = Attention(WIDTH, scheme, dropout=0.5), torch.randn(2, 9, WIDTH), scheme.at(sequence(9))
+    assert not torch.equal(layer(x, at), layer(x, at))
+    layer.eval()
+    same = Attention(WIDTH, scheme)
+    same.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x, at), same(x, at))
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_a_layer_with_a_window(kind):
+    scheme = schemes.rope(HEAD_DIM, HEADS, attention=kind)
+    layer, x, at = Attention(WIDTH, scheme, window=3), torch.randn(1, 9, WIDTH), scheme.at(sequence(9))
+    before, after = layer(x, at, causal=True), layer(x.index_fill(1, torch.tensor(2), 1.0), at, causal=True)
+    assert torch.allclose(before[:, 5:], after[:, 5:], atol=1e-6)
+    assert not torch.allclose(before[:, 4], after[:, 4], atol=1e-6)
+
+
+def test_a_layer_takes_a_mask_of_pairs():
+    scheme = schemes.rope(HEAD_DIM, HEADS, attention="softmax")
+    layer, x, at = Attention(WIDTH, scheme), torch.randn(2, 9, WIDTH), scheme.at(sequence(9))
+    mask = torch.ones(9, 9).tril().bool()
+    torch.testing.assert_close(layer(x, at, attn_mask=mask), layer(x, at, causal=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 3}, "kv_heads: expected a divisor of the 4 heads, got 3"),
+        ({"kv_heads": 0}, "kv_heads: expected an integer of at least 1, got 0"),
+        ({"kv_heads": 1}, "scheme: expected one of 4 heads, those of queries, or of 1, got 2"),
+        ({"model_dim": 4 * HEAD_DIM + 1, "kv_heads": 2}, "model_dim: expected a multiple of the head size 8, got 33"),
+        ({"model_dim": WIDTH, "dropout": 0.1}, "dropout: expected 0 with linear attention, which forms no weights to drop"),
+        ({"model_dim": WIDTH, "dropout": 1.0}, "dropout: expected a probability below 1, got 1.0"),
+        ({"model_dim": WIDTH, "window": 0}, "window: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(**({"model_dim": 4 * HEAD_DIM, "scheme": schemes.rope(HEAD_DIM, 2)} | options))

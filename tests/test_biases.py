@@ -129,6 +129,22 @@ def test_deberta_is_equation_10(distance):
     close(softmax_attention(q, k, v, **arguments), attend(logits_of(score), v[:, :, None]))
 
 
+@pytest.mark.parametrize("distance", [20, None])
+def test_deberta_as_released_reads_one_row_for_both(distance):
+    """The code gathers row clamp(-(j' - i') + k) of keys j' and transposes: delta(i, j), where Eq. 4 has delta(j, i)."""
+    bias = perturb(DeBERTa(HEADS, HEAD_DIM, buckets=8, max_distance=distance, released=True))
+    q, k, v = inputs(2, t=T, s=S)
+    keys, queries = bias.keys.weight, bias.queries.weight
+
+    def score(b, h, i, j):
+        there = bias.bucket(torch.tensor(offset(i, j)))
+        return (q[b, h, i] @ k[b, h, j] + q[b, h, i] @ keys[h, there] + queries[h, there] @ k[b, h, j]) / 24**0.5
+
+    assert HEAD_DIM == 8
+    arguments = {"terms": bias(X, Y, torch.float64), "scale": 24**-0.5}
+    close(softmax_attention(q, k, v, **arguments), attend(logits_of(score), v[:, :, None]))
+
+
 @pytest.mark.parametrize(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
 def test_clipped_keys_add_a_vector_to_keys(axes, outside):
     """weight_ij = <phi(q_i), phi(k_j) + phi(w_clip(y_j - x_i))>, each axis clipped by itself, class tokens apart."""

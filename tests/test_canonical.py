@@ -300,17 +300,24 @@ def orthogonal_noise(rows, realizations):
     return realizations**0.5 * torch.linalg.qr(torch.randn(realizations, rows, dtype=torch.float64)).Q.mT
 
 
-@pytest.mark.parametrize("options", [{"attention": "softmax"}, {"feature_map": "identity", "decay": "alibi"}])
+EXPECTED = [{"attention": "softmax"}, {"attention": "softmax", "gated": True}]
+EXPECTED += [{"feature_map": "identity", "decay": "alibi"}]
+
+
+@pytest.mark.parametrize("options", EXPECTED)
 def test_sine_spe_in_expectation(options):
     scheme = perturb(schemes.REGISTRY["spe-sine"](HEAD_DIM, HEADS, sines=3, realizations=64, **options))
-    scheme.encoding.noise = orthogonal_noise(HEAD_DIM * 3 * 2, 64).view(HEAD_DIM, 3, 2, 64)
+    noise = orthogonal_noise(HEAD_DIM * 7, 64)
+    scheme.encoding.noise = noise[HEAD_DIM:].view(HEAD_DIM, 3, 2, 64)
+    scheme.encoding.gate_noise = noise[:HEAD_DIM]
     same(scheme, sequence(9))
 
 
-@pytest.mark.parametrize("options", [{"attention": "softmax"}, {"feature_map": "identity", "decay": "alibi"}])
+@pytest.mark.parametrize("options", EXPECTED)
 def test_conv_spe_in_expectation(monkeypatch, options):
     scheme = perturb(schemes.REGISTRY["spe-conv"](HEAD_DIM, HEADS, reach=3, realizations=128, **options))
-    noise = orthogonal_noise(12 * HEAD_DIM, 128).view(12, HEAD_DIM, 128).mT.flatten(1)  # of lags -3 to 8
+    *noise, scheme.encoding.gate_noise = orthogonal_noise(13 * HEAD_DIM, 128).view(13, HEAD_DIM, 128)
+    noise = torch.stack(noise).mT.flatten(1)  # of lags -3 to 8
     monkeypatch.setattr(couplings, "gaussian", lambda position, width, seed: noise[position + 3])
     same(scheme, sequence(9))
 

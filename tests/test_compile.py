@@ -1,10 +1,13 @@
 """Whole attention compiles into one graph, is what eager is, and is not compiled again for every length."""
 
+import sys
+
 import pytest
 import torch
 from cases import HEADS, PRESETS, SCHEMES, close, inputs, ordered, perturb, scheme_case
 from torch import nn
 
+from isopos import schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.models import Decoder
 from isopos.ops.linear import graph
@@ -148,3 +151,37 @@ def test_the_custom_op_is_registered_right(decayed, causal):
 def test_inductor(name, kind):
     module = Attend(scheme_case(name), kind)
     compare(module, torch.compile(module, fullgraph=True))
+
+
+# Other ways into a graph
+
+
+def small(kind, **options):
+    choices = {name: options.pop(name) for name in ("decay",) if name in options}
+    return Decoder(50, 32, 2, schemes.rope(8, 4, attention=kind, **choices), **options).eval()
+
+
+MODELS = [("linear", {}), ("linear", {"decay": "retnet"}), ("softmax", {}), ("softmax", {"window": 4})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("kind", "options"), MODELS, ids=str)
+def test_a_model_is_exported_with_a_dynamic_length(kind, options, strict):
+    model, tokens = small(kind, **options), torch.randint(50, (2, 12))
+    length = torch.export.Dim("t", min=2 + options.get("window", 0), max=512)
+    program = torch.export.export(model, (tokens,), dynamic_shapes=({1: length},), strict=strict).module()
+    for t in (6, 12, 70, 200):
+        tokens = torch.randint(50, (2, t))
+        close(program(tokens), model(tokens), roundings=64)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit is not of this Python")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("kind", "options"), [*MODELS, ("linear", {"window": 4})], ids=str)
+def test_a_traced_model_takes_other_lengths(kind, options):
+    model = small(kind, **options)
+    traced = torch.jit.trace(model, torch.randint(50, (2, 12)), check_trace=False)
+    for t in (6, 12, 70, 200):
+        tokens = torch.randint(50, (2, t))
+        close(traced(tokens), model(tokens), roundings=64)

@@ -95,6 +95,27 @@ def test_constrained_is_a_sum_of_waves_on_each_axis():
     close(scores(coupling, q, k, x, y), expected_scores(score))
 
 
+def test_constrained_learns_frequencies_a_head():
+    """q k + sum_m a cos(w (x - y)) + b sin(w (x - y)) with frequencies w of each head, axis and wave, which learn."""
+    (q, k, _), x, y = inputs(2, t=T, s=S), grid(2, 3)[:T] - 7, 2 * grid(3, 3)[:S]
+    start = rope_frequencies(6, 20.0).view(2, 3)
+    fixed, coupling = (Constrained(HEAD_DIM, HEADS, start, learned=learned) for learned in (False, True))
+    close(scores(coupling, q, k, x, y), scores(fixed, q, k, x, y), dtype=torch.float32)
+    perturb(coupling, 1.0)
+
+    def score(b, h, i, j):
+        waves = 0.0
+        for n, (cos, sin) in enumerate(coupling.projection[h].tolist()):
+            axis, m = divmod(n, 3)
+            angle = coupling.waves.weight[h, axis, m].item() * (x[i, axis] - y[j, axis]).item()
+            waves += cos * math.cos(angle) + sin * math.sin(angle)
+        return (q[b, h, i] @ k[b, h, j]).item() + waves
+
+    close(scores(coupling, q, k, x, y), expected_scores(score))
+    scores(coupling, q, k, x, y).square().sum().backward()
+    assert (coupling.waves.weight.grad != 0).all()
+
+
 def test_tokens_outside_the_grid_have_no_waves():
     (q, k, _), (coupling, _) = inputs(2, t=T, s=S), constrained(outside=2)
     inner, _ = constrained()
@@ -206,25 +227,58 @@ def assert_mean(draws, expected):
     assert draws.std(0).min() > 0.1, "one draw is not its mean"
 
 
-def test_sine_spe_approaches_its_covariance():
+def gated(coupling, covariance):
+    """g + (1 - g) P(x - y) of each feature, ``[h t d]`` (Liutkus et al. 2021, gated SPE)."""
+    if coupling.gate is None:
+        return covariance
+    gate = 1 / (1 + torch.exp(-coupling.gate.weight))[:, None]
+    return gate + (1 - gate) * covariance
+
+
+SPE = pytest.mark.parametrize(
+    "options", [{}, {"noise_per_head": True}, {"gated": True}, {"gated": True, "noise_per_head": True}]
+)
+
+
+@SPE
+def test_sine_spe_approaches_its_covariance(options):
     """E <Q_x, K_y> = sum_d q_d k_d sum_k gain^2 cos(w (x - y) + phase)."""
-    draws, q, k, offset, coupling = draws_of(lambda seed: SineSPE(3, HEADS, sines=2, realizations=16, seed=seed))
+    draws, q, k, offset, coupling = draws_of(lambda seed: SineSPE(3, HEADS, sines=2, realizations=16, seed=seed, **options))
     angle = -coupling.frequency[:, None] * offset[:, None, None] + coupling.phase.weight[:, None]
     covariance = (coupling.gain.weight[:, None].square() * angle.cos()).sum(-1)
-    assert_mean(draws, (q * k * covariance).sum(-1))
+    assert_mean(draws, (q * k * gated(coupling, covariance)).sum(-1))
 
 
-def test_conv_spe_approaches_its_covariance():
+@SPE
+def test_conv_spe_approaches_its_covariance(options):
     """E <Q_x, K_y> = sum_d q_d k_d sum_p f_d(p) g_d(p + y - x), zero beyond the filters."""
     reach = 4
-    draws, q, k, offset, coupling = draws_of(lambda seed: ConvSPE(3, HEADS, reach=reach, realizations=16, seed=seed))
+    draws, q, k, offset, coupling = draws_of(
+        lambda seed: ConvSPE(3, HEADS, reach=reach, realizations=16, seed=seed, **options)
+    )
     covariance = torch.zeros(HEADS, T, 3, dtype=torch.float64)
     for t, step in enumerate(offset.tolist()):
         for p in range(reach):
             if 0 <= p + step < reach:
                 covariance[:, t] += coupling.filters[:, :, 0, p] * coupling.filters[:, :, 1, p + step]
     assert (covariance[:, -1] == 0).all()
-    assert_mean(draws, (q * k * covariance).sum(-1))
+    assert_mean(draws, (q * k * gated(coupling, covariance)).sum(-1))
+
+
+@pytest.mark.parametrize("make", [SineSPE, ConvSPE])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_heads_that_learn_alike_tell_whether_they_share_noise(make, per_head):
+    coupling = make(4, 2, gated=True, noise_per_head=per_head)
+    with torch.no_grad():
+        for parameter in coupling.parameters():
+            parameter.copy_(parameter[:1].expand_as(parameter))
+    first, second = coupling.key(sequence(5), torch.float64).matrix
+    assert torch.equal(first, second) != per_head
+    coupling.gate.weight.data.fill_(math.inf)  # what is left is the gate's noise alone, the same at all positions
+    (first, second), query = coupling.key(sequence(5)).matrix, coupling.query(sequence(5)).matrix
+    assert torch.equal(first, second) != per_head
+    assert torch.equal(first, first[:1].expand_as(first))
+    assert torch.equal(query[0], first)
 
 
 def test_conv_spe_noise_is_a_function_of_the_position():

@@ -31,6 +31,8 @@ def test_rates_are_the_papers():
     shrink = permuteformer_rates(5).neg().exp()
     close(shrink[[0, -1]], torch.tensor([0.88, 0.99]).double(), dtype=torch.float32)
     close(shrink.logit().diff(), shrink.logit().diff()[:1].expand(4))
+    released = RATES["permuteformer-released"](8)  # the code's torch.sigmoid(torch.arange(H) / H * 3 + 2)
+    close(released, torch.tensor([math.log1p(math.exp(-(2 + 3 * h / 8))) for h in range(8)]).double(), dtype=torch.float32)
     for rates in RATES.values():
         assert (rates(1) > 0).all()
         assert rates(8).shape == (8,)

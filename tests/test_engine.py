@@ -87,9 +87,9 @@ def test_recomputed_blocks_change_nothing(run):
     assert run(TINY, "kept") == run(TINY.edit(recompute=True), "recomputed")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_interrupted_run_goes_on_bit_for_bit(run, tmp_path, workers):
-    recipe = TINY.edit(workers=workers, scheme="lrpe-orthogonal:learned=true", accumulate=2)
+@pytest.mark.parametrize(("workers", "tied"), [(0, False), (2, False), (0, True)])
+def test_an_interrupted_run_goes_on_bit_for_bit(run, tmp_path, workers, tied):
+    recipe = TINY.edit(workers=workers, scheme="lrpe-orthogonal:learned=true", accumulate=2, tied=tied)
     expected = run(recipe.edit(workers=0), "whole")
 
     def interrupt(step, *rest):

@@ -10,8 +10,10 @@ from cases import close, inputs, quadratic, same_everywhere
 from isopos import feature_maps, schemes
 from isopos.attention import explain, linear_attention, naive_linear_attention
 from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, register
+from isopos.maps import Append
 from isopos.ops import library
 from isopos.positions import sequence
+from isopos.state import State
 
 X = torch.cat((torch.linspace(-50, 50, 41), torch.tensor([0.0, -1e4, 1e4]))).double()
 DEFINITIONS = {
@@ -199,3 +201,35 @@ def test_favor_redraws_in_place_and_keeps_its_state():
 def test_favor_needs_features(sizes):
     with pytest.raises(ValueError, match="features: expected at least 1"):
         Favor(*sizes)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_favor_without_a_denominator_is_the_sum_of_its_products(causal, dtype):
+    """phi(q) phi(k) v, and not times scales that only a division would take away again."""
+    (q, k, v), phi = inputs(2, t=20, dtype=dtype), Favor(8, 12)
+    a, b = (phi(x.double()) for x in (q, k))
+    weight = a @ b.mT
+    expected = (weight.tril() if causal else weight) @ v.double()
+    options = {"feature_map": phi, "denominator": None, "causal": causal}
+    for attention in (linear_attention, naive_linear_attention):
+        out = attention(q, k, v, **options)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2 if dtype == torch.float16 else 1e-4, atol=1e-2)
+    with torch.no_grad():
+        state, found = State(), []
+        for i in range(20 if causal else 0):
+            y, state = linear_attention(
+                *(x[..., i : i + 1, :] for x in (q, k, v)), **options, state=state, return_state=True
+            )
+            found.append(y)
+    if causal:
+        torch.testing.assert_close(torch.cat(found, -2).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_favor_beside_channels_that_are_added_has_no_scales():
+    """<phi(q), phi(k)> + <a, b>, over its sum; scales of phi would drown what is added."""
+    (q, k, v), phi = inputs(2, t=20), Favor(8, 12).double()
+    a, b = torch.rand(2, 1, 20, 3).double()
+    weight = phi(q) @ phi(k).mT + a @ b.mT
+    out = linear_attention(q, k, v, feature_map=phi, isometry=(Append(a), Append(b)), denominator="encoded")
+    close(out, weight @ v / weight.sum(-1, keepdim=True))

@@ -168,6 +168,7 @@ BAD = {
     "--resume --overwrite": "either --resume or --overwrite",
     "--patience 2": "validate_every",
     "--cutoffs 900 800 --tokenizer words": "cutoffs: expected increasing",
+    "--cutoffs 90 --tied": "tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied",
     "--vocabulary 300": "vocabulary: expected none beside bytes",
     "--heads 3": "multiple of the 3 heads",
 }

@@ -22,6 +22,7 @@ maps terms state
 bases decays embeddings biases
 encodings
 couplings
+attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax
 scheme
 schemes
 attention

@@ -576,3 +576,50 @@ def test_packed_queries_and_keys_may_decay_apart(causal, fewer, denominator):
     options = {"decay": (queries, keys), "segment_ids": ids, "causal": causal, "feature_map": elu1}
     options["denominator"] = denominator  # one would cancel what is wrong with a query's own factor
     close(linear_attention(q, k, v, **options), quadratic(q, k, v, **options))
+
+
+# Layouts
+
+
+@both
+@pytest.mark.parametrize(("heads", "own"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("t", [4, 7])
+def test_tokens_before_heads(attention, heads, own, t):
+    q, k, v = inputs(2, t=t, heads=heads)[0], *inputs(2, t=t, heads=own)[1:]
+    options = {"isometry": rotary(t), "causal": True, "mask": torch.rand(2, t) < 0.8}
+    swapped = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = attention(q, k, v, **options).transpose(1, 2)
+    assert torch.equal(attention(*swapped, **options, layout="bthd"), expected)
+    y, state = attention(*(x[:, :-1] for x in swapped), causal=True, layout="bthd", return_state=True)
+    z, _ = attention(*(x[:, -1:] for x in swapped), causal=True, layout="bthd", state=state, return_state=True)
+    close(torch.cat((y, z), 1), attention(q, k, v, causal=True).transpose(1, 2))
+
+
+@both
+def test_a_layout_that_was_not_said(attention):
+    q, k, v = (x.transpose(1, 2) for x in inputs(2, t=7))
+    with pytest.raises(
+        ValueError, match=r"q: expected 7 tokens, .*; \[b t h d\] needs q\.transpose\(1, 2\), or layout='bthd'"
+    ):
+        attention(q, k, v, isometry=rotary(7))
+    with pytest.raises(ValueError, match=r"decay: .*; \[b t h d\] needs layout='bthd'"):
+        attention(q, k, v, decay=decay(7))
+    with pytest.raises(ValueError, match=r"x: expected 7 tokens, .*; \[b t h d\] needs x\.transpose\(1, 2\)"):
+        rotary(7)(q)
+    with pytest.raises(ValueError, match="layout: expected one of bhtd, bthd, got 'bhdt'"):
+        attention(q, k, v, layout="bhdt")
+
+
+# Schemes of the other kind
+
+
+@both
+def test_a_scheme_of_the_other_attention(attention):
+    kind, other = ("linear", "softmax") if attention is linear_attention else ("softmax", "linear")
+    name = {"linear": "scale", "softmax": "feature_map"}[kind]
+    q, k, v = inputs(2, t=4)
+    at = schemes.rope(HEAD_DIM, HEADS, attention=other).at(sequence(4))
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; build the scheme with attention='{kind}'$"):
+        attention(q, k, v, **at)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'$"):
+        attention(q, k, v, casual=True)

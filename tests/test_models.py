@@ -179,6 +179,27 @@ def test_impossible_cutoffs_are_refused():
         Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5, 10, 20))
 
 
+def test_a_tied_head_has_the_vectors_of_tokens():
+    torch.manual_seed(0)
+    tied = Decoder(50, 16, 2, schemes.rope(8, 2), tied=True)
+    names = {name for name, _ in Decoder(50, 16, 2, schemes.rope(8, 2)).named_parameters()}
+    assert names - {name for name, _ in tied.named_parameters()} == {"head.weight", "head.bias"}
+    x, targets = torch.randint(50, (3, T)), torch.randint(50, (3, T))
+    found = tied(x)
+    close(found, tied.features(x, None, causal=True) @ tied.tokens.weight.mT)
+    tied(x, targets=targets).backward()
+    assert (tied.tokens.weight.grad.abs().sum(-1) > 0).all()  # of tokens that do not occur, by their logits
+    copied = copy.deepcopy(tied)
+    copied.load_state_dict(perturb(Decoder(50, 16, 2, schemes.rope(8, 2), tied=True)).state_dict())
+    assert copied.head.weight is copied.tokens.weight
+    assert not torch.allclose(copied(x), found)
+
+
+def test_a_tied_head_is_refused_beside_cutoffs():
+    with pytest.raises(ValueError, match=r"tied: expected an ordinary softmax, got cutoffs \(5,\); give one of both"):
+        Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5,), tied=True)
+
+
 @pytest.mark.parametrize("name", ["none", "sinusoidal", "rope", "lrpe-orthogonal"])
 def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
     model, x = perturb(Encoder(VOCABULARY, WIDTH, 2, schemes.build(name, HEAD_DIM, HEADS, {}))), tokens(2, T)
@@ -269,3 +290,24 @@ def test_parameters_of_heads_come_before_those_of_schemes(make):
     """An optimiser's saved state names parameters by their places."""
     model = make(vocabulary=20, model_dim=16, layers=1, scheme=schemes.rope(8, 2, learned=True))
     assert [name for name, _ in model.named_parameters()][-3:] == ["head.weight", "head.bias", "scheme.encoding.frequency"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_models_have_fewer_heads_of_keys(kind):
+    model = Decoder(50, 32, 2, schemes.alibi(8, 4, attention=kind), kv_heads=2).eval()
+    assert model.blocks[0].attention.key.out_features == 16
+    tokens = torch.randint(50, (2, 9))
+    logits, stream = model.prefill(tokens[:, :5])
+    for i in range(5, 9):
+        logits, stream = model.step(tokens[:, i], stream)
+    torch.testing.assert_close(logits, model(tokens)[:, -1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_with_windows_streams():
+    model = Decoder(50, 32, 2, schemes.rope(8, 4, attention="softmax"), window=4, attention_dropout=0.1).eval()
+    tokens = torch.randint(50, (2, 20))
+    logits, stream = model.prefill(tokens[:, :5])
+    for i in range(5, 20):
+        logits, stream = model.step(tokens[:, i], stream)
+        assert stream.states[0]["keys"].shape[-2] == 3
+    torch.testing.assert_close(logits, model(tokens)[:, -1], atol=1e-5, rtol=1e-4)

@@ -5,7 +5,6 @@ Peers are imported inside the tests: a whole model of theirs takes seconds.
 
 import importlib.util
 
-import numpy as np
 import pytest
 import torch
 from cases import close
@@ -16,6 +15,8 @@ from isopos.decays import alibi_rates
 from isopos.feature_maps import Favor
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.peers import ROTARY
+from tools.peers_page import COMPARISONS, rotated
+from tools.peers_page import error as difference_of
 
 pytestmark = pytest.mark.oracles
 HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
@@ -48,28 +49,17 @@ def rope(layout, dtype=torch.float64, start=0):
     return isopos.rope(HEAD_DIM, HEADS, layout=layout).encoding(isopos.sequence(LENGTH) + start, dtype)
 
 
-def angles(layout):
-    """Of each feature, float64 ``[t d]``, by numpy: the peers' formulas take them or their cosines and sines."""
-    frequency = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    each = np.arange(LENGTH)[:, None] * frequency
-    return torch.from_numpy(np.repeat(each, 2, -1) if layout == "interleaved" else np.tile(each, 2))
-
-
 def queries_and_keys(dtype=torch.float64):
     return torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM, dtype=dtype)
 
 
-def rotated(name, q, k):
-    """Queries and keys, by a peer's own function from exact angles in its layout."""
-    module, angle = ROTARY[name].load(), angles(ROTARY[name].layout)
-    if name == "transformers Llama":
-        return module.apply_rotary_pos_emb(q, k, angle[None].cos(), angle[None].sin())
-    if name == "transformers RoFormer":
-        table = torch.cat((angle[:, ::2].sin(), angle[:, ::2].cos()), -1)
-        return module.RoFormerSelfAttention.apply_rotary_position_embeddings(table, q, k)
-    if name == "x-transformers":
-        return [module.apply_rotary_pos_emb(x, angle[None]) for x in (q, k)]
-    return [module.apply_rotary_emb(angle, x) for x in (q, k)]
+@pytest.mark.parametrize("one", COMPARISONS, ids=lambda one: f"{one.scheme}-{one.where}")
+def test_what_the_page_compares(one):
+    """Within its bound; or, where two functions are said to differ, by more than any rounding."""
+    if one.package:
+        module(one.package.replace("-", "_"))
+    difference = difference_of(*one.run())
+    assert difference > 1e-3 if one.differs else difference < one.bound
 
 
 @ALL_PEERS
@@ -141,6 +131,34 @@ def test_deberta_v1_buckets():
     relative = transformers("deberta").build_relative_position(tokens, tokens)[0]
     ours = DeBERTa(HEADS, HEAD_DIM, buckets=buckets, max_distance=None)
     assert ours.bucket(offsets(len(tokens))).equal((relative + buckets).clamp(0, 2 * buckets - 1))
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_deberta_v2_attention(released):
+    """Released weights: the rows that its projections make of relative embeddings give its outputs, by its own p2c."""
+    config = module("transformers").DebertaV2Config(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=8,
+        max_relative_positions=20,
+    )
+    theirs = transformers("deberta_v2").DisentangledSelfAttention(config).double().eval()
+    x, embeddings = torch.randn(3, LENGTH, HEADS * HEAD_DIM).double(), torch.randn(16, HEADS * HEAD_DIM).double()
+    expected, _ = theirs(x, torch.ones(1, 1, LENGTH, LENGTH), rel_embeddings=embeddings)
+    scheme = isopos.deberta(HEAD_DIM, HEADS, buckets=8, max_distance=20, released=released).double()
+
+    def heads(layer, of):
+        return layer(of).unflatten(-1, (HEADS, HEAD_DIM)).transpose(-2, -3)
+
+    with torch.no_grad():
+        scheme.bias.keys.weight.copy_(heads(theirs.pos_key_proj, embeddings))
+        scheme.bias.queries.weight.copy_(heads(theirs.pos_query_proj, embeddings))
+    q, k, v = (heads(layer, x) for layer in (theirs.query_proj, theirs.key_proj, theirs.value_proj))
+    found = isopos.softmax_attention(q, k, v, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64))
+    found = found.transpose(1, 2).flatten(2)
+    assert torch.allclose(found, expected, atol=1e-6) == released  # their scale is rounded to float32
 
 
 def offsets(length):

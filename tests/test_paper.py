@@ -33,7 +33,7 @@ SCHEMES = {"Base": "none", "Rope": "rope", "Both | more": "rope:decay=retnet", "
 def write(tmp_path):
     """Writes a table with these cells, and returns what is said below it and table.md."""
 
-    def written(better, more="", seeds=1, timing=(), scale="small"):
+    def written(better, more="", seeds=1, timing=(), scale="small", curve=lambda name, ours, seed: {1: 2.0}):
         rows = "".join(
             f'[[rows]]\nname = "{name}"\nscheme = "{SCHEMES[name]}"\n' + (f"figures = [{theirs}]\n" if theirs else "")
             for name, (theirs, _) in FIGURES.items()
@@ -49,7 +49,8 @@ def write(tmp_path):
                 cell.mkdir(parents=True)
                 columns = {"figure": {"value": ours + seed, "split": "validation", "reason": ""}}
                 (cell / "scores.json").write_text(json.dumps({"status": "finished", "columns": columns, "seconds": 30.0}))
-                (cell / "metrics.jsonl").write_text('{"step": 1, "validation": 2.0}\n')
+                rows = [{"step": step, "validation": value} for step, value in curve(name, ours, seed).items()]
+                (cell / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         _, said = paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
         return said, (tmp_path / "table.md").read_text()
 
@@ -90,6 +91,55 @@ def test_the_smallest_scale_ranks_nothing(write):
     assert any("says nothing about the order" in text for text in said)
 
 
+def test_distances_to_the_reference_are_paired_by_seed(write):
+    _, page = write("lower", more='reference = "Rope"', seeds=3)  # every seed moves all rows by as much
+    assert f"{paper.PAIRED} Rope\n" in page
+    assert "| Base | -2.00 ± 0.00 |" in page
+    assert "| Alone | +6.00 ± 0.00 |" in page
+    assert page.count("| Rope |") == 1  # in the first table only
+
+
+def test_distances_are_to_the_baseline_where_no_reference_is_named(write):
+    _, page = write("lower")
+    assert f"{paper.PAIRED} Base\n" in page
+    assert "| Rope | +2.00 |" in page
+
+
+def test_curves_show_the_distance_to_the_reference_by_update(write, monkeypatch):
+    figures = []
+    monkeypatch.setattr(paper, "Figure", lambda **sizes: figures.append(Figure(**sizes)) or figures[-1])
+    write("lower", 'reference = "Rope"', seeds=2, curve=lambda name, ours, seed: {50: 5.0 * seed, 100: ours + seed * ours})
+    above, below = figures[0].axes
+    assert [line.get_label() for line in above.lines] == list(FIGURES)
+    assert [list(line.get_ydata()) for line in above.lines] == [[2.5, ours * 1.5] for _, ours in FIGURES.values()]
+    assert [list(line.get_xdata()) for line in below.lines] == [[50, 100]] * len(FIGURES)
+    assert [list(line.get_ydata()) for line in below.lines] == [[0.0, (ours - 3) * 1.5] for _, ours in FIGURES.values()]
+    assert "less Rope's, paired by seed" in below.get_ylabel()
+
+
+def test_a_reference_is_a_row_with_a_scheme(write):
+    with pytest.raises(ValueError, match="reference: expected a row with a scheme, got 'Robe'"):
+        write("lower", 'reference = "Robe"')
+
+
+def test_whether_the_order_changes_with_training_is_said(write):
+    said, _ = write("lower", curve=lambda name, ours, seed: {5: 0.0, 10: -ours, 50: 1.0, 100: ours})
+    (line,) = (text for text in said if "updates, rank" in text)
+    first, last = "Alone, Rope, Both | more, Base", "Base, Both | more, Rope, Alone"
+    assert line == (
+        "Validation: order after 10 and after 100 updates, rank correlation -1.00 over 4 rows. "
+        f"Best first, then: {first}; in the end: {last}."
+    )
+
+
+def test_orders_are_those_of_the_figures_that_are_shown(write, monkeypatch):
+    monkeypatch.setitem(FIGURES, "Rope", (1.0, 0.5))
+    more = 'kind = "speed"'
+    rounds = [{"Base": 1.0, "Rope": 1 / ratio, "Both | more": 0.5} for ratio in (1.0, 1.5, 30.0)]
+    said, _ = write("higher", more=more, timing=rounds)  # the mean of the ratios is above 2, their median below
+    assert any(text.endswith("ours: Both | more, Rope, Base.") for text in said)
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """The axes of every picture that is written."""
@@ -101,13 +151,6 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", save)
     return found
-
-
-def test_every_row_has_its_curve(write, drawn):
-    write("lower", seeds=2)
-    (axes,) = drawn
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
-    assert lines == dict.fromkeys(FIGURES, ([1], [2.0]))
 
 
 def test_speeds_are_drawn_beside_the_names_of_their_rows_and_the_paper_s(write, drawn):

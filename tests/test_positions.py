@@ -9,6 +9,8 @@ import torch
 import isopos
 from isopos import positions
 from isopos.positions import Line, Product, Ring, Tree, depths, grid, sequence
+from isopos.schemes import REGISTRY
+from isopos.state import State
 
 GROUPS = [
     Line(),
@@ -195,3 +197,18 @@ def test_lengths_may_be_symbolic(strict):
 def test_lengths_may_be_traced():
     traced = torch.jit.trace(lambda x: sequence(x.shape[0]), torch.zeros(3))
     assert traced(torch.zeros(5)).equal(sequence(5))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_position_ids_without_a_column_get_the_hint(name):
+    """[b t], as other libraries have them, for every group, in schemes, encodings, streams, decays and embeddings."""
+    scheme, ids = REGISTRY[name](16, 2), torch.arange(7).expand(2, 7)
+    columns = scheme.group.columns
+    hint = r"x\[\.\.\., None\] makes a column" if columns == 1 else r"torch\.stack\(columns, -1\) joins columns"
+    calls = [scheme.at, scheme.group.check, scheme.encoding.query, scheme.encoding.key]
+    calls += [lambda x: scheme.at(x, state=State()), lambda x: scheme.at(scheme.group.arrange(7), x)]
+    calls += [part for part in (scheme.decay, scheme.embedding) if part is not None]
+    for call in calls:
+        for wrong in (ids, ids[0]):
+            with pytest.raises(ValueError, match=rf"positions: expected \[\*b t {columns}\] for .*{hint}"):
+                call(wrong)

@@ -101,8 +101,8 @@ def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--workers=2"], [*TWO], [*TWO, "--workers=2", "--strategy=fsdp2"]],
-    ids=["one", "one-workers", "ddp", "fsdp2-workers"],
+    [[], ["--workers=2"], [*TWO], [*TWO, "--workers=2", "--strategy=fsdp2"], [*TWO, "--strategy=fsdp2", "--tied"]],
+    ids=["one", "one-workers", "ddp", "fsdp2-workers", "fsdp2-tied"],
 )
 def test_after_kill_9_every_later_loss_is_that_of_the_uninterrupted_run(tmp_path, arguments):
     dropout = "--dropout=0.2"

@@ -115,12 +115,14 @@ def test_recipes_of_papers_are_what_the_papers_say():
     assert (m.layers, m.model_dim, m.heads, m.hidden_dim, lrpe.task.length, t.batch) == (6, 512, 8, 2048, 512, 128)
     assert (t.steps, t.warmup, t.learning_rate, t.schedule) == (50_000, 4000, 5e-4, "inverse-sqrt")
     assert (t.beta1, t.beta2, t.epsilon, t.weight_decay) == (0.9, 0.98, 1e-8, 0.01)
+    assert lrpe.task.tied  # by Fairseq's command
     assert permuteformer == lrpe.edit(scheme="permuteformer:width=4", hidden_dim=1024)
 
 
 DECLARED = """
     Recipe: task=language scheme=rope seed=0 data= tokenizer=bytes vocabulary=0 length=256 cutoffs=()
-        validation_tokens=32768 layers=3 model_dim=96 heads=4 hidden_dim=0 dropout=0.0 recompute=False steps=250 batch=8
+        tied=False validation_tokens=32768 layers=3 model_dim=96 heads=4 hidden_dim=0 dropout=0.0 recompute=False steps=250
+        batch=8
         accumulate=1 optimizer=adamw learning_rate=0.003 schedule=cosine power=1.0 warmup=-1 beta1=0.9 beta2=0.999
         epsilon=1e-08 weight_decay=0.01 clip=1.0 precision=float32 validate_every=0 patience=0 save_every=20 logger=none
         workers=0 device=cpu devices=1 nodes=1 strategy=ddp
@@ -129,25 +131,29 @@ DECLARED = """
     quickstart small: device=auto
     quickstart paper: length=512 layers=6 model_dim=512 heads=8 steps=5000 batch=32 validate_every=500 device=auto
     lrpe-alm tiny: scheme=lrpe-orthogonal tokenizer=words length=64 validation_tokens=4096 layers=2 model_dim=64
-        hidden_dim=256 dropout=0.1 steps=100 schedule=inverse-sqrt warmup=10 beta2=0.98 clip=0.0 validate_every=50
+        tied=True hidden_dim=256 dropout=0.1 steps=100 schedule=inverse-sqrt warmup=10 beta2=0.98 clip=0.0 validate_every=50
         save_every=50 device=auto
     lrpe-alm small: scheme=lrpe-orthogonal data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words
-        validation_tokens=100000 layers=4 model_dim=256 hidden_dim=1024 dropout=0.1 steps=10000 batch=32 accumulate=4
+        tied=True validation_tokens=100000 layers=4 model_dim=256 hidden_dim=1024 dropout=0.1 steps=10000 batch=32
+        accumulate=4
         learning_rate=0.0005 schedule=inverse-sqrt warmup=1000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
     lrpe-alm paper: scheme=lrpe-orthogonal data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words length=512
-        validation_tokens=0 layers=6 model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=50000 batch=128
+        tied=True validation_tokens=0 layers=6 model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=50000
+        batch=128
         learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
     permuteformer-lm tiny: scheme=permuteformer:width=4 tokenizer=words length=64 validation_tokens=4096 layers=2
-        model_dim=64 hidden_dim=128 dropout=0.1 steps=100 schedule=inverse-sqrt warmup=10 beta2=0.98 clip=0.0
+        tied=True model_dim=64 hidden_dim=128 dropout=0.1 steps=100 schedule=inverse-sqrt warmup=10 beta2=0.98 clip=0.0
         validate_every=50 save_every=50 device=auto
     permuteformer-lm small: scheme=permuteformer:width=4 data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words
-        validation_tokens=100000 layers=4 model_dim=256 hidden_dim=512 dropout=0.1 steps=10000 batch=32 accumulate=4
+        tied=True validation_tokens=100000 layers=4 model_dim=256 hidden_dim=512 dropout=0.1 steps=10000 batch=32
+        accumulate=4
         learning_rate=0.0005 schedule=inverse-sqrt warmup=1000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
     permuteformer-lm paper: scheme=permuteformer:width=4 data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words
-        length=512 validation_tokens=0 layers=6 model_dim=512 heads=8 hidden_dim=1024 dropout=0.1 steps=50000 batch=128
+        tied=True length=512 validation_tokens=0 layers=6 model_dim=512 heads=8 hidden_dim=1024 dropout=0.1 steps=50000
+        batch=128
         learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
     listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
@@ -159,7 +165,7 @@ DECLARED = """
         warmup=1000 beta2=0.98 epsilon=1e-09 weight_decay=0.1 clip=0.0 validate_every=500 save_every=500 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
-    table: scale=small seeds=1 rows= data=() name= device=auto dry_run=False
+    table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64
@@ -186,8 +192,8 @@ def _declared():
 def test_a_name_keeps_its_meaning():
     """What recipes and commands do by default, which results refer to, is changed here, too, or not at all."""
     lines = DECLARED.replace("\n        ", " ").strip().splitlines()
-    written = {name.strip(): rest.split() for name, _, rest in (line.partition(": ") for line in lines)}
-    found = {name: " ".join(f"{field}={value}" for field, value in values.items()).split() for name, values in _declared()}
+    written = {name.strip(): {*rest.split()} for name, _, rest in (line.partition(": ") for line in lines)}
+    found = {name: {"".join(f"{field}={value}".split()) for field, value in values.items()} for name, values in _declared()}
     assert {name: words for name, words in found.items() if words} == written
 
 

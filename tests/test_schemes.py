@@ -244,6 +244,9 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert (heads != 0).all()
 
 
+ANGLES = ("lrpe-unitary", "lrpe-orthogonal")  # they learn them by default
+
+
 @every
 def test_what_learns_is_what_the_options_say(case):
     scheme = case.build()
@@ -252,8 +255,10 @@ def test_what_learns_is_what_the_options_say(case):
         assert STORED.get(case.id, LEARNED.get(case.name, set())) <= stored
     names = {name.rpartition(".")[2] for name in stored}
     expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
-    expected = expected | ({"frequency"} if case.options.get("learned") else set())
+    learned = case.options.get("learned", case.name in ANGLES)
+    expected = expected | ({"weight" if case.name == "horn-constrained" else "frequency"} if learned else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
+    expected |= {"weight"} if case.options.get("gated") else set()
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
     assert names == expected
@@ -385,6 +390,19 @@ def test_locality_is_of_logits(name):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
 
 
+def test_only_a_locality_on_a_grid_has_another_metric():
+    for build in (
+        lambda: schemes.ape_grid(8, 2, metric="euclidean", attention="softmax"),
+        lambda: schemes.ape_tree(8, 2, metric="euclidean", locality=0.9, attention="softmax"),
+    ):
+        with pytest.raises(
+            ValueError, match="metric: expected none, or euclidean for a locality on a grid, got 'euclidean'"
+        ):
+            build()
+    with pytest.raises(ValueError, match="metric: expected one of steps, euclidean, got 'euclid'"):
+        schemes.ape_grid(8, 2, metric="euclid", locality=0.9, attention="softmax")
+
+
 @pytest.mark.parametrize("case", [case for case in PRESETS if case.inside], ids=ids)
 def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
     with pytest.raises(ValueError, match=r"denominator: expected 'encoded' or 'none', .* ahead of the feature map"):
@@ -417,18 +435,30 @@ def relative_scores(name, **options):
     return scores_of(schemes.REGISTRY[name](HEAD_DIM, HEADS, **options), q, k, (sequence(9), 7 * sequence(9).flip(0)))[0]
 
 
-def test_lrpe_in_the_identity_basis_is_rope():
-    close(relative_scores("lrpe-orthogonal", basis="identity"), relative_scores("rope"))
-    assert not torch.allclose(relative_scores("lrpe-orthogonal"), relative_scores("rope"))
+def test_fixed_lrpe_in_the_identity_basis_is_rope():
+    """LRPE, Appendix D.1; the learned one starts there."""
+    close(relative_scores("lrpe-orthogonal", basis="identity", learned=False), relative_scores("rope"))
+    assert not torch.allclose(relative_scores("lrpe-orthogonal", learned=False), relative_scores("rope"))
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("lrpe-unitary", 1), ("lrpe-orthogonal", 2)])
+def test_lrpe_learns_its_angles_from_those_of_the_paper(name, pairs):
+    """Types 1 and 2: alpha_t = 10000^(-2t/d) at first, learnable (Appendix D.1), a head its own; type 3 is fixed."""
+    scheme = schemes.REGISTRY[name](16, HEADS)
+    ((path, angles),) = scheme.named_parameters()
+    assert (path, angles.dtype, angles.shape) == ("encoding.encoding.frequency", torch.float32, (HEADS, 1, 16 // pairs))
+    initial = 10000.0 ** (-2 * torch.arange(16 // pairs).double() / 16)
+    assert torch.equal(angles.detach(), initial.float().expand_as(angles))
+    assert not list(schemes.lrpe_permutation(16, HEADS).parameters())
 
 
 def test_lrpe_on_complex_pairs_is_rope():
-    close(relative_scores("lrpe-unitary", complex=True, basis="identity"), relative_scores("rope"))
-    pairs = relative_scores("lrpe-unitary", complex=True, basis="householder")
+    close(relative_scores("lrpe-unitary", complex=True, basis="identity", learned=False), relative_scores("rope"))
+    pairs = relative_scores("lrpe-unitary", complex=True, basis="householder", learned=False)
     assert not torch.allclose(pairs, relative_scores("rope"))
     choices = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True).choices
     assert choices["denominator"] == "complex"
-    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True, basis="identity"), sequence(9)
+    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, complex=True, basis="identity", learned=False), sequence(9)
     content = inputs(2, t=9)
     rope = schemes.rope(HEAD_DIM, HEADS, denominator="complex")
     close(attend(scheme, *content, x, causal=True), attend(rope, *content, x, causal=True))
@@ -461,6 +491,14 @@ def test_the_identity_block_does_not_turn():
     (found,) = scores_of(scheme, q, k, (x, y))
     (turned,) = scores_of(schemes.lrpe_orthogonal(6, HEADS, basis="identity"), q[..., :6], k[..., :6], (x, y))
     close(found, turned + (q * k)[..., 6:].sum(-1))
+
+
+def test_rotated_features_come_out_interleaved_in_either_layout():
+    q = torch.arange(16.0).expand(1, 2, 5, 16)
+    half, interleaved = (isopos.rope(16, layout=layout).encoding(sequence(5)) for layout in ("half", "interleaved"))
+    pairs = [n for i in range(8) for n in (i, i + 8)]
+    assert torch.equal(half(q), interleaved(q[..., pairs]))
+    assert torch.equal(half(q)[..., 0, :], q[..., 0, pairs])
 
 
 def test_layouts_of_rope():
@@ -530,7 +568,15 @@ def test_locality_multiplies_logits_by_a_power_of_the_distance():
     q, k, v = inputs(2, t=9)
     for case in (c for c in SCHEMES if "locality" in c.options):
         scheme, x = case.build(), case.positions(2, t=9)
-        factor = 0.9 ** case.group.distance(x, x).double()
+        distance = case.group.distance(x, x)
+        if "metric" in case.options:  # ((coords - coords) ** 2).sum().sqrt().floor(), as APE's code for images has it
+            places = x.tolist()
+            far = [
+                [[math.isqrt(sum((a - b) ** 2 for a, b in zip(i, j, strict=True))) for j in y] for i in y] for y in places
+            ]
+            assert not torch.equal(torch.tensor(far), distance)
+            distance = torch.tensor(far)
+        factor = 0.9 ** distance.double()
         rho = scheme.encoding(x, torch.float64)
         logits = rho(q) @ rho(k).mT / HEAD_DIM**0.5 * factor[:, None]
         close(softmax_attention(q, k, v, **at(scheme, x)), logits.softmax(-1) @ v)
@@ -555,12 +601,13 @@ def test_ape_starts_as_rope():
     [
         ("rope", "learned"),
         ("lrpe-unitary", "learned"),
+        ("lrpe-orthogonal", "learned"),
         ("lrpe-orthogonal", "learned_basis"),
         ("lrpe-permutation", "learned_basis"),
     ],
 )
 def test_learned_starts_as_fixed(name, option):
-    close(relative_scores(name, **{option: True}), relative_scores(name), dtype=torch.float32)
+    close(relative_scores(name, **{option: True}), relative_scores(name, **{option: False}), dtype=torch.float32)
 
 
 def test_retnet_is_rope_with_its_decay():
@@ -573,10 +620,34 @@ def test_retnet_is_rope_with_its_decay():
     assert schemes.retnet(HEAD_DIM, HEADS, original=True, denominator="plain").choices["denominator"] == "plain"
 
 
+def test_retnet_has_the_frequencies_of_its_code():
+    """torchscale: angle = 1 / 10000^linspace(0, 1, d / 2) of pairs (2i, 2i+1), and gamma = 1 - 2^(-5-h) a step."""
+    (q, k, _), x, y = inputs(1, t=9), sequence(9), 3 * sequence(9).flip(0)
+    scheme = schemes.retnet(HEAD_DIM, HEADS, original=True, frequencies="torchscale")
+    (found,) = scores_of(scheme, q, k, (x, y))
+    angle = 10000.0 ** -(torch.arange(HEAD_DIM // 2).double() / (HEAD_DIM / 2 - 1)) * (x - y)
+    a, b = (torch.view_as_complex(z.unflatten(-1, (-1, 2))) for z in (q, k))
+    close(found, (a.conj() * b * torch.exp(-1j * angle)).real.sum(-1))
+    close(scheme.decay.rate.neg().exp(), 1 - 2.0 ** (-5 - torch.arange(HEADS).double()))
+    base = schemes.retnet(4, 1, frequencies="torchscale", base=100.0).encoding.parameter
+    close(base[0, 0], torch.tensor([1.0, 0.01], dtype=torch.float64))
+
+
+def test_xpos_shrinks_as_its_equation_says():
+    """zeta_i = (2i / d + 0.4) / 1.4 in as many steps as the catalogue says, whatever the pair's turn."""
+    steps = int(isopos.CATALOG["xpos"].equation.partition("zeta^(-t / ")[2].partition(")")[0])
+    scheme, d = schemes.xpos(HEAD_DIM, 1), HEAD_DIM
+    rho_q, rho_k = scheme.encoding.query(sequence(1), torch.float64), scheme.encoding.key(sequence(1) - steps, torch.float64)
+    eye = torch.eye(d, dtype=torch.float64)[None, :, None]
+    table = (rho_q(eye)[0, :, 0] @ rho_k(eye)[0, :, 0].mT).unflatten(0, (-1, 2))  # scores of features, [d/2 2 d]
+    length = torch.stack([table[i, 0, 2 * i : 2 * i + 2].norm() for i in range(d // 2)])
+    close(length, (2 * torch.arange(d // 2).double() / d + 0.4) / 1.4)
+
+
 def test_lrpe_unitary_is_equation_22():
     q, k, _ = inputs(1, t=9)
     x, y = sequence(9), 3 * sequence(9).flip(0)
-    (found,) = scores_of(schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="identity"), q, k, (x, y))
+    (found,) = scores_of(schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="identity", learned=False), q, k, (x, y))
     angle = 10000.0 ** (-2 * torch.arange(HEAD_DIM).double() / HEAD_DIM) * (x - y)
     close(found, (angle.cos() * q * k).sum(-1))
 
@@ -685,6 +756,8 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.rope(7), r"head size: expected an even number"),
         (lambda: schemes.retnet(7, 1), r"head size: expected an even number"),
         (lambda: schemes.lrpe_orthogonal(7, 1), r"head size: expected an even number"),
+        (lambda: schemes.retnet(7, 1, frequencies="torchscale"), r"head size: expected an even number"),
+        (lambda: schemes.retnet(8, 1, frequencies="linspace"), r"frequencies: expected one of rope, torchscale"),
         (lambda: schemes.ape_sequence(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=3), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=10), r"rotary_dim: expected an even number up to the head size 8, got 10"),
@@ -1027,30 +1100,31 @@ DEFAULTS = """
     shiv-quirk: linear elu+1 plain none, branches=2
     ape-sequence: linear elu+1 plain none, initial=rope base=10000.0
     ape-absolute: linear elu+1 plain none, side=key initial=rope base=10000.0
-    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0
+    ape-grid: linear elu+1 plain none, axes=2 initial=rope base=10000.0 metric=steps
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
-    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 outside=0 inside=False base=10000.0
+    horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
+        inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
     shaw: softmax softmax softmax none, reach=16 seed=0
     transformer-xl: softmax softmax softmax none, seed=0
     t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
-    deberta: softmax softmax softmax none, buckets=256 max_distance=512 seed=0
+    deberta: softmax softmax softmax none, buckets=256 max_distance=512 released=False seed=0
     alibi: linear elu+1 plain alibi
-    lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=False
+    lrpe-unitary: linear elu+1 plain none, basis=householder complex=False theta=a length=512 learned=True
         learned_basis=False base=10000.0 seed=0
-    lrpe-orthogonal: linear elu+1 plain none, basis=householder identity=0 theta=a length=512 learned=False
+    lrpe-orthogonal: linear elu+1 plain none, basis=householder identity=0 theta=a length=512 learned=True
         learned_basis=False base=10000.0 seed=0
     lrpe-permutation: linear elu+1 plain none, basis=householder learned_basis=False seed=0
     permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
     permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
     rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
-    retnet: linear elu+1 plain retnet, original=False base=10000.0
+    retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048
-    spe-sine: linear elu+1 encoded none, sines=5 seed=0
-    spe-conv: linear elu+1 encoded none, reach=8 seed=0
+    spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
+    spe-conv: linear elu+1 encoded none, reach=8 gated=False noise_per_head=False seed=0
 """
 
 
@@ -1162,6 +1236,37 @@ def test_values_print_shapes():
     assert repr(isopos.rope(8).encoding(sequence(3))) == "Rotation(table=float32 [1, 3, 4, 2], lifted=False)"
 
 
+def test_states_reports_and_primitives_print_within_a_screen():
+    scheme, content = isopos.deberta(16, 2), torch.randn(3, 1, 2, 100, 16)
+    at = scheme.at(sequence(100), state=isopos.State())
+    _, state = softmax_attention(*content, **at, causal=True, return_state=True)
+    values = [state, at, *isopos.laws.canonical(scheme), isopos.laws.check(scheme)]
+    for value in values:
+        assert len(repr(value).splitlines()) <= 24
+        assert max(map(len, repr(value).splitlines())) < 700
+        assert "tensor(" not in repr(value)
+    assert "keys: float32 [1, 2, 100, 16]" in repr(state)
+    assert repr(values[-1]) == str(values[-1])
+
+
+def test_dtypes_are_what_the_docstring_says():
+    """Fixed: float64. Learned: float32, also cast to less, float64 after double(). Tables: float32 unless asked for."""
+    scheme = isopos.lrpe_orthogonal(16, 2, decay="retnet")
+    for cast, expected in (("float", "32"), ("bfloat16", "32"), ("half", "32"), ("double", "64")):
+        getattr(scheme, cast)()
+        at = scheme.at(sequence(40))
+        assert {str(parameter.dtype) for parameter in scheme.parameters()} == {f"torch.float{expected}"}
+        assert {x.dtype for x in (scheme.encoding.basis.parameter, scheme.decay.rate, at["decay"])} == {torch.float64}
+        assert at["isometry"].second.table.dtype == torch.float32
+    content = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64)
+    exact, rounded = (
+        isopos.linear_attention(*content, **scheme.at(sequence(40), dtype=dtype), causal=True)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert exact.dtype == rounded.dtype == torch.float64
+    assert 1e-10 < (exact - rounded).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("case", SCHEMES, ids=ids)
 def test_what_positions_learn_does_not_shrink(case):
     from isopos.models import Block
@@ -1180,7 +1285,8 @@ def test_what_positions_learn_does_not_shrink(case):
 
 @pytest.mark.parametrize("theta", ["a", "b"])
 def test_a_complex_basis_of_real_vectors_is_equation_22_and_tells_direction(theta):
-    scheme, x = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", theta=theta, length=40), sequence(9)
+    scheme = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", theta=theta, length=40, learned=False)
+    x = sequence(9)
     q, k, _ = inputs(2, t=9)
     t = torch.arange(HEAD_DIM, dtype=torch.float64)
     angle = 10000 ** (-2 * t / HEAD_DIM) if theta == "a" else math.pi / 80 / HEAD_DIM * (t + 1)

@@ -48,6 +48,22 @@ def test_the_tables_hold_what_the_papers_say():
     assert [row.figures[0] for row in four.rows] == [30.18, 36.87, 32.49, 35.76, 33.08]
 
 
+@pytest.mark.parametrize(("name", "fixed"), [("lrpe-2", 2), ("lrpe-5", 6), ("lrpe-6", 2), ("lengths", 2)])
+def test_lrpe_learns_its_angles_and_rows_with_fixed_ones_are_ours(name, fixed):
+    table = load_table(name)
+    for scale in SCALES:
+        for row in (row for row in table.rows if row.scheme.startswith(("lrpe-unitary", "lrpe-orthogonal"))):
+            built = build_scheme(table.recipe_at(scale, *table.corpora[:1]).edit(scheme=row.scheme))
+            learns = any(name.endswith("frequency") for name, _ in built.named_parameters())
+            assert learns == (not row.name.endswith(" with fixed angles")), row
+    ours = [row for row in table.rows if row.name.endswith(" with fixed angles")]
+    assert len(ours) == fixed
+    for row in ours:
+        assert not row.figures
+        paper_row = table.row(row.name.removesuffix(" with fixed angles"))
+        assert paper_row.scheme.replace("learned=true", "learned=false") == row.scheme != paper_row.scheme
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -90,7 +106,7 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert "says nothing about the order" in out
     folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny"
     cells = sorted(path.name for path in (folder / "cells").iterdir())
-    assert cells == ["books-lrpe-orthogonal-seed0", "books-rope-seed0", "books-sinusoidal-seed0"]
+    assert cells == ["books-lrpe-orthogonal+learned=true-seed0", "books-rope-seed0", "books-sinusoidal-seed0"]
     page = (folder / "table.md").read_text()
     assert "| Rope | rope | 8.98 | " in page
     assert "steps 20 (paper: 50,000)" in page
@@ -110,6 +126,16 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     (tmp_path / "other.txt").write_text("another text " * 2000)
     code, _, err = isopos("table", "lrpe-2", *TINY, "--data", "books=other.txt")
     assert (code, "has other data than other.txt" in err) == (2, True)
+
+
+def test_other_numbers_of_updates_have_a_folder_of_their_own(isopos, tmp_path):
+    command = ["table", "lrpe-2", "--scale", "tiny", "--rows", "Base,Rope", "--data", "books=" + _text(tmp_path)]
+    assert isopos(*command, "--steps", "30", "--name", "longer")[0] == 0
+    folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny-30-longer"
+    assert "steps 30 (paper: 50,000)" in (folder / "table.md").read_text()
+    assert json.loads((folder / "cells" / "books-rope-seed0" / "recipe.json").read_text())["steps"] == 30
+    assert "2 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
+    assert "0 of 2 cells are missing" in isopos(*command, "--steps", "30", "--name", "longer", "--dry-run")[1]
 
 
 def _text(folder):
@@ -146,6 +172,8 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
         (["lrpe-5", "--data", "x.txt"], "data: expected a file or a folder, but x.txt does not exist"),
         (["lrpe-6", "--data", "x.txt"], "data: expected none, since this table chooses no data"),
         (["lrpe-5", "--name", "a/b"], "name: expected the name of one folder"),
+        (["lrpe-2", "--steps", "-1"], "steps: expected a number from 1 to 1,000,000,000,000, got -1"),
+        (["lrpe-6", "--steps", "10"], "steps: expected none, since lrpe-6 times steps without training, got 10"),
         (["lrpe-6", "--device", "gpu"], "device: expected cpu, cuda or auto, got 'gpu'"),
     ],
 )

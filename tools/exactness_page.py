@@ -42,7 +42,8 @@ Rotary embeddings of {head_dim} features, base 10000, at {length} positions from
 inputs, and with inputs and module in bfloat16 (`module.bfloat16()`). The reference has angles in numpy's widest float; all
 pairs of features are (1, 0), so that rotation shows cosines and sines. An error of 2 is half a turn, and 2e-3 is the
 rounding of a result in bfloat16. Scores are products of rotated unit vectors, summed in float64. "-": a table that is filled
-from position 0 on, by a loop, does not reach so far in a minute.
+from position 0 on, by a loop, does not reach so far in a minute. What schemes
+compute beside other libraries' code, each with its reason where they differ, is in [peers.md](peers.md).
 
 **Ties.** RoFormer of transformers builds its table in float64, too: in float32 it is as exact as isopos, as far as it
 reaches, and with bfloat16 inputs more exact, since it then returns float32. With bfloat16 inputs, transformers' Llama and

@@ -1,7 +1,7 @@
 """All that repeats what the schemes say of themselves: `python -m tools.generate` writes it, and a test compares.
 
-The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md and CONTRIBUTING.md: there the
-examples of tests/extension.
+The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md, CONTRIBUTING.md (the examples of
+tests/extension) and docs/results/README.md (what its tables say).
 """
 
 import importlib
@@ -14,7 +14,7 @@ import isopos
 from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
-from tools import schemes_page
+from tools import results_page, schemes_page
 
 __all__ = ["COMMAND", "generated"]
 
@@ -37,6 +37,9 @@ def generated() -> Iterator[tuple[Path, str]]:
     examples = sorted((ROOT / "tests" / "extension").glob("toy_*"))
     codes = {path.name: f"\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n" for path in examples}
     yield ROOT / "CONTRIBUTING.md", _filled("CONTRIBUTING.md", codes)
+    shown = results_page.shown_in()
+    results = {"folders": results_page.folders(shown), "findings": results_page.findings(shown)}
+    yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of the README
 
 

@@ -36,7 +36,8 @@ OPTIONS = """
     none:decay=retnet none:decay=retnet,feature_map=relu none:feature_map=relu2 none:feature_map=exp none:feature_map=favor
     none:denominator=none,feature_map=identity retnet:original=true retnet:denominator=encoded retnet:feature_map=relu
     lrpe-unitary:basis=identity lrpe-unitary:basis=odd-even lrpe-unitary:basis=fourier,theta=b lrpe-unitary:complex=true
-    lrpe-unitary:complex=true,basis=fourier lrpe-unitary:learned=true,learned_basis=true lrpe-orthogonal:basis=identity
+    lrpe-unitary:complex=true,basis=fourier lrpe-unitary:learned_basis=true lrpe-unitary:learned=false
+    lrpe-orthogonal:learned=false lrpe-orthogonal:basis=identity
     lrpe-orthogonal:identity=2,theta=c,learned_basis=true lrpe-orthogonal:basis=fourier,decay=retnet
     lrpe-orthogonal:basis=odd-even lrpe-permutation:basis=identity lrpe-permutation:learned_basis=true,decay=retnet
     permuteformer:width=4 permuteformer:matrix=orthogonal permuteformer:orders=long,decay=none permuteformer-2d:axes=3

@@ -17,6 +17,7 @@ from isopos.lab.reports.kernels import fill_zeros, panels
 from isopos.positions import Group, Product, Tree, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
 from isopos.state import State
+from tools.authors import AUTHORS
 
 __all__ = ["page"]
 
@@ -57,6 +58,11 @@ features and {heads} heads.
 OPTIONS = """\
 Every scheme also takes {choices}. Those shown are the defaults, with linear attention where it has that; the docstring
 of each function explains its options.
+"""
+CODE = """\
+Facts read from released code, for whoever compares with it or carries weights over; formulas are the papers', and where a
+paper differs from its code, schemes follow the paper. An option in backticks gives the code's behaviour. What both compute
+of the same numbers is in [peers.md](peers.md), where packages can be run.
 """
 CRITERIA = """\
 Those of *Algebraic Positional Encodings*, section 5, after Dufter et al. 2022. **injection**: what changes; embeddings,
@@ -116,6 +122,7 @@ def page() -> str:
         *_section("Where they work", _uses(schemes)),
         *_section("What holds", _laws(schemes)),
         *_section("Defaults and options", _options(schemes)),
+        *_section("Beside the authors' code", _code()),
         *_section("The nine criteria", _criteria(schemes)),
     )
     return "\n".join(sections)
@@ -235,6 +242,12 @@ def _options(schemes: list[_Measured]) -> Iterator[str]:
         map_and_sum = (choices["feature_map"], choices["denominator"]) if linear else ("-", "-")
         rows.append((f"`{s.name}`", choices["attention"], *map_and_sum, choices["decay"], options))
     yield markdown(("name", "attention", "feature map", "denominator", "decay", "options of its own"), rows)
+
+
+def _code() -> Iterator[str]:
+    yield CODE
+    rows = ((f"`{name}`", AUTHORS[name].where, AUTHORS[name].said) for name in CATALOG)
+    yield markdown(("name", "code", "differs from the authors' code in"), rows)
 
 
 def _plain(value: object) -> str:

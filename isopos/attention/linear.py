@@ -11,16 +11,16 @@ from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_
 from isopos.attention.problem import (
     DecayPair,
     IsometryPair,
+    Layout,
     LinearOptions,
     Problem,
-    check,
-    check_decay,
+    check_common,
     check_denominator,
     check_feature_map,
-    check_inputs,
     check_linear,
     group,
-    ungroup,
+    refuse,
+    restored,
 )
 from isopos.attention.segments import segmented
 from isopos.exact import full_precision
@@ -54,9 +54,13 @@ def linear_attention(
     causal: bool = False,
     terms: Sequence[Term] | None = None,
     mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: Tensor | None = None,
+    layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost proportional to length.
 
@@ -77,13 +81,19 @@ def linear_attention(
         terms: Added to the weights: `Clipped` ones of side "query", <phi(q_i), phi(row)>, in linear time. No others
             factor: a bias of logits is a factor of weights that depends on both tokens.
         mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
+        attn_mask: Refused: linear attention forms no weight of a pair that a mask could change.
+        window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
+            after it. Indices are counted from the last key, whatever mask or segments leave out. Sums of blocks as long as
+            the window are added, none is subtracted, and the cost does not grow with the window. Not in streams, and not
+            exported with a dynamic length.
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys; tokens of one id are next to each other.
+        layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
-    terms are then those of the keys' heads.
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
+    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
 
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
@@ -107,19 +117,24 @@ def linear_attention(
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
         torch.Size([2, 4, 100, 16])
     """
+    if others:
+        refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
-    options |= {"causal": causal, "terms": terms, "mask": mask, "segment_ids": segment_ids, "state": state}
-    q, groups = group(q, k, v)
+    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window}
+    options |= {"segment_ids": segment_ids, "layout": layout, "state": state}
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
         if problem.empty:
-            out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
+            out, after = q.new_zeros(*problem.batch, problem.q.shape[-2], v.shape[-1]), problem.state or State()
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
+        elif problem.window is not None:
+            total = linear.windowed(_sums(problem), problem.window, linear.linear)
+            out, after = _divided(total, problem), State()
         else:
             total = with_terms(linear.linear(_sums(problem)), problem)
             out, after = _divided(total, problem), State()
-    out = ungroup(out.to(q.dtype), groups)
+    out = restored(out.to(q.dtype), problem)
     return (out, after) if return_state else out
 
 
@@ -135,8 +150,12 @@ def explain(
         chunks serves
         cpu does not: it sums up float32, not torch.float64
     """
-    q, _ = group(q, k, v)
-    return linear.explain(_sums(segmented(check_linear(q, k, v, options, streams=return_state))))
+    problem = segmented(check_linear(q, k, v, options, streams=return_state))
+    sums = _sums(problem)
+    if problem.window is not None:  # features are made before they are cut into blocks
+        (queries, *_), (keys, *_), values = sums.made()
+        sums = Sums(queries, keys, values, ALL_READY, sums.g, sums.causal)
+    return linear.explain(sums)
 
 
 def naive_linear_attention(
@@ -160,14 +179,13 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    check_inputs(q, k, v)
-    _, rho_q, rho_k = check(q, k, v, isometry, mask, ())
+    problem = group(check_common(q, k, v, {"isometry": isometry, "decay": decay, "causal": causal, "mask": mask}))
     check_denominator(denominator, q)
     check_feature_map(feature_map)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
-    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    out = reference.linear(*wide, isometry=(rho_q, rho_k), decay=check_decay(decay, q, k), **options)
-    return out.to(q.dtype)
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
+    out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
+    return restored(out.to(q.dtype), problem)
 
 
 def _sums(problem: Problem, values: Tensor | None = None) -> Sums:

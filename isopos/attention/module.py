@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from isopos.attention.linear import linear_attention
 from isopos.attention.softmax import softmax_attention
+from isopos.catalog import at_least
 from isopos.scheme import Scheme
 
 __all__ = ["Attention"]
@@ -21,6 +22,11 @@ class Attention(nn.Module):
     Args:
         model_dim: Width of inputs and outputs, a multiple of the scheme's heads.
         scheme: Not a submodule of this one: whoever builds several layers owns it.
+        kv_heads: Heads of keys and values, which as many neighbouring heads of queries share; by default each head has its
+            own. The scheme may be built for these heads, or for those of queries.
+        dropout: Probability with which a weight of softmax attention is dropped in training. Linear attention forms no
+            weights that it could drop: drop its outputs.
+        window: Of `softmax_attention` and `linear_attention`.
 
     Example:
         >>> import torch
@@ -31,20 +37,35 @@ class Attention(nn.Module):
         torch.Size([2, 10, 64])
     """
 
-    def __init__(self, model_dim: int, scheme: Scheme):
+    def __init__(
+        self,
+        model_dim: int,
+        scheme: Scheme,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        window: int | None = None,
+    ):
         super().__init__()
-        if model_dim % scheme.heads:
-            raise ValueError(f"model_dim: expected a multiple of the {scheme.heads} heads, got {model_dim}")
-        head_dim, features = model_dim // scheme.heads, scheme.encoding.features
+        self.heads = scheme.heads if kv_heads is None else _heads(model_dim, scheme, kv_heads)
+        if model_dim % self.heads:
+            raise ValueError(f"model_dim: expected a multiple of the {self.heads} heads, got {model_dim}")
+        head_dim, features = model_dim // self.heads, scheme.encoding.features
         if head_dim * scheme.width != features:
+            raise ValueError(f"model_dim: expected {self.heads * features // scheme.width} for this scheme, got {model_dim}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
+        if dropout and scheme.attention == "linear":
             raise ValueError(
-                f"model_dim: expected {scheme.heads * features // scheme.width} for this scheme, got {model_dim}"
+                f"dropout: expected 0 with linear attention, which forms no weights to drop, got {dropout}; drop its outputs"
             )
-        self.heads = scheme.heads
+        self.dropout, self.window = dropout, None if window is None else at_least("window", window)
         self.attend = softmax_attention if scheme.attention == "softmax" else linear_attention
         self.normalised = scheme.normalised
-        self.query, self.key = (nn.Linear(model_dim, scheme.width * model_dim) for _ in range(2))
-        self.value = nn.Linear(model_dim, model_dim)
+        self.kv_heads = self.heads if kv_heads is None else kv_heads
+        self.query = nn.Linear(model_dim, scheme.width * model_dim)
+        self.key = nn.Linear(model_dim, scheme.width * self.kv_heads * head_dim)
+        self.value = nn.Linear(model_dim, self.kv_heads * head_dim)
         self.out = nn.Linear(model_dim, model_dim)
 
     def forward(
@@ -55,6 +76,7 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         causal: bool = False,
         mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         return_state: bool = False,
     ) -> Any:
@@ -66,12 +88,17 @@ class Attention(nn.Module):
             context: Tokens of keys and values.
             causal: A token sees those up to its own.
             mask: ``[b s]``, True where a key takes part.
+            attn_mask: Of pairs, ``[b h t s]`` or what broadcasts to it; of softmax attention.
             segment_ids: ``[b s]``, of packed sequences.
             return_state: Return a pair of the output and the next state.
         """
         source = x if context is None else context
-        heads = (layer(a).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, a in self._inputs(x, source))
+        inputs = (self.query, x, self.heads), (self.key, source, self.kv_heads), (self.value, source, self.kv_heads)
+        heads = (layer(a).unflatten(-1, (count, -1)).transpose(1, 2) for layer, a, count in inputs)
         options = {**at, "causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
+        options |= {"attn_mask": attn_mask, "window": self.window}
+        if self.dropout and self.training:
+            options["dropout"] = self.dropout
         found = self.attend(*heads, **options)
         y, *state = found if return_state else (found,)
         if self.normalised:
@@ -79,5 +106,15 @@ class Attention(nn.Module):
         y = self.out(y.transpose(1, 2).flatten(2))
         return (y, *state) if return_state else y
 
-    def _inputs(self, x: Tensor, source: Tensor):
-        return (self.query, x), (self.key, source), (self.value, source)
+
+def _heads(model_dim: int, scheme: Scheme, kv_heads: int) -> int:
+    """Heads of queries, where so many of keys are shared; ValueError where the scheme is for neither."""
+    features = scheme.encoding.features
+    heads = model_dim * scheme.width // features
+    if heads < 1 or heads * features != model_dim * scheme.width:
+        raise ValueError(f"model_dim: expected a multiple of the head size {features // scheme.width}, got {model_dim}")
+    if heads % at_least("kv_heads", kv_heads):
+        raise ValueError(f"kv_heads: expected a divisor of the {heads} heads, got {kv_heads}")
+    if scheme.heads not in (heads, kv_heads):
+        raise ValueError(f"scheme: expected one of {heads} heads, those of queries, or of {kv_heads}, got {scheme.heads}")
+    return heads

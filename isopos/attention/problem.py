@@ -2,24 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, Never, TypedDict, get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isopos.catalog import at_least, expect
 from isopos.exact import broadcast, wide_device
-from isopos.feature_maps import FeatureMap, Phi, identity
+from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import Identity, TokenMap
 from isopos.ops.linear.features import Decays
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "ungroup"]
+__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "refuse", "restored"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
+Layout = Literal["bhtd", "bthd"]
 
 
 class Options(TypedDict, total=False):
@@ -30,6 +32,9 @@ class Options(TypedDict, total=False):
     causal: bool
     terms: Sequence[Term] | None
     mask: Tensor | None
+    attn_mask: Tensor | None
+    window: int | None
+    layout: Layout
     state: State | None
 
 
@@ -47,13 +52,28 @@ class SoftmaxOptions(Options, total=False):
     scale: float | None
     locality: Tensor | None
     segment_ids: SegmentPair
+    dropout: float
+
+
+OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # what schemes give
+
+
+def refuse(kind: str, names: Sequence[str]) -> Never:
+    """Raise TypeError for arguments that attention of a kind has not, though schemes built for the other kind give them."""
+    other = "softmax" if kind == "linear" else "linear"
+    remedy = f"; build the scheme with attention={kind!r}" if set(names) & set(OWN[other]) else ""
+    raise TypeError(f"{kind}_attention() got an unexpected keyword argument {names[0]!r}{remedy}")
 
 
 class Problem(NamedTuple):
-    """Attention, checked: arguments as they were given, pairs as pairs. `g` and what follows belong to linear attention.
+    """Attention, checked: arguments as they were given, pairs as pairs.
+
+    `locality`, `attn_mask` and `dropout` belong to softmax attention, `g` and what follows to linear attention.
 
     Attributes:
-        batch: Leading dimensions ``[*b h]`` of the output.
+        batch: Leading dimensions ``[*b h]`` of the output; with groups ``[groups *b h]``, h being those of keys.
+        layout: In which the queries were given, and the output is to be; here all is ``[*b h t d]``.
+        groups: How many neighbouring heads of queries share one of keys, as a first axis of queries; 1 for none.
         segments: Ids of queries and keys; those of queries may be those of all keys.
         kind: Of the states that this attention writes.
         g: Log decays of queries and keys that the sums have; those of segments are not those given.
@@ -73,7 +93,13 @@ class Problem(NamedTuple):
     segments: tuple[Tensor, Tensor] | None
     state: State | None
     phi: Phi
+    groups: int = 1
+    layout: str = "bhtd"
     kind: str = ""
+    window: int | None = None
+    locality: Tensor | None = None
+    attn_mask: Tensor | None = None
+    dropout: float = 0.0
     g: Decays = None
     before: Tensor | None = None
     denominator: str | None = None
@@ -94,30 +120,68 @@ class Problem(NamedTuple):
         return broadcast(self.k.shape[:-2], self.v.shape[:-2])
 
 
-def group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-    """Queries with groups of heads that share one of keys and values as their first axis, and how many share; 1 for none."""
+def group(problem: Problem) -> Problem:
+    """The problem with heads of queries that share one of keys as an axis of their own, the first one of queries.
+
+    Where maps, decays or terms are one a head of queries, keys and values are repeated instead.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    heads, own = _heads(q, k, v)
+    if heads == own:
+        return problem
+    decays, maps = problem.decay or (), (problem.rho_q, problem.rho_k)
+    given = [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decays]
+    given += [("terms", term.table.shape[:1]) for term in problem.terms]
+    of_queries, of_keys = ([name for name, shape in given if shape == (n,)] for n in (heads, own))
+    if of_queries and of_keys and own > 1:
+        raise ValueError(
+            f"{of_keys[0]}: expected {heads} heads, those of q, as {of_queries[0]} has, got {own}, those of k; "
+            "what is one a head is so for the heads of q, or for those of k"
+        )
+    if of_queries:
+        k, v = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
+        return problem._replace(k=k, v=v)
+    if own == 1:
+        return problem  # left to broadcasting
+    groups, batch = heads // own, problem.batch
+    q = q.expand(*batch[:-1], *q.shape[-3:]).unflatten(-3, (own, groups)).movedim(-3, 0)
+    attn_mask = problem.attn_mask
+    if attn_mask is not None and attn_mask.ndim > 2 and attn_mask.shape[-3] == heads:
+        attn_mask = attn_mask[(None,) * (len(batch) + 2 - attn_mask.ndim)].unflatten(-3, (own, groups)).movedim(-3, 0)
+    return problem._replace(q=q, batch=torch.Size((groups, *batch[:-1], own)), groups=groups, attn_mask=attn_mask)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Heads of queries and of keys where the former share the latter; otherwise one number twice."""
+    heads, own = q.shape[-3], max(k.shape[-3], v.shape[-3])
+    return (heads, own) if own and heads > own and heads % own == 0 else (heads, heads)
+
+
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v ``[*b h t d]`` of either layout."""
+    if layout == "bhtd":
+        return q, k, v
+    expect("layout", layout, get_args(Layout))
     check_inputs(q, k, v)
-    if min(q.ndim, k.ndim, v.ndim) < 3:
-        return q, 1  # an error of shapes
-    heads, shared = q.shape[-3], max(k.shape[-3], v.shape[-3])
-    if shared in (0, 1, heads) or heads % shared:
-        return q, 1  # left to broadcasting
-    return q.unflatten(-3, (-1, heads // shared)).movedim(-3, 0), heads // shared
+    q, k, v = (x if x.ndim < 3 else x.transpose(-3, -2) for x in (q, k, v))
+    return q, k, v
 
 
-def ungroup(out: Tensor, groups: int) -> Tensor:
-    """The inverse of `group`, of an output."""
-    return out if groups == 1 else out.movedim(0, -3).flatten(-4, -3)
+def restored(out: Tensor, problem: Problem) -> Tensor:
+    """An output with the heads, and in the layout, of the queries that were given."""
+    out = out if problem.groups == 1 else out.movedim(0, -3).flatten(-4, -3)
+    return out if problem.layout == "bhtd" else out.transpose(-3, -2)
 
 
 def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> Problem:
     """The problem of linear attention; ValueError where its arguments have none."""
-    problem = _check_common(q, k, v, options, streams=streams)
+    q, k, v = _heads_first(q, k, v, options.get("layout", "bhtd"))
+    problem = check_common(q, k, v, options, streams=streams)
     phi, denominator, segments = options.get("feature_map"), options.get("denominator", "plain"), problem.segments
     state, decay, causal = problem.state, problem.decay, problem.causal
     check_denominator(denominator, q)
     check_feature_map(phi)
-    _check_factors(problem, denominator, options.get("segment_ids"))
+    _check_factors(problem, denominator, options)
     t, s = q.shape[-2], k.shape[-2]
     if decay is not None and not causal and t != s:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {t} and {s}")
@@ -125,9 +189,11 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     before = None if state is None else state["decay"]
     if segments is None:
         _check_order(decay, causal, before)
-    phi = identity if phi is None else phi
+    phi, problem = identity if phi is None else phi, group(problem)
+    if denominator is None or not all(rho.isometric or rho.linear for rho in (problem.rho_q, problem.rho_k)):
+        phi = undivided(phi)
     if state is None:
-        q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (q, k, v))
+        q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (problem.q, problem.k, problem.v))
         return problem._replace(q=q, k=k, v=v, g=decay, phi=phi, denominator=denominator)
     name = phi.name if isinstance(phi, FeatureMap) else getattr(phi, "__name__", type(phi).__name__)
     kind = _kind("linear", problem, (name, f"denominator {denominator}"))
@@ -141,8 +207,9 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
 def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> Problem:
     """The problem of softmax attention; ValueError where its arguments have none."""
     locality, state = options.get("locality"), options.get("state")
+    q, k, v = _heads_first(q, k, v, options.get("layout", "bhtd"))
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
-    problem = _check_common(q, k, v, options, streams=streams, seen=seen)
+    problem = check_common(q, k, v, options, streams=streams, seen=seen)
     t, s = q.shape[-2], k.shape[-2] + seen
     _check_segments(options.get("segment_ids"), q, k, problem.batch)
     if state is not None and state.in_place:
@@ -151,20 +218,46 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
         check_tensor("locality", locality, q)
     if locality is not None and not (locality.shape[-2:] == (t, s) and broadcasts(locality.shape[:-2], problem.batch[:-1])):
         raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
+    attn_mask, window, dropout = options.get("attn_mask"), problem.window, options.get("dropout", 0.0)
+    if attn_mask is not None:
+        _check_pairs(attn_mask, q, torch.Size((*problem.batch, t, s)))
+        if problem.state is not None and window is not None:
+            raise ValueError(
+                "attn_mask: expected none beside a window in a stream, which forgets the tokens before, got one"
+            )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
+    problem = group(problem._replace(locality=locality, attn_mask=attn_mask, dropout=dropout))
     if problem.state is None:
         return problem
-    problem.state.expect(kind := _kind("softmax", problem, ()), problem.of_keys)
+    kind = _kind("softmax", problem, () if window is None else (f"window {window}",))
+    problem.state.expect(kind, problem.of_keys)
     return problem._replace(kind=kind)
 
 
-def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool, seen: int = 0) -> Problem:
-    """What both kinds of attention check alike."""
+def _check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
+    """ValueError where a mask of pairs does not fit ``[*b h t s]``."""
+    check_tensor("attn_mask", attn_mask, q)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask: expected bool, True for a key that takes part, or floats, which are added, got {attn_mask.dtype}"
+        )
+    if not broadcasts(attn_mask.shape, pairs):
+        raise ValueError(
+            f"attn_mask: expected what broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
+            "one a sample needs an axis of heads, attn_mask[:, None]"
+        )
+
+
+def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = False, seen: int = 0) -> Problem:
+    """What both kinds of attention check alike; heads are not grouped yet."""
+    check_inputs(q, k, v)
     state, terms, ids = options.get("state"), options.get("terms"), options.get("segment_ids")
     causal, mask = options.get("causal", False), options.get("mask")
     expect_state(state)
     terms = () if terms is None else tuple(terms)
-    batch, rho_q, rho_k = check(q, k, v, options.get("isometry"), mask, terms, seen)
-    decay = check_decay(options.get("decay"), q, k)
+    batch, rho_q, rho_k = _check(q, k, v, options.get("isometry"), mask, terms, seen)
+    decay = _check_decay(options.get("decay"), q, k, _heads(q, k, v))
     if state is not None or streams:
         for name, tensor in () if state is None else state.tensors.items():
             if name != "positions":  # the scheme's
@@ -173,10 +266,16 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: boo
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity)
+    problem, window = Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity), None
+    if options.get("layout", "bhtd") != "bhtd":
+        problem = problem._replace(layout=options["layout"])
+    if options.get("window") is not None:
+        window = at_least("window", options["window"])
+        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # all are in it
+    return problem if window is None else problem._replace(window=window)
 
 
-def check(
+def _check(
     q: Tensor, k: Tensor, v: Tensor, isometry: IsometryPair, mask: Tensor | None, terms: Sequence[Term], seen: int = 0
 ) -> tuple[torch.Size, TokenMap, TokenMap]:
     """Batch and isometries of queries and keys; ValueError where the arguments do not fit together, after `seen` keys."""
@@ -189,11 +288,14 @@ def check(
         raise ValueError(f"k: expected {q.shape[-1]} features as q, got {k.shape[-1]}")
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"v: expected {k.shape[-2]} tokens as k, got {v.shape[-2]}")
+    heads, own = _heads(q, k, v)
     try:
-        batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        batch = broadcast(q.shape[:-2], *(_shared(x.shape[:-2], heads, own) for x in (k, v)))
     except RuntimeError:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v: expected leading dimensions [*b h] that broadcast, got {shapes}") from None
+        raise ValueError(
+            f"q, k, v: expected leading dimensions [*b h] that broadcast, q's heads a multiple of k's, got {shapes}"
+        ) from None
     if mask is not None:
         check_tensor("mask", mask, q)
         if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
@@ -206,7 +308,7 @@ def check(
                 "[*b s] says which keys take part, for all queries"
             )
     for term in terms:
-        _check_term(term, q, k, v, batch, seen)
+        _check_term(term, q, k, v, batch, seen, (heads, own))
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
         if rho is None or (x is k and rho is rho_q and k.shape == q.shape):
@@ -216,7 +318,7 @@ def check(
         rho.check(x, name)
         for tensor in rho.tensors():
             check_tensor("isometry", tensor, q)
-        if not broadcasts(rho.leading, x.shape[:-2]):
+        if not _fits(rho.leading, x.shape[:-2], heads, own):
             raise ValueError(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
                 f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
@@ -224,7 +326,19 @@ def check(
     return batch, rho_q or Identity(), rho_k or Identity()
 
 
-def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int) -> None:
+def _shared(leading: torch.Size, heads: int, own: int) -> torch.Size:
+    """Leading dimensions ``[*b h]`` of keys, with the heads of the queries that share them."""
+    return leading if leading[-1] in (1, heads) or leading[-1] != own else torch.Size((*leading[:-1], heads))
+
+
+def _fits(leading: torch.Size, to: torch.Size, heads: int, own: int) -> bool:
+    """Whether leading dimensions ``[*b h]`` broadcast to others; where heads share, h may be those of queries or of keys."""
+    return broadcasts(leading, to) or (
+        leading[-1:] in ((heads,), (own,)) and heads != own and broadcasts(leading[:-1], to[:-1])
+    )
+
+
+def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, heads: tuple[int, int]) -> None:
     """ValueError where a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
@@ -232,7 +346,7 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
-    if len(term.table) not in (1, *batch[-1:]) or width not in (None, term.table.shape[-1]):
+    if len(term.table) not in (1, batch[-1], heads[1]) or width not in (None, term.table.shape[-1]):
         raise ValueError(
             f"terms: expected a table of {batch[-1]} heads{'' if width is None else f' and {width} features'}, "
             f"got {list(term.table.shape)}"
@@ -245,7 +359,7 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
         )
 
 
-def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+def _check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     """The log decays of queries and keys; ValueError where they do not fit."""
     if decay is None:
         return None
@@ -254,9 +368,13 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
         check_tensor("decay", g, q, wide_device(q.device))
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
-        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not broadcasts(g.shape[:-1], x.shape[:-2]):
+        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], *heads):
             expected = [*x.shape[:-2], x.shape[-2]]
-            raise ValueError(f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}")
+            swapped = g.ndim > 0 and g.shape[-1] == x.shape[-3] and x.ndim > 3
+            remedy = "; [b t h d] needs layout='bthd'" if swapped else ""
+            raise ValueError(
+                f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}{remedy}"
+            )
     return pair
 
 
@@ -300,9 +418,24 @@ def check_denominator(denominator: str | None, q: Tensor) -> None:
         )
 
 
-def _check_factors(problem: Problem, denominator: str | None, segment_ids: SegmentPair) -> None:
+def _check_factors(problem: Problem, denominator: str | None, options: LinearOptions) -> None:
     """ValueError where what comes together has no sum in linear time."""
-    terms = problem.terms
+    terms, segment_ids = problem.terms, options.get("segment_ids")
+    if options.get("attn_mask") is not None:
+        raise ValueError(
+            "attn_mask: expected none in linear attention, which forms no weight of a pair that it could mask, got one; "
+            "mask [*b s], segment_ids, causal and window factor, and softmax_attention takes any"
+        )
+    if problem.window is not None and terms:
+        raise ValueError(
+            f"window: expected none beside clipped terms, whose far keys share one sum, got {problem.window}; "
+            "use softmax_attention"
+        )
+    if problem.window is not None and problem.state is not None:
+        raise ValueError(
+            f"window: expected none in a stream of linear attention, whose sums forget no token, got {problem.window}; "
+            "give it the last window - 1 keys and values again, before those of the new tokens, or use softmax_attention"
+        )
     for term in terms:
         if not isinstance(term, Clipped) or term.side != "query":
             raise ValueError(

@@ -3,13 +3,13 @@
     y_i = sum_j w_ij (v_j + row_ij) / sum_j w_ij
 
     linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
-    softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij - |g_i - g_j|)
+    softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij + attn_mask_ij - |g_i - g_j|)
 
-Sums are over the keys j that take part: those that are not masked, of the query's segment, and where it is causal not after
-the query, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs
-of features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
-differentiable any number of times. What no mask hides must be finite: zero times NaN is NaN. Arguments are those of
-`linear_attention` and `softmax_attention`, which check them; nothing does here.
+Sums are over the keys j that take part: those that are not masked, of the query's segment, where it is causal not after the
+query, and less than a window away from it, the last query aligned with the last key. A plain denominator sums weights
+without rho; a complex one takes pairs of features as complex numbers. Time and memory are quadratic, the dtype is that of
+the inputs, and every operation is differentiable any number of times. What no mask hides must be finite: zero times NaN is
+NaN. Arguments are those of `linear_attention` and `softmax_attention`, which check them; nothing does here.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isopos.exact import narrow
-from isopos.feature_maps import Phi, identity, sides
+from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
 from isopos.terms import Clipped, Term
 
@@ -42,6 +42,7 @@ def linear(
     causal: bool = False,
     terms: Sequence[Term] = (),
     mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: Pair = None,
 ) -> Tensor:
     """Linear attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]``: ``[*b h t e]``.
@@ -52,10 +53,11 @@ def linear(
         True
     """
     k, v = (_without(x, mask) for x in (k, v))
-    phi_q, phi = sides(feature_map or identity)
-    q, k = phi_q(q), _without(phi(k), mask)
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    factor = _takes_part(q, k, causal, mask, segment_ids).to(q.dtype)
+    divides = denominator is not None and all(rho.isometric or rho.linear for rho in (rho_q, rho_k))
+    phi_q, phi = sides(feature_map or identity) if divides else (undivided(feature_map or identity),) * 2
+    q, k = phi_q(q), _without(phi(k), mask)
+    factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
     if decay is not None:
         factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
@@ -84,6 +86,8 @@ def softmax(
     terms: Sequence[Term] = (),
     locality: Tensor | None = None,
     mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: Pair = None,
 ) -> Tensor:
     """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
@@ -98,7 +102,12 @@ def softmax(
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
         logits = logits + _exponents(decay, causal)
-    logits = torch.where(_takes_part(q, k, causal, mask, segment_ids), logits, -torch.inf)
+    part = _takes_part(q, k, causal, mask, window, segment_ids)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        part = part & attn_mask
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    logits = torch.where(part, logits, -torch.inf)
     weight = (logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)).exp()
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
     return weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value")
@@ -121,11 +130,14 @@ def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
     return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * found).sum(-1)
 
 
-def _takes_part(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, segment_ids: Pair = None) -> Tensor:
+def _takes_part(
+    q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, window: int | None, segment_ids: Pair = None
+) -> Tensor:
     """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
     t, s = q.shape[-2], k.shape[-2]
-    part = torch.ones(t, s, dtype=torch.bool, device=q.device)
-    part = part.tril(s - t) if causal else part
+    offset = torch.arange(s, device=q.device) - torch.arange(s - t, s, device=q.device)[:, None]
+    part = offset <= 0 if causal else offset == offset
+    part = part if window is None else part & (offset.abs() < window)
     if segment_ids is not None:
         of_queries, of_keys = _pair(segment_ids)
         part = part & (of_queries[..., -t:, None] == of_keys[..., None, :]).unsqueeze(-3)

@@ -1,7 +1,7 @@
 """Softmax attention with positions, through `scaled_dot_product_attention`."""
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -10,20 +10,24 @@ from torch import Tensor
 from isopos.attention.problem import (
     DecayPair,
     IsometryPair,
+    Layout,
     Problem,
     SegmentPair,
     SoftmaxOptions,
     check_softmax,
-    group,
-    ungroup,
+    refuse,
+    restored,
 )
 from isopos.exact import full_precision, narrow, wide_device
 from isopos.maps import Identity
+from isopos.ops.library import watched
 from isopos.ops.linear.isolation import broken, finite, joined
 from isopos.state import State
 from isopos.terms import Term
 
 __all__ = ["softmax_attention"]
+
+BLOCK = 256  # queries whose windows are attended to at once, at least
 
 
 @overload
@@ -46,9 +50,14 @@ def softmax_attention(
     terms: Sequence[Term] | None = None,
     locality: Tensor | None = None,
     mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
     segment_ids: SegmentPair = None,
+    dropout: float = 0.0,
+    layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
@@ -64,13 +73,26 @@ def softmax_attention(
             rows of the value's side are added to values. Time and memory are quadratic, as those of softmax itself.
         locality: Factors ``[*b t s]`` of scale * <rho(x_i) q_i, rho(x_j) k_j> (APE, section 4.2).
         mask: Keys that take part, bool ``[*b s]``.
+        attn_mask: Pairs that take part, bool, or numbers that are added to logits (-inf takes no part), ``[*b h t s]`` with
+            the heads of q or what broadcasts to it, as in `scaled_dot_product_attention`; s counts a stream's keys so far.
+        window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
+            after it. Indices are counted from the last key, whatever mask or segments leave out. Time and memory then grow
+            with t * window, where neither terms, locality, attn_mask nor a compiler need all pairs, and a stream keeps the
+            last window - 1 tokens only, where there are neither terms nor locality.
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys, or of their own where this is a pair.
+        dropout: Probability with which a weight is dropped; the others are divided by what is left. Always on where given.
+        layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads; isometry, decay and
-    terms are then those of the keys' heads.
+    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
+    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
+
+    All that says which keys take part is combined. A static cache is keys and values of any capacity S, with a mask of the
+    slots that are filled, whatever the others hold (`mask` reads none, `attn_mask` needs finite numbers in them but on the
+    CPU), and for several new tokens at positions p ``[t]`` an attn_mask ``slots <= p[:, None]``; not `causal`, which would
+    align the last query with the last slot.
 
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
@@ -88,20 +110,27 @@ def softmax_attention(
         >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
         >>> softmax_attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 10, 16])
+        >>> keys, values = (torch.cat((x, torch.zeros(2, 4, 22, 16)), -2) for x in (k, v))  # a static cache
+        >>> slots, p = torch.arange(32), torch.arange(8, 10)
+        >>> new = softmax_attention(q[..., 8:, :], keys, values, mask=slots < 10, attn_mask=slots <= p[:, None])
+        >>> torch.allclose(new, softmax_attention(q, k, v, causal=True)[..., 8:, :], atol=1e-6)
+        True
     """
+    if others:
+        refuse("softmax", list(others))
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
-    options |= {"locality": locality, "mask": mask, "segment_ids": segment_ids, "state": state}
-    q, groups = group(q, k, v)
+    options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
+    options |= {"dropout": dropout, "layout": layout, "state": state}
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
-    out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale), locality)
-    out = ungroup(out, groups)
+    out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale))
+    out = restored(out, problem)
     return (out, after) if return_state else out
 
 
-def _isolated(problem: Problem, scale: float, locality: Tensor | None) -> Tensor:
+def _isolated(problem: Problem, scale: float) -> Tensor:
     """Attention, and attention without broken tokens for the rows that see none of these."""
-    out = _attend(problem, scale, locality)
+    out = _attend(problem, scale)
     if finite(out) and finite(problem.q):  # PyTorch's kernel may answer a query of NaN with numbers
         return out
     with torch.no_grad():
@@ -112,46 +141,92 @@ def _isolated(problem: Problem, scale: float, locality: Tensor | None) -> Tensor
         return out
     q = torch.where(of_queries[..., None], 0, problem.q)
     k, v = (torch.where(of_keys[..., None], 0, x) for x in (problem.k, problem.v))
-    return joined(out, _attend(problem._replace(q=q, k=k, v=v), scale, locality), seen)
+    return joined(out, _attend(problem._replace(q=q, k=k, v=v), scale), seen)
 
 
-def _attend(problem: Problem, scale: float, locality: Tensor | None) -> Tensor:
-    q, k, v, causal, mask = problem.q, problem.k, problem.v, problem.causal, problem.mask
+def _attend(problem: Problem, scale: float) -> Tensor:
+    q, k, v, causal, mask, dropout = problem.q, problem.k, problem.v, problem.causal, problem.mask, problem.dropout
     rho_q, rho_k, t, s = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2]
     if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # its factors may leave float16
-        return _attend(problem._replace(q=q.float(), k=k.float(), v=v.float()), scale, locality).to(q.dtype)
-    extra = (problem.decay, mask, problem.segments, locality)
-    if all(x is None for x in extra) and not problem.terms and (not causal or t == s):
-        return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, is_causal=causal, scale=scale)
+        return _attend(problem._replace(q=q.float(), k=k.float(), v=v.float()), scale).to(q.dtype)
+    added, locality = problem.attn_mask, problem.locality
+    unmasked = mask is None and problem.segments is None and added is None and problem.window is None
+    plain = not problem.terms and problem.decay is None and locality is None
+    if plain and unmasked and (not causal or t == s):
+        return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, dropout_p=dropout, is_causal=causal, scale=scale)
     if mask is not None:
         k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
         problem = problem._replace(k=k, v=v)
-    with full_precision(q.device):
-        bias = _bias(problem, scale)
+    if problem.window is not None and not problem.terms and locality is None and added is None and _splits(problem):
+        return _by_blocks(problem, scale)
     takes_part = _takes_part(problem)
     alive = takes_part.any(-1, keepdim=True)
-    # a row without keys attends everywhere, which keeps its gradient finite, and is then set to zero
-    bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~takes_part, -torch.inf).masked_fill(~alive, 0)
+    bias = takes_part | ~alive  # a row without keys attends everywhere, which keeps its gradient finite, and is then zero
+    if not plain or (added is not None and added.is_floating_point()):
+        with full_precision(q.device):
+            bias = _bias(problem, scale)
+        bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~takes_part, -torch.inf).masked_fill(~alive, 0)
     of_values = [term for term in problem.terms if term.side == "value"]
     if locality is None and not of_values:
-        bias = bias.to(q.dtype).expand(*problem.batch, t, s)
-        out = F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, attn_mask=bias, scale=scale)
+        bias = (bias if bias.dtype == torch.bool else bias.to(q.dtype)).expand(*problem.batch, t, s)
+        out = F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, attn_mask=bias, dropout_p=dropout, scale=scale)
         return torch.where(alive, out, 0)
     wide = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
         logits = scale * rho_q(q.to(wide)) @ rho_k(k.to(wide)).mT
         logits = logits if locality is None else logits * locality.unsqueeze(-3).to(wide)
-        weight = (logits + bias.to(wide)).softmax(-1)
+        weight = F.dropout((logits + bias.to(wide)).softmax(-1), dropout, training=dropout > 0)
         out = sum((term.values(weight) for term in of_values), weight @ v.to(wide))
     return torch.where(alive, out, 0).to(q.dtype)
 
 
+def _splits(problem: Problem) -> bool:
+    """Whether some keys are outside all windows of a block of queries; a compiler would unroll blocks for each length."""
+    assert problem.window is not None
+    short = problem.k.shape[-2] <= 2 * max(problem.window, BLOCK)
+    return not (torch.compiler.is_compiling() or watched() or short)
+
+
+def _by_blocks(problem: Problem, scale: float) -> Tensor:
+    """Attention of a block of queries at a time to the keys in their windows alone."""
+    window, ids, g = problem.window, problem.segments, problem.decay
+    t, s = problem.q.shape[-2], problem.k.shape[-2]
+    assert window is not None
+    q, k, out, size = problem.rho_q(problem.q), problem.rho_k(problem.k), [], max(window, BLOCK)
+    of_queries = None if ids is None else ids[0][..., ids[0].shape[-1] - t :]
+    for start in range(0, t, size):
+        stop = min(start + size, t)
+        first, last = start + s - t - window + 1, stop + s - t + (0 if problem.causal else window - 1)
+        rows, columns = slice(start, stop), slice(max(0, first), max(0, min(last, s)))
+        index = [torch.arange(a.start, a.stop, device=q.device) for a in (rows, columns)]
+        part = problem._replace(
+            q=q[..., rows, :],
+            k=k[..., columns, :],
+            v=problem.v[..., columns, :],
+            rho_q=Identity(),
+            rho_k=Identity(),
+            window=None,
+            mask=None if problem.mask is None else problem.mask[..., columns],
+            segments=None if ids is None or of_queries is None else (of_queries[..., rows], ids[1][..., columns]),
+            decay=None if g is None else (g[0][..., rows], g[1][..., columns]),
+            attn_mask=(index[1] - index[0][:, None] - (s - t)).abs() < window,
+        )
+        out.append(_attend(part, scale))
+    return torch.cat(out, -2)
+
+
 def _takes_part(problem: Problem) -> Tensor:
-    """Which keys take part, for which queries: bool ``[*b 1 t s]`` or what broadcasts to it."""
-    t, s, ids = problem.q.shape[-2], problem.k.shape[-2], problem.segments
-    found = torch.ones(t, s, dtype=torch.bool, device=problem.q.device)
+    """Which keys take part, for which queries: bool ``[*b h t s]`` or what broadcasts to it, with all keys."""
+    t, s, ids, added = problem.q.shape[-2], problem.k.shape[-2], problem.segments, problem.attn_mask
+    pairs = problem.causal or problem.window is not None
+    found = torch.ones(t if pairs else 1, s, dtype=torch.bool, device=problem.q.device)
     found = found.tril(s - t) if problem.causal else found
+    if problem.window is not None:
+        found = found.triu(s - t - problem.window + 1)
+        found = found if problem.causal else found.tril(s - t + problem.window - 1)
     found = found if problem.mask is None else found & problem.mask[..., None, None, :]
+    if added is not None:
+        found = found & (added if added.dtype == torch.bool else added != -torch.inf)
     if ids is None:
         return found
     of_queries = ids[0][..., ids[0].shape[-1] - t :]
@@ -160,16 +235,17 @@ def _takes_part(problem: Problem) -> Tensor:
 
 def _bias(problem: Problem, scale: float) -> Tensor:
     """What is added to logits, ``[*b h t s]`` or what broadcasts to it: decays in float64 and relative terms."""
-    q, k, g = problem.q, problem.k, problem.decay
+    q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
     bias = torch.zeros((), dtype=torch.float64, device=wide_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
         bias = difference if problem.causal else -difference.abs()
     if bias.device != q.device:
         bias = narrow(bias, torch.float32, q.device)
+    if problem.attn_mask is not None and problem.attn_mask.is_floating_point():
+        bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
     for term in problem.terms:
         if term.side != "value":
-            wide = torch.promote_types(q.dtype, torch.float32)
             bias = bias + (1 if term.side == "none" else scale) * term.scores(q.to(wide), k.to(wide))
     return bias
 
@@ -197,4 +273,8 @@ def _cached(problem: Problem, state: State) -> tuple[Problem, State]:
     g = None if g is None else (g[0], joined["decays"])
     ids = None if ids is None else (ids[0], joined["segments"])
     problem = problem._replace(k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
+    if problem.window is not None and not problem.terms and problem.locality is None:  # these know all positions so far
+        gone = max(0, k.shape[-2] - problem.window + 1)
+        for name, x in joined.items() if gone else ():
+            joined[name] = x if x is None else (x[..., gone:, :] if name in ("keys", "values") else x[..., gone:]).clone()
     return problem, state.next(problem.kind, **joined)

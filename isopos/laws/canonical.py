@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isopos import bases, biases, couplings, encodings, feature_maps
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant
+from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, sides
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
@@ -43,6 +43,9 @@ class Primitive:
     kernel: Kernel  # W [h d1 d2] of one relative position, as `relative` gives it; scale, locality and decay are in it
     outside: int = 0  # first rows of positions that are class tokens, which have no relative position for W
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
@@ -120,7 +123,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     inner = torch.zeros_like(rate) if softmax else rate
 
     def scaled(kernel: Kernel) -> Kernel:
-        return lambda t: kernel(t) * (scale * locality ** (n := _length(group, t)) * torch.exp(-inner * n))
+        far = partial(_length, group) if scheme.metric is None else _straight
+        return lambda t: kernel(t) * (scale * locality ** far(t) * torch.exp(-inner * _length(group, t)))
 
     primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in _of_coupling(coupling)]
     if scheme.bias is not None:
@@ -202,6 +206,11 @@ def _length(group: Group, t: Relative) -> float:
     return abs(t)
 
 
+def _straight(t: Relative) -> int:
+    """The distance over a grid, rounded down."""
+    return math.floor(math.hypot(*_numbers(t)))
+
+
 def _numbers(t: Relative) -> tuple[float, ...]:
     return t if isinstance(t, tuple) else (t,)
 
@@ -223,8 +232,9 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
         case couplings.TransformerXL():
             return _of_transformer_xl(coupling)
         case couplings.SineSPE() | couplings.ConvSPE():
-            correlation = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
-            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(correlation(t)))]
+            own = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
+            gate = 0.0 if coupling.gate is None else constant(coupling.gate.parameter).sigmoid()
+            return [Primitive(group, *content, *content, lambda t: torch.diag_embed(gate + (1 - gate) * own(t)))]
         case couplings.Absolute():
             raise ValueError(
                 f"scheme: expected scores of relative positions, got an absolute encoding of the {coupling.side}'s side "
@@ -344,7 +354,7 @@ def _fourier(n: int) -> Tensor:
 def _cosines(coupling: couplings.Constrained) -> Kernel:
     """Horn's relative term: sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)), over the axes."""
     a, b = constant(coupling.parameter).unbind(-1)
-    angle = partial(_angles, frequency=-coupling.frequency)  # of x - y; zero where the sinusoid is another axis'
+    angle = partial(_angles, frequency=-constant(coupling.frequencies))  # of x - y; zero where the sinusoid is another axis'
     return lambda t: (a * torch.cos(angle(t)) + b * torch.sin(angle(t))).sum(-1)[:, None, None]
 
 
@@ -391,8 +401,10 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
             return [Primitive(group, *one, *one, lambda t: weight[:, _t5_bucket(bias, t), None, None])]
         case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
             keys, queries = (scale * constant(rows.parameter) for rows in (bias.keys, bias.queries))
+            back = -1 if bias.released else 1
             to_position = Primitive(group, *content, *one, lambda t: keys[:, _deberta_row(bias, -t), :, None])
-            return [to_position, Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, t), None, :])]
+            to_content = Primitive(group, *one, *content, lambda t: queries[:, _deberta_row(bias, back * t), None, :])
+            return [to_position, to_content]
         case biases.Shaw():  # (LRPE, Eq. 33 and 34)
             rows = scale * constant(bias.keys.parameter)
             return [Primitive(group, *content, *one, lambda t: rows[:, _clipped(bias.reach, t), :, None])]

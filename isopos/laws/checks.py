@@ -96,6 +96,8 @@ class Report:
             lines += [f"{'':37}{f.counterexample}"] * bool(f.counterexample)
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 def check(
     subject: Scheme | Coupling | Callable[[], Scheme | Coupling], *, dtype: torch.dtype = torch.float32, seed: int = 0

@@ -26,13 +26,24 @@ class Block(nn.Module):
         scheme: Of the attention.
         hidden_dim: Width inside the feed-forward; 4 * model_dim by default.
         dropout: Probability, on both branches.
+        kv_heads, attention_dropout, window: `kv_heads`, `dropout` and `window` of `Attention`.
     """
 
-    def __init__(self, model_dim: int, scheme: Scheme, *, hidden_dim: int | None = None, dropout: float = 0.0):
+    def __init__(
+        self,
+        model_dim: int,
+        scheme: Scheme,
+        *,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+        kv_heads: int | None = None,
+        attention_dropout: float = 0.0,
+        window: int | None = None,
+    ):
         super().__init__()
         hidden = hidden_dim or 4 * model_dim
         self.norm1, self.norm2 = nn.LayerNorm(model_dim), nn.LayerNorm(model_dim)
-        self.attention = Attention(model_dim, scheme)
+        self.attention = Attention(model_dim, scheme, kv_heads=kv_heads, dropout=attention_dropout, window=window)
         self.feed_forward = nn.Sequential(nn.Linear(model_dim, hidden), nn.ReLU(), nn.Linear(hidden, model_dim))
         self.dropout = nn.Dropout(dropout)
 
@@ -51,6 +62,9 @@ class Options(TypedDict, total=False):
     hidden_dim: int | None
     dropout: float
     recompute: bool
+    kv_heads: int | None
+    attention_dropout: float
+    window: int | None
 
 
 class Trunk(nn.Module, ABC):
@@ -58,12 +72,14 @@ class Trunk(nn.Module, ABC):
 
     Args:
         vocabulary: Number of tokens.
-        model_dim: Width, heads * head_dim of the scheme.
+        model_dim: Width, heads * head_dim of the scheme, or of queries where `kv_heads` are fewer.
         layers: Number of blocks.
         scheme: What sees positions.
         hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
         dropout: Probability.
         recompute: Compute each block again in the backward pass instead of keeping what is inside.
+        kv_heads, attention_dropout, window: `kv_heads`, `dropout` and `window` of `Attention`; of linear attention, which
+            has no windows in streams, a model with one has neither `prefill` nor `step`.
 
     Raises:
         ValueError: Where the scheme adds an embedding of another width.
@@ -79,6 +95,9 @@ class Trunk(nn.Module, ABC):
         hidden_dim: int | None = None,
         dropout: float = 0.0,
         recompute: bool = False,
+        kv_heads: int | None = None,
+        attention_dropout: float = 0.0,
+        window: int | None = None,
     ):
         super().__init__()
         added = scheme.embedding
@@ -86,7 +105,9 @@ class Trunk(nn.Module, ABC):
             raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")
         self.tokens = nn.Embedding(vocabulary, model_dim)
         nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
-        blocks = (Block(model_dim, scheme, hidden_dim=hidden_dim, dropout=dropout) for _ in range(layers))
+        own = {"hidden_dim": hidden_dim, "dropout": dropout, "kv_heads": kv_heads, "window": window}
+        own["attention_dropout"] = attention_dropout
+        blocks = (Block(model_dim, scheme, **own) for _ in range(layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(model_dim)
         self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute

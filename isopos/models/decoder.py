@@ -22,6 +22,10 @@ class Decoder(Trunk):
     Args:
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
+        tied: Whether the rows of the head are the vectors of tokens; it has no bias then, as in Fairseq's language models.
+
+    Raises:
+        ValueError: For a tied head with cutoffs, whose rare tokens have fewer features.
 
     Example:
         >>> import torch
@@ -44,10 +48,17 @@ class Decoder(Trunk):
         scheme: Scheme,
         *,
         cutoffs: Sequence[int] = (),
+        tied: bool = False,
         **options: Unpack[Options],
     ):
+        if tied and cutoffs:
+            raise ValueError(f"tied: expected an ordinary softmax, got cutoffs {tuple(cutoffs)}; give one of both")
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
-        self.head = AdaptiveHead(model_dim, vocabulary, cutoffs) if cutoffs else nn.Linear(model_dim, vocabulary)
+        if tied:
+            self.head = nn.Linear(model_dim, vocabulary, bias=False)
+            self.head.weight = self.tokens.weight
+        else:
+            self.head = AdaptiveHead(model_dim, vocabulary, cutoffs) if cutoffs else nn.Linear(model_dim, vocabulary)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
@@ -77,8 +88,7 @@ class Decoder(Trunk):
         x, at = self.enter(tokens, positions, stream.states[0])
         states = []
         for block, state in zip(self.blocks, stream.states, strict=True):
-            own = state.stamped(self.scheme.fingerprint, at["state"]["positions"])
-            x, after = block(x, at | {"state": own}, causal=True, return_state=True)
+            x, after = block(x, at.of(state), causal=True, return_state=True)
             states.append(after)
         return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
 

@@ -87,6 +87,7 @@ def ape_grid(
     initial: Initial = "rope",
     base: float = 10000.0,
     locality: float | None = None,
+    metric: Literal["steps", "euclidean"] = "steps",
     **choices: Unpack[Choices],
 ) -> Scheme:
     """Algebraic encoding of grids: the direct sum of one learned orthogonal matrix' powers an axis (APE, section 3.3).
@@ -94,10 +95,13 @@ def ape_grid(
     Args:
         head_dim: d, even, at least 2 for each axis.
         axes: Of the grid, any number.
+        metric: Distance of the locality: "steps" over all axes, as in the paper, or "euclidean", the straight one rounded
+            down, as in the authors' code for images.
     """
+    expect("metric", metric, ("steps", "euclidean"))
     widths = split(even(head_dim), axes, 2)
     encoding = encodings.DirectSum([_line(width, heads, initial, base) for width in widths])
-    return compose(encoding, heads, choices, locality=locality)
+    return compose(encoding, heads, choices, locality=locality, metric=None if metric == "steps" else metric)
 
 
 @register(

@@ -24,6 +24,7 @@ def horn_constrained(
     *,
     axes: int = 1,
     sinusoids: int = 8,
+    learned: bool = False,
     outside: int = 0,
     inside: bool = False,
     base: float = 10000.0,
@@ -35,13 +36,13 @@ def horn_constrained(
 
     Args:
         axes: Of the positions, each with sinusoids of its own.
-        sinusoids: Of each axis, with frequencies base^(-i/n).
+        sinusoids: Of each axis, with frequencies base^(-i/n), at first where they are learned.
         outside: Number of first tokens outside the grid, such as class tokens: the term does not see them.
         inside: Put the channels ahead of the feature map, as with the random features of the paper: with
             ``feature_map="favor"`` the result is relative in expectation only.
     """
     frequency = rope_frequencies(at_least("sinusoids", sinusoids), base).expand(at_least("axes", axes), -1)
-    coupling = couplings.Constrained(head_dim, heads, frequency, outside=outside)
+    coupling = couplings.Constrained(head_dim, heads, frequency, learned=learned, outside=outside)
     return compose(coupling, heads, choices, {"denominator": "encoded"}, inside=inside)
 
 

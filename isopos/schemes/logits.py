@@ -92,6 +92,7 @@ def deberta(
     *,
     buckets: int = 256,
     max_distance: int | None = 512,
+    released: bool = False,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
@@ -100,8 +101,9 @@ def deberta(
     Args:
         buckets: Rows of either direction.
         max_distance: Far offsets share rows by logarithm up to this one; none clips them, as in version 1.
+        released: Position to content reads the row of t, not of -t, as the authors' code does: for released weights.
     """
-    bias = biases.DeBERTa(heads, head_dim, buckets=buckets, max_distance=max_distance, seed=seed)
+    bias = biases.DeBERTa(heads, head_dim, buckets=buckets, max_distance=max_distance, released=released, seed=seed)
     return _with_bias("deberta", bias, head_dim, heads, choices, scale=(3 * head_dim) ** -0.5)
 
 

@@ -20,11 +20,12 @@ Theta = Literal["a", "b", "c"]
 
 
 @register(
-    summary="phases on complex features, direction-blind on real ones in a real basis",
+    summary="learned phases on complex features, direction-blind on real ones in a real basis",
     citation="Qin et al. 2023, LRPE, Eq. 22",
     equation="Re q^H P^H diag(e^(i a t)) P k",
     cost="t d, twice the features on real vectors",
     extends="grids, rings, by direct sum",
+    learns="angles a",
 )
 def lrpe_unitary(
     head_dim: int,
@@ -34,13 +35,13 @@ def lrpe_unitary(
     complex: bool = False,
     theta: Theta = "a",
     length: int = 512,
-    learned: bool = False,
+    learned: bool = True,
     learned_basis: bool = False,
     base: float = 10000.0,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """LRPE's unitary type: phases e^{i angle x} of complex features in the basis P (LRPE, Eq. 22).
+    """LRPE's unitary type: learned phases e^{i angle x} of complex features in the basis P (LRPE, Eq. 22 and D.1).
 
     On real vectors it takes the real part of each score. With a real P it is a sum of cosines: score(i, j) = score(j, i), so
     that without `causal` a model cannot tell left from right; with "dft", a complex one, it can. With `complex` the d
@@ -53,6 +54,7 @@ def lrpe_unitary(
             on real vectors, as in the paper's listing.
         complex: Whether queries and keys are complex.
         length: Reference length of theta "b" and "c".
+        learned: Learn the angles, each head its own, as the paper says (Appendix D.1); its listing has "b" and "c" fixed.
     """
     count = even(head_dim) // 2 if complex else head_dim
     angle = rope_frequencies(count, base) if complex else rope_frequencies(count, base).square()
@@ -66,11 +68,12 @@ def lrpe_unitary(
 
 
 @register(
-    summary="rotation of feature pairs in an orthogonal basis",
+    summary="rotation of feature pairs by learned angles in an orthogonal basis",
     citation="Qin et al. 2023, LRPE, Eq. 23",
     equation="<P q, R(a t) P k>",
     cost="t d",
     extends="grids, rings, by direct sum",
+    learns="angles a",
 )
 def lrpe_orthogonal(
     head_dim: int,
@@ -80,19 +83,22 @@ def lrpe_orthogonal(
     identity: int = 0,
     theta: Theta = "a",
     length: int = 512,
-    learned: bool = False,
+    learned: bool = True,
     learned_basis: bool = False,
     base: float = 10000.0,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """LRPE's orthogonal type: rotations by angles base^(-2t/d) in the basis P (LRPE, Eq. 23). With P = I it is rope.
+    """LRPE's orthogonal type: rotations by learned angles, at first base^(-2t/d), in the basis P (LRPE, Eq. 23 and D.1).
+
+    With fixed angles and P = I, ``learned=False, basis="identity"``, it is rope.
 
     Args:
         head_dim: d; d - identity is even.
         basis: P.
         identity: q, features of P's image that do not rotate: the paper's identity block, "mixed" in its listing.
         length: Reference length of theta "b" and "c".
+        learned: Learn the angles, each head its own, as the paper says (Appendix D.1); its listing has "b" and "c" fixed.
     """
     if not 0 <= identity < head_dim:
         raise ValueError(f"identity: expected 0 to {head_dim - 1} features that do not rotate, got {identity}")

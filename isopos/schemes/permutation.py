@@ -32,8 +32,9 @@ def permuteformer(
 ) -> Scheme:
     """PermuteFormer: powers of a permutation a head, ReLU features, decay r in [0.88, 0.99] (PermuteFormer, Eq. 11).
 
-    The paper has r = 1 in bidirectional models: ``decay="none"``. `scheme.encoding.orders` tells how many positions each
-    head tells apart, and `common_order` how many all do.
+    The paper has r = 1 in bidirectional models: ``decay="none"``. The authors' code has r = sigmoid(2 + 3 h / H) of head h,
+    ``decay="permuteformer-released"``, and divides by nothing. `scheme.encoding.orders` tells how many positions each head
+    tells apart, and `common_order` how many all do.
 
     Args:
         width: Features of queries and keys are width * d, by wider projections; 4 in the paper (section 4.1).

@@ -16,6 +16,7 @@ __all__ = ["REGISTRY", "build", "compose", "even", "options_of", "register", "re
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {
     "head_dim": "d; even where pairs of features rotate.",
+    "gated": "Learn how much of each feature of a head ignores positions, the paper's gated variant.",
     "heads": "h.",
     "base": "Of geometric frequencies or angles.",
     "initial": 'Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
@@ -23,6 +24,7 @@ ARGUMENTS = {
     "learned_basis": "Learn the normal of the Householder basis.",
     "locality": "Factor of softmax logits for each step of distance; 0.98 in the paper.",
     "model_dim": "Width of the token embeddings; head_dim * heads by default.",
+    "noise_per_head": "Draw noise for each head, as in the authors' code; otherwise heads share one draw.",
     "realizations": "Features of queries and keys; d by default.",
     "seed": "Of what is drawn at random.",
     "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'

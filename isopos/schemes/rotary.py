@@ -34,9 +34,10 @@ def rope(
     Args:
         heads: h; without it any number of heads is served alike, learned frequencies shared.
         rotary_dim: Features that rotate, even; the others pass unchanged (partial rotary). All by default.
-        layout: Which features are a pair: "interleaved" (2i, 2i+1) as in the paper, or "half" (i, i + rotary_dim / 2) as in
-            Llama's checkpoints: scores are Llama's, the rotated features come out interleaved.
-            `isopos.attention.convert_layout` converts weights.
+        layout: Where pairs come from; rotated features come out interleaved, as pairs (2i, 2i+1), in either layout.
+            "interleaved" takes them from there, as in the paper, "half" from (i, i + rotary_dim / 2), as in Llama's
+            checkpoints: scores are Llama's, but keys that Llama's code rotated and cached, in half order, fit no query of
+            ours. A stream of one layout is refused by the other. `isopos.attention.convert_layout` converts weights.
     """
     expect("layout", layout, ("interleaved", "half"))
     width = head_dim if rotary_dim is None else rotary_dim
@@ -48,33 +49,46 @@ def rope(
 
 
 @register(
-    summary="rotation of feature pairs, with decay a head",
+    summary="RetNet's rotation of feature pairs and decay a head",
     citation="Sun et al. 2023, RetNet, Eq. 5 and 8",
     equation="<q, R(w t) k> gamma^|t|",
     cost="t d",
     extends="lines",
 )
 def retnet(
-    head_dim: int, heads: int, *, original: bool = False, base: float = 10000.0, **choices: Unpack[Choices]
+    head_dim: int,
+    heads: int,
+    *,
+    original: bool = False,
+    frequencies: Literal["rope", "torchscale"] = "rope",
+    base: float = 10000.0,
+    **choices: Unpack[Choices],
 ) -> Scheme:
-    """Rotary with per-head decay gamma = 1 - 2^(-5-h) (RetNet, Sun et al. 2023, Eq. 5 and 8).
+    """RetNet's rotary with a decay a head, gamma = 1 - 2^(-5-h) (RetNet, Sun et al. 2023, Eq. 5 and 8).
 
     By default on the feature map and denominator of its neighbours, so that only the decay differs from rope.
-    TransNormerLLM's LRPE-d is of this family.
+    TransNormerLLM's LRPE-d is of this family. RetNet's swish gate belongs to the layer, not to a scheme, and `isopos.models`
+    have none; so does the norm of heads, a layer norm in `Attention` and an RMS norm in the authors' code.
 
     Args:
-        original: RetNet itself: identity feature map, no denominator, a norm of each head's output.
+        original: RetNet's retention: identity feature map, no denominator, a norm of each head's output.
+        frequencies: "rope", base^(-2i/d), or "torchscale", those of the authors' code, from 1 to 1/base with both ends.
     """
+    expect("frequencies", frequencies, ("rope", "torchscale"))
     defaults = {"feature_map": "identity", "denominator": "none"} if original else {}
     if original and choices.get("attention") == "softmax":
         raise ValueError("original: expected linear attention, for which RetNet is defined, got softmax")
-    return compose(_rotary(head_dim, heads, base, False), heads, choices, {"decay": "retnet"} | defaults)
+    rotary = _rotary(head_dim, heads, base, False)
+    if frequencies == "torchscale":
+        share = torch.linspace(0, 1, head_dim // 2, device="cpu", dtype=torch.float64)
+        rotary = encodings.Rotary((base**-share)[None, None])
+    return compose(rotary, heads, choices, {"decay": "retnet"} | defaults)
 
 
 @register(
     summary="rotation of feature pairs that shrink with distance; causal",
     citation="Sun et al. 2022, arXiv 2212.10554, Algorithm 1",
-    equation="<q, zeta^-t R(w t) k>",
+    equation="<q, zeta^(-t / 512) R(w t) k>",
     cost="t d",
     extends="lines",
 )

@@ -21,6 +21,8 @@ def spe_sine(
     *,
     sines: int = 5,
     realizations: int | None = None,
+    gated: bool = False,
+    noise_per_head: bool = False,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
@@ -29,7 +31,9 @@ def spe_sine(
     Args:
         sines: Of each feature.
     """
-    coupling = couplings.SineSPE(head_dim, heads, sines=sines, realizations=realizations, seed=seed)
+    coupling = couplings.SineSPE(
+        head_dim, heads, sines=sines, realizations=realizations, gated=gated, noise_per_head=noise_per_head, seed=seed
+    )
     return compose(coupling, heads, choices, inside=choices.get("attention") != "softmax")
 
 
@@ -47,6 +51,8 @@ def spe_conv(
     *,
     reach: int = 8,
     realizations: int | None = None,
+    gated: bool = False,
+    noise_per_head: bool = False,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
@@ -55,5 +61,7 @@ def spe_conv(
     Args:
         reach: Steps of the filters; offsets beyond it are not told apart.
     """
-    coupling = couplings.ConvSPE(head_dim, heads, reach=reach, realizations=realizations, seed=seed)
+    coupling = couplings.ConvSPE(
+        head_dim, heads, reach=reach, realizations=realizations, gated=gated, noise_per_head=noise_per_head, seed=seed
+    )
     return compose(coupling, heads, choices, inside=choices.get("attention") != "softmax")

@@ -187,10 +187,10 @@ POSITIONS = {  # the scheme, and the goal of its speed beside none
     "no positions": ("none", None),
     "rotary": ("rope", at_least(0.95)),
     "permutation": ("lrpe-permutation:basis=identity", at_least(0.92)),
-    "unitary": ("lrpe-unitary:basis=identity", at_least(0.88)),
-    "householder + rotary": ("lrpe-orthogonal", at_least(0.9)),
+    "unitary": ("lrpe-unitary:basis=identity,learned=false", at_least(0.88)),
+    "householder + rotary": ("lrpe-orthogonal:learned=false", at_least(0.9)),
     "householder + permutation": ("lrpe-permutation", None),
-    "householder + unitary": ("lrpe-unitary", None),
+    "householder + unitary": ("lrpe-unitary:learned=false", None),
 }
 WORKS |= {f"attention function, {name}": partial(_attention, spec=spec) for name, (spec, _) in POSITIONS.items()}
 WORKS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, (spec, _) in POSITIONS.items()}

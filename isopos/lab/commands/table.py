@@ -61,6 +61,7 @@ class Options:
     seeds: int = 1  # Repeat with seeds 0, 1, ... and report means with standard deviations.
     rows: str = ""  # Names or schemes of rows, with commas; by default all.
     data: tuple[str, ...] = ()  # Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run.
+    steps: int = 0  # Updates of each cell instead of the scale's; the folder's name ends with them.
     name: str = ""  # Ending of the folder's name, for a variant that is to be kept apart.
     device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
     """Where to train; auto takes a GPU if there is one."""
@@ -69,12 +70,13 @@ class Options:
 
 def run(options: Options, console: Console) -> int:
     """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
-    table = load_table(options.table)  # before torch is imported
+    table = load_table(options.table).with_steps(options.scale, options.steps)  # before torch is imported
     from isopos.lab.reports import paper
     from isopos.lab.training.memory import check_memory
     from isopos.lab.training.run import check_recipe, usable_device
 
-    folder = run_place(f"{table.name}-{options.scale}" + (f"-{options.name}" if options.name else ""))
+    endings = [str(ending) for ending in (options.steps, options.name) if ending]
+    folder = run_place("-".join((table.name, options.scale, *endings)))
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows), _sources(table, options)
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)

@@ -17,8 +17,9 @@ def lrpe_alm(scale: str) -> Recipe:
     """LRPE's autoregressive language model (Table 8, column ALM; section 4): WikiText-103, 50,000 updates of 128 windows.
 
     The paper's Adam is that of Fairseq, whose weight decay is decoupled: AdamW here. Its dropout is not stated; 0.1 is that
-    of Fairseq's transformer_lm. 267,744 tokens are the words of WikiText-103, whatever the table calls them. Their
-    logits are 0.5 GB a window: with fewer than 32 devices raise `accumulate`.
+    of Fairseq's command for this text, whose other numbers are the paper's, and which ties embeddings and logits. 267,744
+    tokens are the words of WikiText-103, whatever the table calls them. Their logits are 0.5 GB a window: with fewer than 32
+    devices raise `accumulate`.
     """
     paper = Recipe().edit(
         scheme="lrpe-orthogonal",
@@ -32,6 +33,7 @@ def lrpe_alm(scale: str) -> Recipe:
         heads=8,
         hidden_dim=2048,
         dropout=0.1,
+        tied=True,
         learning_rate=5e-4,
         schedule="inverse-sqrt",
         warmup=4000,

@@ -1,7 +1,7 @@
 """What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, read_about, read_scores, speed_rounds
+from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Metric
 
-__all__ = ["differences", "spearman", "write"]
+__all__ = ["PAIRED", "differences", "spearman", "write"]
 
 # Fields that make no difference to a model or are told elsewhere:
 SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
+PAIRED = "## Distance to"  # and the name of the reference row: the title of the second table
 FEW = 3  # rows from which on a rank correlation is a number worth printing
 
 
@@ -78,6 +80,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     align, said = "ll".ljust(len(titles), "r"), list(_said(table, rows, folder, about))
     lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
     lines += [grids.markdown(titles, grid, align), "", *(f"- {text}" for text in said), ""]
+    lines += _apart(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
     figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(table, rows, about["corpora"])
@@ -132,6 +135,29 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     return titles, grid
 
 
+def _reference(table: PaperTable, rows: Sequence[Found]) -> Found:
+    return next(row for row in rows if row.line.name == (table.reference or table.baseline))
+
+
+def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> list[str]:
+    """Lines with a table of the differences to the reference row, of the rows that share seeds with it; or none."""
+    reference, grid = _reference(table, rows), []
+    columns = [column for column in table.columns if table.kind == "scores" and column.corpus in about["corpora"]]
+    for row in rows:
+        cells = []
+        for column in columns:
+            own, other = row.values[column.title], reference.values[column.title]
+            apart, metric = [own[seed] - other[seed] for seed in own if seed in other], table.metric(column)
+            spread = f" ± {metric.text(statistics.stdev(apart))}" if len(apart) > 1 else ""
+            cells.append(f"{statistics.mean(apart):+{metric.style}}{spread}" if apart else "-")
+        if row is not reference and any(cell != "-" for cell in cells):
+            grid.append([row.line.name, *cells])
+    titles = ["row", *(column.title for column in columns)]
+    what = "A figure less the reference's of the same seed: means and standard deviations over seeds."
+    shown = [f"{PAIRED} {reference.line.name}", "", what, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
+    return shown if grid else []
+
+
 def _main(table: PaperTable) -> Metric:
     """By which validations while training are."""
     return table.recipe_at("original").task.metrics[0]
@@ -153,6 +179,14 @@ def _mean_curve(row: Found, corpus: str, seeds: Sequence[int] | None = None) -> 
     kept = [curve for seed, curve in row.curves[corpus].items() if curve and (seeds is None or seed in seeds)]
     steps = sorted(set.intersection(*(set(curve) for curve in kept))) if kept else []
     return {step: statistics.mean(curve[step] for curve in kept) for step in steps}
+
+
+def _distances(row: Found, reference: Found, corpus: str) -> dict[int, list[float]]:
+    """A row's validation less the reference's by update, a number for each seed that both have."""
+    seeds = sorted({*row.curves[corpus]} & {*reference.curves[corpus]})
+    pairs = [(row.curves[corpus][seed], reference.curves[corpus][seed]) for seed in seeds]
+    steps = sorted(set.intersection(*({*own} & {*other} for own, other in pairs))) if pairs else []
+    return {step: [own[step] - other[step] for own, other in pairs] for step in steps}
 
 
 def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) -> str:
@@ -180,7 +214,8 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     original, ours = pairs[0]
     if table.kind == "scores":
         seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
-        yield f"A model sees {seen:,.1f} million {ours.task.unit}, the paper's {paper:,.1f} million."
+        units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, Language) else r.task.unit for r in pairs[0]]
+        yield f"A model sees {seen:,.1f} million {units[1]}, the paper's {paper:,.1f} million {units[0]}."
         figures = [(ours.task.figure(metric.figure), metric.better) for metric in map(table.metric, table.columns)]
         for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
             yield f"Figures are {note}; means and standard deviations of up to {about['seeds']} seeds."
@@ -189,6 +224,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     else:
         yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
     yield from _ranks(table, rows, about)
+    yield from _settling(table, rows, about)
     yield from table.notes
     for row in rows:
         for title, reason in row.reasons.items():
@@ -213,17 +249,38 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         return
     for at, column in enumerate(table.columns):
         both = [(row.line.name, row.line.figures[at], row.values[column.title]) for row in rows if row.line.figures]
-        pairs = [(name, paper, statistics.median(ours.values())) for name, paper, ours in both if ours]
+        middle = statistics.median if table.kind == "speed" else statistics.mean  # as the table shows
+        pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours]
         if len(pairs) < FEW:
             continue
         rank = table.metric(column).rank
         names, theirs, ours = zip(*pairs, strict=True)
-        orders = [sorted(zip(map(rank, figures), names, strict=True)) for figures in (theirs, ours)]
-        first, second = (", ".join(name for _, name in order) for order in orders)
+        first, second = (_order(names, [*map(rank, figures)]) for figures in (theirs, ours))
         yield (
             f"{column.title}: rank correlation with the paper {spearman(theirs, ours):+.2f} over {len(pairs)} rows. "
             f"Best first, paper: {first}; ours: {second}."
         )
+
+
+def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the order of rows changes with training: validations after a tenth of the updates beside the last ones."""
+    rank = _main(table).rank
+    for corpus in about["corpora"] if about["scale"] != "tiny" else ():
+        curves = {row.line.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
+        steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
+        early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
+        if early:
+            then, now = ([rank(curve[step]) for curve in curves.values()] for step in (early, steps[-1]))
+            yield (
+                f"{corpus or 'Validation'}: order after {early:,} and after {steps[-1]:,} updates, rank correlation "
+                f"{spearman(then, now):+.2f} over {len(curves)} rows. Best first, then: {_order(curves, then)}; "
+                f"in the end: {_order(curves, now)}."
+            )
+
+
+def _order(names: Iterable[str], ranks: Sequence[float]) -> str:
+    """Names, the best first."""
+    return ", ".join(name for _, name in sorted(zip(ranks, names, strict=True)))
 
 
 def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
@@ -243,20 +300,30 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
 
 
 def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
-    """Validation by update, mean over seeds, a panel a corpus."""
-    figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
-    panels = figure.subplots(1, max(1, len(names)), squeeze=False)[0]
-    drawn = [row for row in rows if row.line.scheme]
-    for axes, corpus in zip(panels, names, strict=False):
+    """By update, a column of panels a corpus: validation, mean over seeds, and its distance to the reference's.
+
+    Distances are paired by seed; their band is a standard deviation on both sides.
+    """
+    figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
+    panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
+    drawn, title = [row for row in rows if row.line.scheme], _main(table).title
+    reference = _reference(table, rows)
+    for (above, below), corpus in zip(panels.T, names, strict=False):
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
-                axes.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
-        axes.set(
-            xlabel="updates", ylabel=f"validation, {_main(table).title}", title=literal(f"{corpus}: {_short(names[corpus])}")
-        )
-        plain(axes)
-    if names and panels[0].get_legend_handles_labels()[0]:
-        panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
+                above.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
+            if apart := _distances(row, reference, corpus):
+                mean = [statistics.mean(values) for values in apart.values()]
+                spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in apart.values()]
+                low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+                below.plot(list(apart), mean, **line_style(n))
+                below.fill_between(list(apart), low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+        above.set(ylabel=f"validation, {title}", title=literal(f"{corpus}: {_short(names[corpus])}"))
+        below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.line.name}'s, paired by seed"))
+        plain(above)
+        plain(below)
+    if names and panels[0, 0].get_legend_handles_labels()[0]:
+        panels[0, -1].legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
     return figure
 
 

@@ -83,6 +83,7 @@ class PaperTable:
     columns: Sequence[Column]  # the figures
     rows: Sequence[Line]  # in the paper's order, then ours
     kind: str = "scores"  # of trained models; or speed, of training steps
+    reference: str = ""  # the row from which the others' distance is shown; by default the baseline
     figure: str = ""  # of the columns that name none; by default the task's first
     corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
     notes: Sequence[str] = ()  # what a reader must know
@@ -95,12 +96,26 @@ class PaperTable:
             recipe = recipe.edit(**{"data": corpus.source, **corpus.edits})
         return recipe if scale == "original" else recipe.edit(**self.scales[scale])
 
+    def with_steps(self, scale: str, steps: int) -> "PaperTable":
+        """With so many updates at a scale; 0: with as many as it has.
+
+        Raises:
+            ValueError: Where they are no number of updates, or nothing is trained.
+        """
+        if not steps:
+            return self
+        if self.kind == "speed":
+            raise ValueError(f"steps: expected none, since {self.name} times steps without training, got {steps}")
+        changed = replace(self, scales={**self.scales, scale: {**self.scales[scale], "steps": steps}})
+        changed.recipe_at(scale).check()
+        return changed
+
     def metric(self, column: Column) -> Metric:
         """What a column shows, and how."""
         task = self.recipe_at("original").task
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.kind == "speed":
-            figure = Metric("relative speed", "", "higher", ".2f")
+            figure = Metric("relative speed", "", "higher", ".3f")
         view = View(column.split, column.multiple, column.scored)
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)
@@ -184,8 +199,9 @@ def _check(table: PaperTable) -> None:
         known = [name for name in recipe.names if name not in ("scheme", "seed")]
         for name in edits:
             expect("field of a recipe", name, known)
-    if table.baseline not in names or not table.row(table.baseline).scheme:
-        raise ValueError(f"baseline: expected a row with a scheme, got {table.baseline!r}")
+    for what, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
+        if row not in names or not table.row(row).scheme:
+            raise ValueError(f"{what}: expected a row with a scheme, got {row!r}")
     for row in table.rows:
         split_spec(row.scheme)
         if len(row.figures) not in (0, len(table.columns)):

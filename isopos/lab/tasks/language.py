@@ -31,6 +31,7 @@ class Language(Task):
     vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
     length: int = 256  # Tokens of a training window; 2 and 4 times as many are evaluated, too.
     cutoffs: tuple[int, ...] = ()  # Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax.
+    tied: bool = False  # One matrix for the vectors of tokens and the logits.
     validation_tokens: int = 32768  # At most so many tokens of the held-out text are scored; 0: all.
 
     name = "language"
@@ -78,6 +79,8 @@ class Language(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
+        if self.tied and self.cutoffs:
+            raise ValueError("tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied")
         few = 0 < self.validation_tokens < self.length
         expect("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
         scheme = check_group(recipe, (Line,), "on a line, which text has")
@@ -94,7 +97,7 @@ class Language(Task):
         from isopos.lab.tasks.build import build_model
         from isopos.models import Decoder
 
-        return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs)
+        return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Text":
         from isopos.lab.data import corpora

@@ -68,6 +68,8 @@ def refusal(sums: Sums) -> str:
     """Why no kernel serves a problem, or ""."""
     if torch.compiler.is_compiling():
         return "a compiler cannot trace a backward pass that is no graph"
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "a trace would keep the chunks of its length"
     if sums.stream is not None:
         return "it takes and returns no sums of a stream"
     if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:

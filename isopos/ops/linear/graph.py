@@ -74,7 +74,7 @@ def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
     return _linear_sum(q, k, v, g_q, g_k, causal)
 
 
-def _aligned(operands: Sequence[Sequence[Tensor]], g: Decays) -> tuple[list[list[Tensor]], Decays]:
+def aligned(operands: Sequence[Sequence[Tensor]], g: Decays) -> tuple[list[list[Tensor]], Decays]:
     """Operands of one length: rows of zeros come first where tokens are missing."""
     t, s = operands[0][0].shape[-2], operands[0][1].shape[-2]
     missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
@@ -113,7 +113,7 @@ class Graph(Backend):
             parts = [torch.cat((values, ones), -1)] if len(queries) == 1 else [values, ones]
         operands = [list(each) for each in zip(queries, keys, parts, strict=False)]
         if (sums.causal or g is not None) and t != sums.k.shape[-2]:
-            operands, g = _aligned(operands, g)
+            operands, g = aligned(operands, g)
         totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
         total = (totals[0] if len(totals) == 1 else torch.cat(totals, -1))[..., -t:, :]
         return divide(total) if sums.denominator == "divide" else total

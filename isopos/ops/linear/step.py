@@ -55,20 +55,20 @@ def _carried(
         if state is None:
             after = k.mT @ v
         elif stream.in_place:
-            after = state.copy_(_weighed(state, across)).addcmul_(k.mT, v)
+            after = state.copy_(weighed(state, across)).addcmul_(k.mT, v)
         else:
-            after = torch.addcmul(_weighed(state, across), k.mT, v)
+            after = torch.addcmul(weighed(state, across), k.mT, v)
         return (q if from_end is None else q * from_end) @ after, after
-    after = _weighed(k, to_end).mT @ (v if to_end is None else torch.where(to_end == 0, 0, v))
+    after = weighed(k, to_end).mT @ (v if to_end is None else torch.where(to_end == 0, 0, v))
     batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     queries, keys, values = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
     total = linear(Sums(queries, keys, values, ALL_READY, g))
     if state is None:
         return total, after
     far = q @ state if from_start is None else torch.where(from_start == 0, 0, (q * from_start) @ state)
-    return total + far, after + _weighed(state, across)
+    return total + far, after + weighed(state, across)
 
 
-def _weighed(x: Tensor, weight: Tensor | None) -> Tensor:
+def weighed(x: Tensor, weight: Tensor | None) -> Tensor:
     """x times weights; what weighs nothing is zero whatever it holds."""
     return x if weight is None else torch.where(weight == 0, 0, x * weight)

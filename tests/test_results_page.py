@@ -1,0 +1,123 @@
+"""What docs/results/README.md derives from the tables beside it. That it is what is committed: test_schemes_page.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from tools import results_page
+
+pytestmark = pytest.mark.skipif(not results_page.RESULTS.exists(), reason="docs/ is part of the repository only")
+
+TABLE = """# Which?
+
+A toy, at the scale `small`.
+
+| row | scheme | left: paper | left: ours | right: paper | right: ours | updates to Base's loss |
+|---|---|---:|---:|---:|---:|---:|
+| Base | sinusoidal | 9 | 6.0 ± 0.1 | 4 | 1,006.0 ± 0.1 | 300 |
+| Rope | rope | 3 | 5.0 ± 0.3 | 3 | 5.0 ± 0.3 | 150 |
+| PER | permuteformer | 2 | 5.1 ± 0.3 | 2 | 5.1 ± 0.3 | 150 |
+| Type1 | lrpe-unitary | 1 | 7.0 | 1 | missing | - |
+| a\\|b | none | - | 5.2 ± 0.3 | - | 5.2 ± 0.3 | 150 |
+| Type1 with fixed angles | none | - | 7.5 | - | missing | 150 |
+
+- Data: one here is a; two here is b.
+- Figures are nats, {better} is better; means and standard deviations of up to 3 seeds.
+- Missing: Type1 on two, seeds 1, 2.
+
+    isopos table lrpe-2 --seeds 3
+{more}"""
+PAIRED = """
+## Distance to Rope
+
+| row | left | right |
+| --- | ---: | ---: |
+| PER | +0.10 ± 0.01 | - |
+"""
+
+
+@pytest.fixture
+def shown(tmp_path):
+    def written(better="lower", more=""):
+        folder = tmp_path / "toy"
+        folder.mkdir(exist_ok=True)
+        (folder / "table.md").write_text(TABLE.format(better=better, more=more))
+        return results_page.shown_in(tmp_path)
+
+    return written
+
+
+def test_leaders_pairs_and_ranks(shown):
+    lines = results_page.findings(shown()).splitlines()
+    assert lines[1] == "### `toy`: Which?"
+    assert lines[3:] == [
+        "- left; right: Rope leads, ahead of PER by 0.1, 0.1, inside the spread.",
+        "- left: rank correlation with the paper -0.40 over 4 rows, -1.00 without Base.",
+        "- left: of 6 pairs of rows 2 in the paper's order, 3 not, 1 inside the spread; "
+        "against ours the paper has Type1 before PER, Rope, Base.",
+        "- right: rank correlation with the paper +0.50 over 3 rows.",
+        "- right: of 3 pairs of rows 2 in the paper's order, 0 not, 1 inside the spread.",
+        "- Learned angles less fixed ones (negative is better): Type1, left -0.500, of one seed.",
+    ]
+
+
+def test_higher_is_better_turns_every_order(shown):
+    lines = results_page.findings(shown("higher")).splitlines()
+    assert lines[3] == "- left: Type1 with fixed angles leads, ahead of Type1 by 0.5, of one seed."
+    assert lines[4] == "- right: Base leads, ahead of a|b by 1e+03, outside the spread."
+
+
+def test_distances_paired_by_seed_decide_where_there_are_some(shown):
+    lines = results_page.findings(shown(more=PAIRED)).splitlines()
+    assert lines[3] == "- left: Rope leads, ahead of PER by 0.1, outside the spread."
+    assert lines[4] == "- right: Rope leads, ahead of PER by 0.1, inside the spread."
+
+
+def test_folders_say_data_seeds_and_commands(shown):
+    page = results_page.folders(shown())
+    assert "| `toy` | A toy: Which? | one: a; two: b | 3 seeds; missing: Type1 on two, seeds 1, 2 |" in page
+    assert "    isopos table lrpe-2 --seeds 3\n" in page
+
+
+def test_a_correlation_names_the_row_on_which_it_leans(shown):
+    (toy,) = shown()
+    paper, ours = zip("abcdef", range(6), strict=True), zip("abcdef", [0, 4, 3, 2, 1, 9], strict=True)
+    toy = replace(toy, baseline="a", paper={"left": dict(paper)}, ours={"left": {row: (n, 0.1) for row, n in ours}})
+    (line,) = (text for text in results_page.findings([toy]).splitlines() if "rank correlation" in text)
+    assert line.endswith(" +0.43 over 6 rows, +0.00 without a, -1.00 without a and f.")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return {one.name: one for one in results_page.shown_in()}
+
+
+def test_orders_are_those_that_the_tables_state(tables):
+    for one in tables.values():
+        stated = {text.split(":")[0]: text for text in one.said if "rank correlation with the paper" in text}
+        derived = [text for text in results_page.findings([one]).splitlines() if "rank correlation" in text]
+        assert len(derived) == len(stated)
+        for text in derived:
+            column, rest = text.removeprefix("- ").split(": ")
+            assert stated[column].split(": ")[1].startswith(rest.partition(" rows")[0])
+
+
+def test_what_the_page_makes_of_decays_is_true(tables):
+    two, linear = tables["lrpe-2"], ("Base", "Rope", "Type3", "no positions", "Type1 with fixed angles")
+    for column, figures in two.ours.items():
+        for row in linear:
+            assert max(figures["PER"][0], figures["RetNet's decay and rope"][0]) < figures[row][0], (column, row)
+    four = tables["permuteformer-4"].ours["WikiText-103 test"]
+    assert four["PermuteFormer"][0] < four["PermuteFormer w/o P"][0] < four["PermuteFormer w/o r"][0]
+
+
+def test_what_the_page_makes_of_softmax_and_lengths_is_true(tables):
+    four, two = tables["permuteformer-4"], tables["lrpe-2"]
+    ahead, spread = four.ahead("WikiText-103 test", "Transformer", "Performer")
+    assert abs(ahead) < spread
+    for figures in two.ours.values():
+        assert two.sort({row: figure for row, (figure, _) in figures.items()})[1] == "rope with softmax attention"
+    first, *_, last = tables["lengths"].ours.values()
+    rises = {row: last[row][0] / first[row][0] for row in last}
+    assert {row for row, rise in rises.items() if rise < 1} == {"permuteformer", "retnet", "alibi with softmax attention"}
+    assert max(rises, key=rises.__getitem__) == "rope with softmax attention"

@@ -1,0 +1,110 @@
+"""A scheme in one call is all of it; and one scheme for the streams of many layers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ATTENTION, HEAD_DIM, HEADS, SCHEMES, close, inputs, inputs_of, perturb, scheme_case, with_kinds
+
+import isopos
+from isopos import Attention
+from isopos.positions import Line, sequence
+from isopos.state import State
+
+WIDTH = HEADS * HEAD_DIM
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@with_kinds(SCHEMES)
+def test_a_call_is_attention_with_all_of_the_scheme(case, kind, causal):
+    scheme = perturb(case.build(attention=kind))
+    content, x, mask = inputs_of(scheme, 2, t=9), case.positions(2, t=9), torch.rand(2, 9) < 0.8
+    expected = ATTENTION[kind](*content, **scheme.at(x, dtype=torch.float64), causal=causal, mask=mask)
+    if scheme.choices["denominator"] == "none":
+        expected = F.layer_norm(expected, expected.shape[-1:])
+    assert torch.equal(scheme(*content, x, causal=causal, mask=mask), expected)
+
+
+def test_a_call_keeps_the_decay():
+    """ALiBi by hand: what its encoding alone, between a user's own projections and attention, would lose."""
+    q, k, v = inputs(2, t=30)
+    offset = torch.arange(30) - torch.arange(30)[:, None]
+    slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)
+    bias = (slopes[:, None, None] * offset).masked_fill(offset > 0, -torch.inf)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    close(isopos.alibi(HEAD_DIM, 2, attention="softmax")(q, k, v, sequence(30), causal=True), expected)
+
+
+def test_other_positions_of_keys():
+    scheme = isopos.rope(HEAD_DIM, HEADS)
+    q, k, v = inputs(2, t=3, s=9)
+    x, y = sequence(9)[6:], sequence(9)
+    expected = ATTENTION["linear"](q, k, v, **scheme.at(x, y, dtype=q.dtype), causal=True)
+    assert torch.equal(scheme(q, k, v, x, y, causal=True), expected)
+
+
+@with_kinds([case for case in SCHEMES if isinstance(case.group, Line) and not case.outside], slow=True)
+def test_a_stream_of_calls_is_the_whole(case, kind):
+    scheme = perturb(case.build(attention=kind))
+    content, x = inputs_of(scheme, 2, t=9), case.positions(t=9)
+    state, found = State(), []
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        y, state = scheme(*(a[..., start:stop, :] for a in content), x[start:stop], state=state, causal=True)
+        found.append(y)
+    close(torch.cat(found, -2), scheme(*content, x, causal=True), roundings=1e6)
+
+
+# Twelve layers
+
+LAYERS, T = 12, 9
+SHARED = [("rope", "linear"), ("rope", "softmax"), ("retnet", "linear"), ("alibi", "softmax"), ("t5", "softmax")]
+SHARED += [("ape-sequence", "linear"), ("permuteformer", "linear"), ("horn-clipped", "linear"), ("ape-tree", "softmax")]
+SHARED += [("ape-sequence-locality", "softmax"), ("transformer-xl", "softmax")]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("name", "kind"), SHARED)
+def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, kind, in_place):
+    if in_place and kind == "softmax":
+        pytest.skip("its cache grows")
+    scheme = perturb(scheme_case(name).build(attention=kind))
+    layers = [Attention(WIDTH, scheme).double() for _ in range(LAYERS)]
+    tokens, x, counts = torch.randn(2, T, WIDTH, dtype=torch.float64), sequence(T), []
+    if name == "ape-tree":
+        x = torch.tensor([[-1, -1], [0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [3, 1], [3, 0], [7, 1]])
+    with torch.no_grad():
+        whole, at = tokens, scheme.at(x, dtype=torch.float64)
+        for layer in layers:
+            whole = whole + layer(whole, at, causal=True)
+        evaluate = type(scheme.encoding).query
+        monkeypatch.setattr(type(scheme.encoding), "query", lambda *a, **o: counts.append(0) or evaluate(*a, **o))
+        forward = type(scheme.encoding).forward
+        monkeypatch.setattr(type(scheme.encoding), "forward", lambda *a, **o: counts.append(0) or forward(*a, **o))
+        states, found = [State(in_place=in_place)] * LAYERS, []
+        for i in range(T):
+            counts.clear()
+            y, at = tokens[:, i : i + 1], scheme.at(x[i : i + 1], state=states[0], dtype=torch.float64)
+            evaluations = len(counts)
+            for n, layer in enumerate(layers):
+                out, states[n] = layer(y, at.of(states[n]), causal=True, return_state=True)
+                y = y + out
+            found.append(y)
+            assert len(counts) == evaluations > 0, "no layer evaluates the scheme again"
+    close(torch.cat(found, 1), whole, roundings=1e6)
+    assert len({id(state) for state in states}) == LAYERS
+
+
+def test_only_streams_go_on_to_other_layers():
+    scheme = isopos.rope(HEAD_DIM, HEADS)
+    with pytest.raises(
+        ValueError, match=r"state: expected arguments of a stream, scheme\.at\(x, state=\.\.\.\), got those of"
+    ):
+        scheme.at(sequence(3)).of(State())
+    other = isopos.rope(HEAD_DIM, HEADS, base=100.0)
+    _, state = other(*inputs(1, t=3), sequence(3), state=State(), causal=True)
+    with pytest.raises(ValueError, match="state: expected one of this scheme with these options"):
+        scheme.at(sequence(3), state=State()).of(state)
+
+
+def test_softmax_attention_has_no_feature_map():
+    scheme = isopos.rope(HEAD_DIM, HEADS, attention="softmax")
+    assert not hasattr(scheme, "feature_map"), "what walks over attributes, as torch.jit.trace, finds none"

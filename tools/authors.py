@@ -1,0 +1,104 @@
+"""What each scheme does otherwise than its authors' released code: facts read from that code, one entry a scheme.
+
+Docstrings say what differs from a paper; this is about programs, for whoever compares or carries weights over. Options in
+backticks are those that give the code's behaviour. Numbers beside packages that can be run are in docs/peers.md.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["AUTHORS", "Code"]
+
+
+class Code(NamedTuple):
+    """The authors' code, and what differs; of nothing known, an empty text."""
+
+    where: str  # a repository on GitHub, or why there is none
+    differs: str = ""
+
+    @property
+    def said(self) -> str:
+        """What differs, or that nothing is known to."""
+        return self.differs or ("nothing known" if "/" in self.where else "-")
+
+
+APE, SPE, HORN = "konstantinosKokos/ape", "aliutkus/spe", "ExpectationMax/Translational-Equivariant-Performers"
+LRPE = "OpenNLPLab/Lrpe, and the paper's listing"
+LRPE_SUMS = "a layer norm in place of a denominator (`denominator=none`), positions in the features' dtype"
+SPE_SUMS = "noise is drawn anew in each call, a draw a head (`noise_per_head=true`); a learned gate (`gated=true`)"
+AUTHORS = {
+    "none": Code("no code of its own"),
+    "sinusoidal": Code(
+        "tensorflow/tensor2tensor",
+        "sines stand before cosines, and its wavelengths end at 10000 exactly: exponents t / (d/2 - 1) instead of 2t / d",
+    ),
+    "learned": Code("facebookresearch/fairseq", "positions are counted from the padding index + 1, without padding"),
+    "shiv-quirk": Code(
+        "microsoft/icecaps",
+        "each copy has the norm sqrt(d/2), not all together; features of copies are interleaved; 256 steps up by default",
+    ),
+    "ape-sequence": Code(
+        APE,
+        "an optimiser finds the initial generator, which has each second angle of rope twice and the opposite sense; powers "
+        "by repeated squaring in float32, up to a length",
+    ),
+    "ape-absolute": Code("no code: the repository's absolute embedding is a learned table"),
+    "ape-grid": Code(
+        APE, "keys are moved by the query's maps, so that unequal positions fail; two axes; else as ape-sequence"
+    ),
+    "ape-ring": Code("no code"),
+    "ape-tree": Code(
+        APE,
+        "heads share generators, which are transposed; padding counts in the distances of its locality; depth up to 16; "
+        "else as ape-sequence",
+    ),
+    "ape-product": Code("no code"),
+    "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
+    "horn-clipped": Code(
+        HORN,
+        "L1 distance, so that direction is lost; no causal mask, no padding; one class token and a square image; keys are "
+        "made of the queries' tokens, also in cross-attention",
+    ),
+    "shaw": Code("tensorflow/tensor2tensor"),
+    "transformer-xl": Code(
+        "kimiyoung/transformer-xl",
+        "sines stand before cosines and offsets count to the left, so that rows of W are in another order",
+    ),
+    "t5": Code("google-research/text-to-text-transfer-transformer", "its logits are not scaled by d^-1/2"),
+    "deberta": Code(
+        "microsoft/DeBERTa", "position to content reads row delta(i, j), where Eq. 4 has delta(j, i) (`released=true`)"
+    ),
+    "alibi": Code("ofirpress/attention_with_linear_biases", "causal softmax attention only"),
+    "lrpe-unitary": Code(LRPE, f"{LRPE_SUMS}; the listing takes complex features only, and its theta has type a alone"),
+    "lrpe-orthogonal": Code(LRPE, f"{LRPE_SUMS}; thetas b and c are divided by the length of each call, not by `length`"),
+    "lrpe-permutation": Code(LRPE, f"{LRPE_SUMS}; a table of 512 positions"),
+    "permuteformer": Code(
+        "cpcp1998/PermuteFormer",
+        "its language model has no denominator (`denominator=none`) and rates sigmoid(2 + 3h/H) instead of 0.88 to 0.99 "
+        "(`decay=permuteformer-released`); it forms r^i and r^-j, which overflow float32 after some 700 tokens; a table of "
+        "5,000 positions",
+    ),
+    "permuteformer-2d": Code(
+        "cpcp1998/PermuteFormer",
+        "both axes have the same permutations, of fixed width and height; its class token shares the first pixel's place",
+    ),
+    "rope": Code("ZhuiyiTechnology/roformer"),
+    "retnet": Code(
+        "microsoft/torchscale",
+        "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d) (`frequencies=torchscale`); no feature map and no "
+        "denominator (`original=true`): weights are divided by the root of their decays' sum and by the magnitude of their "
+        "own, at least 1; then an RMS norm and a swish gate",
+    ),
+    "xpos": Code(
+        "microsoft/torchscale", "scales are powers of the distance to the middle of each call, so that cached keys age"
+    ),
+    "cosformer": Code(
+        "OpenNLPLab/cosFormer",
+        "M is the longer of both lengths of each call; features are max(x, 0) without the 0.001; denominators from 1e-6 on",
+    ),
+    "spe-sine": Code(
+        SPE,
+        f"{SPE_SUMS}; gains are softplus, frequencies at most half a turn a step by sigmoids, 1 sine by default; codes "
+        "shrink by (R d)^-1/4 and by (2K)^-1/2",
+    ),
+    "spe-conv": Code(SPE, f"{SPE_SUMS}; filters of 200 steps, on 1 to 3 axes; codes shrink by (R d)^-1/4"),
+}
