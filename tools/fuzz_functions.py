@@ -283,7 +283,7 @@ class Call:
                 self.clean[n] = self.qkv[n]
         elif name == "positions" and kind == "meta":
             self.given = dict(self.scheme.at(self.x.to("meta"), None if self.x is self.y else self.y.to("meta")))
-            self.changed = kind
+            self.changed = None if self.case["scheme"] == "none" else kind  # without positions nothing of them is there
         for values in (self.given, self.own):
             key = {"segments": "segment_ids"}.get(name, name)
             value = values.get(key)
