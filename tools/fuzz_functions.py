@@ -372,6 +372,8 @@ class Call:
         error = (out.detach().double() - expected.detach()).abs()
         own = torch.finfo(out.dtype)
         allowed = ROUNDINGS * eps * bound + 4 * own.eps * (expected.detach().abs() + own.tiny) + 1e-30
+        if self.exact.get("decay") is not None:  # a weight that is next to no number has few digits
+            allowed += 1024 * torch.finfo(self.wide).tiny * float(self.case["scale"]) ** 3 / reference.LEAST
         if (wrong := taken & ~(error <= allowed)).any():
             where = wrong.nonzero()[0].tolist()
             got, should = out[tuple(where)].item(), expected[tuple(where)].item()
