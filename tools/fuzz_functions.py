@@ -281,9 +281,9 @@ class Call:
             self.qkv[n], self.changed = odd(self.qkv[n], kind), kind
             if kind in ("zero", "nan", "inf") and isinstance(self.qkv[n], Tensor):
                 self.clean[n] = self.qkv[n]
-        elif name == "positions" and kind == "meta":
+        elif name == "positions" and kind == "meta" and self.case["scheme"] != "none":
             self.given = dict(self.scheme.at(self.x.to("meta"), None if self.x is self.y else self.y.to("meta")))
-            self.changed = None if self.case["scheme"] == "none" else kind  # without positions nothing of them is there
+            self.changed = kind
         for values in (self.given, self.own):
             key = {"segments": "segment_ids"}.get(name, name)
             value = values.get(key)
