@@ -43,7 +43,9 @@ AUTHORS = {
     ),
     "ape-absolute": Code("no code: the repository's absolute embedding is a learned table"),
     "ape-grid": Code(
-        APE, "keys are moved by the query's maps, so that unequal positions fail; two axes; else as ape-sequence"
+        APE,
+        "keys are moved by the query's maps, so that unequal positions fail; two axes; locality falls with the straight "
+        "distance rounded down (`metric=euclidean`); else as ape-sequence",
     ),
     "ape-ring": Code("no code"),
     "ape-tree": Code(
