@@ -4,6 +4,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -143,6 +144,10 @@ def test_memory_and_construction_measure_in_processes_of_their_own(here):
     assert sum("slowest five" in row.unit for row in rows) == 5
 
 
+def test_a_tree_s_operators_are_measured_for_one_head():
+    assert processes.tree(7)["result"] == 7 * 64 * 64 * 4
+
+
 def test_both_states_of_the_allocator_are_below_each_other(here):
     text = _printed("growth", allocator="both")
     states = processes.allocators("both")
@@ -173,6 +178,25 @@ def test_what_is_written(here, tmp_path):
     assert all(name in text for name in (results.DATA, results.CHART))
 
 
+def test_every_ratio_has_a_bar_with_its_quartiles_beside_its_name():
+    goals = {"theirs": None, "a cost": at_most(0.5), "a goal": at_least(2)}
+    rows = [_row(other=other, goal=goal, allocator="as-is") for other, goal in goals.items()]
+    axes = results.chart(rows).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [f"ours, forward  vs  {row.other}" for row in rows]
+    assert [(bar.get_y() + bar.get_height() / 2, bar.get_x()) for bar in axes.patches] == [(n, 1.0) for n in range(3)]
+    assert [1 + bar.get_width() for bar in axes.patches] == pytest.approx([3.0, 3.0, 3.0]), "ours takes 1, the other 2 to 4"
+    spans = [[x for x, _ in segment] for bars in axes.collections for segment in bars.get_segments()]
+    of_costs = 12 / 5, 24 / 7  # whose quartiles are those of the inverse
+    expected = [(2.5, 3.5), of_costs, (2.5, 3.5)]
+    assert [(min(span), max(span)) for span in spans] == [pytest.approx(ends) for ends in expected]
+    marks = {round(line.get_ydata()[0], 2): line.get_xdata()[0] for line in axes.get_lines() if line.get_linewidth() == 2}
+    assert marks == {0.55: 2.0, 1.55: 2.0}
+    bottom, top = axes.get_ylim()
+    assert top < -0.35
+    assert bottom > 2.35, "the first is on top, and all are whole"
+
+
 def test_the_page_of_a_run(here, tmp_path):
     _printed("rotary", allocator="as-is", out=str(tmp_path))
     text = page.page(json.loads((tmp_path / results.DATA).read_text()))
@@ -180,6 +204,24 @@ def test_the_page_of_a_run(here, tmp_path):
     assert "## Memory" not in text
     assert "| rotation, forward, B=2 H=8 L=32 d=64 | two clones | as-is |" in text
     assert set(page.SECTIONS) == set(processes.SECTIONS)
+
+
+COMMITTED = Path(__file__).parents[1] / "docs" / "performance.md"
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")
+def test_the_committed_page_has_the_races_and_the_goals_that_are_run():
+    lines = (line.split(" | ") for line in COMMITTED.read_text(encoding="utf-8").splitlines() if line.count(" | ") == 7)
+    goals = {(work.removeprefix("| "), other): goal for work, other, _, _, _, _, goal, _ in lines}
+    for contest in itertools.chain(*races.RACES.values()):
+        passing = "" if contest.passing == races.STEP else f", {contest.passing}"
+        for (ours, other), goal in contest.pairs.items():
+            assert goals[f"{ours}{passing}, {contest.shape}", other] == str(goal or "")
+    for shorter, longer in itertools.pairwise(races.LENGTHS):
+        longer = races.Shape(longer, batch=1, heads=4)
+        goal = goals.pop((f"causal, rotary, {races.BOTH}, {longer}", f"L={shorter}"))
+        assert goal in (str(races.TWICE), str(races.ONCE))
+    assert not [work for work, _ in goals if work.startswith("causal, rotary")]
 
 
 def test_the_command_line_knows_the_sections():

@@ -228,3 +228,15 @@ def test_a_lock_beside_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write beside"), locked(tmp_path / "file" / "a"):
         pass
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="this system does not say when processes were started")
+def test_processes_are_told_apart_by_when_they_were_started():
+    child = subprocess.Popen(["sleep", "100"])
+    own, other = (int(claims._process(pid)["start"]) for pid in (os.getpid(), child.pid))
+    child.kill()
+    child.wait()
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert own <= other <= own + 86_400 * ticks
+    assert claims._process(os.getpid())["start"] == str(own)
+    assert claims._process(child.pid)["start"] == "gone"

@@ -1,9 +1,12 @@
+import errno
 import subprocess
 import sys
 
 import pytest
 
+from isopos import cli
 from isopos.catalog import CATALOG
+from isopos.lab.runs.folders import Interrupted
 from isopos.schemes import REGISTRY
 
 
@@ -99,6 +102,50 @@ def test_ctrl_c_before_any_work_exits_with_130(isopos, monkeypatch, arguments):
 
     monkeypatch.setattr(f"isopos.lab.commands.{arguments[0]}.run", interrupted)
     assert isopos(*arguments) == (130, "", "")
+
+
+ENDS = [
+    (0, 0, ""),
+    (1, 1, ""),
+    (SystemExit(3), 3, ""),
+    (SystemExit(None), 0, ""),
+    (SystemExit("words"), 1, ""),
+    (KeyboardInterrupt(), 130, ""),
+    (Interrupted("stopped after step 3", 15), 143, "stopped after step 3"),
+    (ValueError("seeds: expected 1"), 2, "seeds: expected 1"),
+    (ModuleNotFoundError(name="tyro.conf"), 2, 'the command line needs tyro.conf: pip install "isopos[lab]"'),
+    (ModuleNotFoundError(name="isopose"), 2, 'the command line needs isopose: pip install "isopos[lab]"'),
+    (OSError("words alone"), 2, "words alone"),
+    (OSError(errno.ENOENT, "No such file", "a"), 2, "a: no such file"),
+    (OSError(errno.EXDEV, "No link", "a", None, "b"), 2, "a and b: no link"),
+    (OSError(errno.ENOSPC, "No space", "a"), 2, "a: no space; make room and run it again"),
+    (OSError(errno.EROFS, "Read-only", "a"), 2, "a: read-only; choose a place that can be written"),
+    (OverflowError("too big"), 2, "expected numbers that a computer can count with, got one beyond: too big"),
+    (MemoryError(), 2, "expected sizes that fit into memory; choose smaller ones: MemoryError"),
+    (RuntimeError("CUDA out of memory"), 2, "expected sizes that fit into memory; choose smaller ones: CUDA out of memory"),
+    (ModuleNotFoundError(name="isopos.nothing"), None, ""),
+    (ModuleNotFoundError("no name"), None, ""),
+    (RuntimeError("a mistake of ours"), None, ""),
+]
+
+
+@pytest.mark.parametrize(("end", "status", "said"), ENDS, ids=repr)
+def test_every_end_has_its_status_and_one_line(isopos, monkeypatch, end, status, said):
+    """Mistakes of ours alone are tracebacks."""
+
+    def command(arguments):
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    monkeypatch.setattr(cli, "_run", command)
+    if status is None:
+        monkeypatch.setattr(sys, "argv", ["isopos", "list"])
+        with pytest.raises(type(end)) as stop:
+            cli.main()
+        assert stop.value is end
+    else:
+        assert isopos("list") == (status, "", f"isopos: {said}\n" * bool(said))
 
 
 OWN = """

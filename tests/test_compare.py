@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports.comparison import ranking
@@ -330,5 +331,10 @@ def test_a_batch_beyond_memory_is_found_before_the_name_is_taken(isopos, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_batch_that_fits_is_none_of_them():
+def test_a_batch_that_fits_is_none_of_them(monkeypatch):
     memory.check_memory(Recipe())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 7))
+    assert memory._there("cuda:1", 2) == 7, "a graphics card is one process's own"
+    whole = memory._there("cpu", 1)
+    assert 2**28 < whole < 2**50
+    assert memory._there("cpu", 4) == whole / 4

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,3 +261,20 @@ def test_an_infinite_gradient_of_a_finite_loss_ends_the_run_as_it_was(source, tm
     assert saved["step"] == 1
     kept = lab.load(tmp_path / "run").state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in saved["model"].items())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_that_prepare_batches_leave_signals_to_the_others(source, workers):
+    recipe, alone = TINY.edit(workers=workers), SimpleNamespace(world_size=1)
+    state = SimpleNamespace(recipe=recipe, settings=recipe.training, data=source, first=0, global_rank=0, trainer=alone)
+    loader = trainer._Training.train_dataloader(state)
+    assert loader.num_workers == workers
+    assert (loader.worker_init_fn is None) == (workers == 0)
+    if workers:
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            loader.worker_init_fn(0)
+            assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN, signal.SIG_DFL]
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -105,6 +105,20 @@ def test_isopos_is_exact_where_it_is_measured_beside_others():
     assert max(accuracy.errors(settings=accuracy.FAR[:3], of=accuracy.scores).values()) < 1e-6
 
 
+FAR_OUT = "10^4", "10^6", "2^31"
+
+
+def test_a_library_is_measured_as_far_as_it_reaches():
+    first = accuracy.SETTINGS[:1]
+    assert [setting.start for setting in accuracy.errors(accuracy.OURS._replace(longest=accuracy.LENGTH), first)] == [0]
+    assert accuracy.errors(accuracy.OURS._replace(longest=accuracy.LENGTH - 1), first) == {}
+    places = [f"at {place}, {kind}" for kind in ("float32", "bfloat16", "bfloat16 module") for place in FAR_OUT]
+    assert list(map(str, accuracy.FAR)) == places
+    assert list(map(str, accuracy.SETTINGS)) == [
+        f"{place}, {kind}" for kind in ("float32", "float64") for place in ("L = 8192", "at 10^6")
+    ]
+
+
 @pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")
 def test_the_committed_page_has_everything():
     text = COMMITTED.read_text(encoding="utf-8")

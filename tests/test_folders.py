@@ -53,6 +53,9 @@ def test_a_folder_without_a_run_says_where_runs_are(tmp_path):
     (tmp_path / "all" / "one" / "recipe.json").write_text('{"stepz": 1}')
     with pytest.raises(ValueError, match=r"recipe\.json: field of a recipe: expected one of .*, got 'stepz'"):
         folders.recipe_of(tmp_path / "all" / "one")
+    (tmp_path / "all" / "one" / "recipe.json").write_text('{"steps": 0}')
+    with pytest.raises(ValueError, match=r"recipe\.json: steps: expected a number from 1"):
+        folders.recipe_of(tmp_path / "all" / "one")
 
 
 def test_the_recipe_of_a_resumed_run_may_differ_in_where_it_runs(tmp_path):

@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -95,6 +97,23 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
         fuzz_functions.run(["t=9", "grad=yes", "dtype=float64"])
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_cases_end_with_who_reads_them():
+    target = fuzz.Target("x", lambda random: ["a"], lambda word: iter(()), lambda words: "answer")
+    child = fuzz.Child(target, ((n, ["a"]) for n in itertools.count()))
+    assert next(child.outcomes()) == (0, "answer")
+    os.close(child.reader)
+    until, ended = time.monotonic() + 20, 0
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+        ended, _ = os.waitpid(child.pid, os.WNOHANG)
+    if not ended:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+    child.crash.close()
+    assert ended
+
+
 def test_cases_are_those_of_the_seed():
     for module in (fuzz_functions, fuzz_commands):
         target = fuzz.Target("x", module.draw, module.smaller, module.run)
@@ -142,6 +161,23 @@ def f(x: int, y: int = 3, *, z=True) -> int:
         changed = mutant.apply(source.encode()).decode()
         assert changed != source
         compile(changed, "m.py", "exec")
+
+
+def test_what_no_test_is_to_hold_is_left_alone(tmp_path):
+    """The dress of pictures, where there are any, and what cannot matter."""
+    lines = "axes.set(xlabel=1)", "axes.plot(x, 2, linewidth=3)", "max(x, y)", "zip(z, strict=True)", "axes.set_ylim(4)"
+    (tmp_path / "plain.py").write_text("\n".join(lines))
+    (tmp_path / "drawn.py").write_text("\n".join(["from matplotlib.axes import Axes", *lines]))
+    found = {name: {m.old for m in mutants.mutants(tmp_path, ".") if m.file == f"{name}.py"} for name in ("plain", "drawn")}
+    assert found["drawn"] == {
+        "axes.plot(x, 2, linewidth=3)",
+        "2",
+        "max(x, y)",
+        "zip(z, strict=True)",
+        "axes.set_ylim(4)",
+        "4",
+    }
+    assert found["plain"] - found["drawn"] == {"axes.set(xlabel=1)", "1", "3"}
 
 
 def test_drawn_command_lines_keep_to_what_ends():

@@ -400,3 +400,35 @@ def test_positions_that_change_nothing_are_found(monkeypatch):
     monkeypatch.setattr(type(scheme), "feature_map", property(lambda scheme: scheme.favor))  # scales drown what is added
     assert laws.check(scheme).broken == ["seen"]
     assert laws.check(isopos.t5(8, 2))["seen"].holds, "tables that start at zero are seen by what they learn"
+
+
+class _Noting(_Broken):
+    """Remembers the positions that it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def forward(self, x, dtype=torch.float32):
+        self.asked.append(x.abs().max().item())
+        return self.inner(x, dtype)
+
+
+def test_exactness_is_measured_at_a_million_and_as_far_as_is_promised():
+    noting = _Noting()
+    assert laws.check(noting)["exact"].holds
+    assert max(noting.asked) < 2**31
+    assert any(far > 2**31 - 4000 for far in noting.asked)
+    assert any(10**6 < far < 2**21 for far in noting.asked)
+
+
+@pytest.mark.parametrize(
+    ("size", "change", "holds"), [(1e6, 1e-6, True), (1e6, 1e-1, False), (1e-6, 1e-10, True), (1e-2, 1e-5, False)]
+)
+def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
+    """Roundings of large scores are no broken law; what is small beside 1 does not matter."""
+    from isopos.laws import checks
+
+    here, shift = torch.full((1, 2), size, dtype=torch.float64), torch.zeros(1, 1)
+    found = checks._unmoved("law", "a score", [(here, here + change)], (), shift, x=torch.zeros(2, 1))
+    assert found.holds == holds

@@ -270,6 +270,18 @@ def test_scores_count_every_expression_once_however_they_are_batched(tmp_path, s
     assert model.training
 
 
+@pytest.mark.parametrize(("name", "most", "power"), [("AT_ONCE", 90, 1), ("PAIRS", 900, 2)])
+def test_as_much_is_scored_at_once_as_fits(tmp_path, monkeypatch, name, most, power):
+    recipe, data = ready(tmp_path)
+    model, shapes = recipe.task.model(recipe), []
+    monkeypatch.setattr(f"isopos.lab.tasks.listops.{name}", most)
+    model.register_forward_hook(lambda model, args, found: shapes.append(args[0].shape))
+    data.score(model, recipe, View())
+    *whole, _ = [count for count, _ in shapes]
+    assert whole == [max(1, most // longest**power) for _, longest in shapes[:-1]]
+    assert max(whole) > 1
+
+
 def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tmp_path):
     recipe, data = ready(tmp_path, TREE)
     rows = [*chain(*data.rows.values())]

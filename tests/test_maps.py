@@ -236,3 +236,8 @@ def test_double_inputs_take_float32_tables():
     rho, x = rotation(), torch.randn(1, H, T, D, dtype=torch.float64)
     close(Rotation(rho.table.float())(x), rho(x), dtype=torch.float32)
     assert Rotation(rho.table.float())(x).dtype == torch.float64
+
+
+def test_a_class_takes_no_options_that_nothing_reads():
+    with pytest.raises(TypeError, match="takes no keyword arguments"):
+        type("Own", (TokenMap,), {}, typo=1)

@@ -1,10 +1,15 @@
-"""The report of a comparison whose names are hostile: everything that is data is shown as it is."""
+"""The report of a comparison whose names are hostile: everything that is data is shown as it is; and its pictures."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports import page
+from isopos.lab.reports.comparison import Run, ranking, read_runs
+from isopos.schemes import REGISTRY
 
 CHOICES = {"attention": "linear", "decay": "<i>decay</i>", "denominator": "plain", "feature_map": "elu+1"}
 SCORES = {"bits/byte": 2.0, "at 2x": 2.5, "at 4x": None}
@@ -48,3 +53,31 @@ def test_the_best_is_first_and_its_answers_are_shown(folder):
     assert "<h2>What rope answers</h2>" in text
     assert "&lt;a&gt;rope" in text
     assert "&lt;a&gt;none" not in text
+
+
+def test_curves_are_means_of_some_steps_in_the_unit_of_the_task(folder):
+    losses = [float(n) for n in range(1, 2 * page.SMOOTH + 2)]
+    rows = [{"step": n + 1, "loss": None if n == 3 else loss} for n, loss in enumerate(losses)]
+    kept = losses[:3] + losses[4 : page.SMOOTH], losses[page.SMOOTH : -1], losses[-1:]
+    expected = [sum(part) / len(part) for part in kept]
+    assert list(page._smooth(rows)) == [(page.SMOOTH, expected[0]), (2 * page.SMOOTH, expected[1]), (len(rows), expected[2])]
+    runs = [Run(run.folder, run.recipe, rows, run.result) for run in read_runs(folder)]
+    lines = {line.get_label(): line for line in page._curves(runs, ranking(folder)).axes[0].get_lines()}
+    assert set(lines) == {"rope", "none", "retnet"}
+    assert lines["rope"].get_gid() == "curve-rope-seed0"
+    for line in lines.values():
+        assert line.get_xdata().tolist() == [page.SMOOTH, 2 * page.SMOOTH, len(rows)]
+        assert line.get_ydata() == pytest.approx([nats / math.log(2) for nats in expected])
+
+
+def test_a_kernel_is_drawn_by_offset_and_by_pairs(monkeypatch, tmp_path):
+    drawn = {}
+    scheme = REGISTRY["rope"](8, 2)
+    monkeypatch.setattr(page, "load_run", lambda folder: (None, SimpleNamespace(scheme=scheme)))
+    monkeypatch.setattr(page, "draw_curve", lambda axes, offset, score, attention: drawn.update(curve=score))
+    monkeypatch.setattr(page, "draw_heat", lambda axes, score, attention: drawn.update(heat=score))
+    assert 'id="kernel-rope"' in page._kernel_section(Run(tmp_path, Recipe(), [], None))
+    heads, count = drawn["curve"].shape
+    assert heads == 2
+    assert drawn["heat"].shape == (count, count)
+    assert drawn["heat"][count // 2].equal(drawn["curve"].mean(0))

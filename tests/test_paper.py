@@ -5,6 +5,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports import paper
 from isopos.lab.tables.loader import load_table
 
@@ -138,3 +139,44 @@ def test_orders_are_those_of_the_means_that_are_shown(write):
     said, page = write("lower", seeds=3, figure=lambda name, ours, seed: ours + (seed == 2) * far.get(name, 0.0))
     assert "| Rope | rope | 1.00 | 0.000 ± " in page
     assert any(text.endswith("ours: Rope, Base, Both | more.") for text in said)
+
+
+def test_orders_are_those_of_the_figures_that_are_shown(write, monkeypatch):
+    monkeypatch.setitem(FIGURES, "Rope", (1.0, 0.5))
+    more = 'kind = "speed"'
+    rounds = [{"Base": 1.0, "Rope": 1 / ratio, "Both | more": 0.5} for ratio in (1.0, 1.5, 30.0)]
+    said, _ = write("higher", more=more, timing=rounds)  # the mean of the ratios is above 2, their median below
+    assert any(text.endswith("ours: Both | more, Rope, Base.") for text in said)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of every picture that is written."""
+    found = []
+
+    def save(figure, path, **options):
+        path.touch()
+        found.extend(figure.axes)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return found
+
+
+def test_speeds_are_drawn_beside_the_names_of_their_rows_and_the_paper_s(write, drawn):
+    write("higher", more='kind = "speed"', timing=[{"Base": 1.0, "Rope": 1 / ratio} for ratio in (1.0, 2.0, 3.0, 5.0, 9.0)])
+    (axes,) = drawn
+    names = {place: label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}
+    ours = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "o"}
+    paper_s = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "x"}
+    assert ours == {"Base": 1.0, "Rope": 3.0}
+    assert paper_s == {name: FIGURES[name][0] for name in ours}
+    spans = [{x for x, _ in segment} for bars in axes.collections for segment in bars.get_segments()]
+    assert [max(span) - min(span) for span in spans] == pytest.approx([0.0, 3.0]), "between the quartiles, 2 and 5"
+
+
+def test_a_recipe_s_differences_are_in_words():
+    was = Recipe().edit(validation_tokens=0, warmup=7, learning_rate=1e-3, seed=3)
+    assert paper.differences(was, Recipe()) == (
+        "validation tokens 32,768 (paper: all); learning rate 0.003 (paper: 0.001); warmup a tenth (paper: 7)."
+    )
+    assert paper.differences(was, was) == "The recipe is the paper's."

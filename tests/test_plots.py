@@ -1,8 +1,12 @@
 import pytest
+import torch
 from matplotlib import image
+from matplotlib.figure import Figure
 
-from isopos.lab.reports.plots import show
-from isopos.schemes import REGISTRY
+from isopos.lab.recipes import split_spec
+from isopos.lab.reports.kernels import panels, paths
+from isopos.lab.reports.plots import draw, draw_heat, line_style, show
+from isopos.schemes import REGISTRY, build
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +76,65 @@ def test_overwrite_replaces(tmp_path):
 def test_reach_is_positive():
     with pytest.raises(ValueError, match="reach"):
         show("rope", reach=0)
+
+
+# What is drawn where
+
+
+def drawn(spec):
+    """The axes of a scheme's first panel, and the panel."""
+    name, options = split_spec(spec)
+    scheme = build(name, 8, 2, options)
+    panel, axes = next(panels(scheme, reach=5)), Figure().subplots()
+    draw(axes, panel, scheme, alone=True)
+    return axes, panel
+
+
+def test_a_curve_is_the_mean_of_heads_with_its_even_and_odd_part():
+    axes, panel = drawn("rope:attention=softmax")
+    score = panel.row()[1]
+    curves = [line for line in axes.get_lines() if len(line.get_xdata()) > 2]  # without that of zero
+    assert all(curve.get_xdata().tolist() == list(range(-5, 6)) for curve in curves)
+    *heads, mean, even, odd = (curve.get_ydata() for curve in curves)
+    assert heads == [pytest.approx(head.numpy()) for head in score]
+    assert mean == pytest.approx(score.mean(0).numpy())
+    assert even + odd == pytest.approx(mean)
+    assert even == pytest.approx(even[::-1])
+    assert odd == pytest.approx(-odd[::-1])
+    assert abs(odd).max() > 0.1
+
+
+def test_the_cell_of_an_offset_has_its_coordinates():
+    axes, panel = drawn("ape-grid")
+    offset, row = panel.row()
+    (image,) = axes.get_images()
+    left, right, bottom, top = image.get_extent()
+    rows, columns = image.get_array().shape
+    for (first, second), score in zip(offset.tolist(), row.mean(0).tolist(), strict=True):
+        n, m = (first - top) * rows / (bottom - top), (second - left) * columns / (right - left)
+        assert (n % 1, m % 1) == pytest.approx((0.5, 0.5)), "the middle of a cell"
+        assert image.get_array()[int(n), int(m)] == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "limits"), [(-1.0, 3.0, (-3.0, 3.0)), (-4.0, 1.0, (-4.0, 4.0)), (0.0, 2.0, (0.0, 2.0))]
+)
+def test_colours_diverge_from_zero_where_there_are_both_signs(low, high, limits):
+    score, axes = torch.tensor([[low, 0.5], [0.25, high]]), Figure().subplots()
+    draw_heat(axes, score, "linear")
+    (image,) = axes.get_images()
+    assert image.get_array().tolist() == score.tolist()
+    assert image.get_clim() == limits
+    assert image.get_cmap().name == ("RdBu_r" if low < 0 else "viridis")
+
+
+def test_nodes_are_named_by_their_paths_on_both_sides():
+    axes, panel = drawn("ape-tree")
+    names = [path or "root" for path in paths(panel.position)]
+    for axis in (axes.xaxis, axes.yaxis):
+        assert axis.get_ticklocs().tolist() == list(range(len(names)))
+        assert [label.get_text() for label in axis.get_ticklabels()] == names
+
+
+def test_styles_of_lines_are_all_different():
+    assert len({tuple(map(str, line_style(n).values())) for n in range(30)}) == 30

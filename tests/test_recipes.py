@@ -1,11 +1,16 @@
+import dataclasses
+import importlib
 import subprocess
 import sys
 
 import pytest
 
+from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
+from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.listops import ListOps
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -56,6 +61,40 @@ def test_a_number_that_cannot_be_is_named(field):
         Recipe().edit(**{"accumulate": 2, field: BAD[field]}).check()
 
 
+WHOLE = {  # least and most
+    "seed": (0, 2**63 - 1),
+    "steps": (1, 10**12),
+    **dict.fromkeys(("batch", "accumulate", "devices", "nodes"), (1, 10**7)),
+    **dict.fromkeys(("layers", "heads"), (1, 10**5)),
+    "model_dim": (1, 10**7),
+    "hidden_dim": (0, 10**7),
+    **dict.fromkeys(("validate_every", "patience", "save_every"), (0, 10**12)),
+    "workers": (0, 10**4),
+    "warmup": (-1, 10**12),
+}
+OF_TASKS = {
+    Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
+    Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
+    ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
+}
+ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
+ENDS += [(task, field, *ends) for task, of_task in OF_TASKS.items() for field, ends in of_task.items()]
+
+
+@pytest.mark.parametrize(("task", "field", "least", "most"), ENDS)
+def test_whole_numbers_have_ends_that_are_in(task, field, least, most):
+    def refusal(value):
+        try:
+            return Recipe(task=task()).edit(**{field: value}).check() or ""
+        except ValueError as error:
+            return str(error)
+
+    for value in (least - 1, most + 1):
+        assert refusal(value) == f"{field}: expected a number from {least:,} to {most:,}, got {value}"
+    for value in (least, most):
+        assert "a number from" not in refusal(value), "it may not fit other fields"
+
+
 def test_the_best_weights_come_from_checkpoints():
     with pytest.raises(ValueError, match="save_every: expected"):
         Recipe().edit(validate_every=10, save_every=0).check()
@@ -81,6 +120,84 @@ def test_recipes_of_papers_are_what_the_papers_say():
     assert permuteformer == lrpe.edit(scheme="permuteformer:width=4", hidden_dim=1024)
 
 
+DECLARED = """
+    Recipe: task=language scheme=rope seed=0 data= tokenizer=bytes vocabulary=0 length=256 cutoffs=()
+        tied=False validation_tokens=32768 layers=3 model_dim=96 heads=4 hidden_dim=0 dropout=0.0 recompute=False steps=250
+        batch=8
+        accumulate=1 optimizer=adamw learning_rate=0.003 schedule=cosine power=1.0 warmup=-1 beta1=0.9 beta2=0.999
+        epsilon=1e-08 weight_decay=0.01 clip=1.0 precision=float32 validate_every=0 patience=0 save_every=20 logger=none
+        workers=0 device=cpu devices=1 nodes=1 strategy=ddp
+    bidirectional: task=bidirectional vocabulary=256 length=512
+    quickstart tiny: length=64 layers=1 model_dim=32 heads=2 steps=50 device=auto
+    quickstart small: device=auto
+    quickstart paper: length=512 layers=6 model_dim=512 heads=8 steps=5000 batch=32 validate_every=500 device=auto
+    lrpe-alm tiny: scheme=lrpe-orthogonal tokenizer=words length=64 validation_tokens=4096 layers=2 model_dim=64
+        tied=True hidden_dim=256 dropout=0.1 steps=100 schedule=inverse-sqrt warmup=10 beta2=0.98 clip=0.0 validate_every=50
+        save_every=50 device=auto
+    lrpe-alm small: scheme=lrpe-orthogonal data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words
+        tied=True validation_tokens=100000 layers=4 model_dim=256 hidden_dim=1024 dropout=0.1 steps=10000 batch=32
+        accumulate=4
+        learning_rate=0.0005 schedule=inverse-sqrt warmup=1000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
+        device=auto
+    lrpe-alm paper: scheme=lrpe-orthogonal data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words length=512
+        tied=True validation_tokens=0 layers=6 model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=50000
+        batch=128
+        learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
+        device=auto
+    permuteformer-lm tiny: scheme=permuteformer:width=4 tokenizer=words length=64 validation_tokens=4096 layers=2
+        tied=True model_dim=64 hidden_dim=128 dropout=0.1 steps=100 schedule=inverse-sqrt warmup=10 beta2=0.98 clip=0.0
+        validate_every=50 save_every=50 device=auto
+    permuteformer-lm small: scheme=permuteformer:width=4 data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words
+        tied=True validation_tokens=100000 layers=4 model_dim=256 hidden_dim=512 dropout=0.1 steps=10000 batch=32
+        accumulate=4
+        learning_rate=0.0005 schedule=inverse-sqrt warmup=1000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
+        device=auto
+    permuteformer-lm paper: scheme=permuteformer:width=4 data=hf:Salesforce/wikitext:wikitext-103-v1 tokenizer=words
+        tied=True length=512 validation_tokens=0 layers=6 model_dim=512 heads=8 hidden_dim=1024 dropout=0.1 steps=50000
+        batch=128
+        learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
+        device=auto
+    listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
+        learning_rate=0.002 device=auto
+    listops small: task=listops longest=0 branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
+        learning_rate=0.002 device=auto
+    listops paper: task=listops data=lra_release/listops-1000 longest=2000 branches=0 validation_rows=0 layers=6
+        model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=5000 batch=32 learning_rate=0.00158 schedule=inverse-sqrt
+        warmup=1000 beta2=0.98 epsilon=1e-09 weight_decay=0.1 clip=0.0 validate_every=500 save_every=500 device=auto
+    compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
+        seeds=1 name= overwrite=False
+    table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False
+    train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
+    check: head_dim=16 heads=4 dtype=float32
+    show: out= overwrite=False head_dim=64 heads=8 reach=64
+    eval: split=validation length=() scored=0.0 limit=-1
+    generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
+    runs: folder=runs
+    bench: section=all allocator=both rounds=9 out= overwrite=False compiled=False
+"""
+
+
+def _declared():
+    """What recipes are beside the default one, and the plain options of commands."""
+    plain = Recipe().as_dict()
+    yield "Recipe", plain
+    recipes = {"bidirectional": preset("bidirectional", "small")}
+    recipes |= {f"{name} {scale}": preset(name, scale) for name in RECIPES for scale in SCALES}
+    for name, recipe in recipes.items():
+        yield name, {field: value for field, value in recipe.as_dict().items() if plain.get(field) != value}
+    for command in COMMANDS:
+        options = dataclasses.fields(importlib.import_module(f"isopos.lab.commands.{command}").Options)
+        yield command, {one.name: one.default for one in options if isinstance(one.default, int | float | str | tuple)}
+
+
+def test_a_name_keeps_its_meaning():
+    """What recipes and commands do by default, which results refer to, is changed here, too, or not at all."""
+    lines = DECLARED.replace("\n        ", " ").strip().splitlines()
+    written = {name.strip(): {*rest.split()} for name, _, rest in (line.partition(": ") for line in lines)}
+    found = {name: {"".join(f"{field}={value}".split()) for field, value in values.items()} for name, values in _declared()}
+    assert {name: words for name, words in found.items() if words} == written
+
+
 @pytest.mark.parametrize("spec", ["rope", "rope:decay=retnet", "lrpe-unitary:basis=fourier,learned=true"])
 def test_split_and_join_are_inverse(spec):
     assert join_spec(*split_spec(spec)) == spec
@@ -102,7 +219,15 @@ def test_options_may_use_dashes():
     assert split_spec("rope:rotary-dim=8")[1] == {"rotary_dim": "8"}
 
 
-@pytest.mark.parametrize("module", ["isopos.lab.recipes", "isopos.cli", "isopos.lab.reports.comparison", "isopos.catalog"])
-def test_torch_is_not_imported_for_help(module):
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    print(name, *{"torch", "matplotlib"} & {*sys.modules})
+"""
+
+
+def test_torch_is_not_imported_for_help():
+    modules = "isopos.catalog", "isopos.lab.recipes", "isopos.lab.reports.comparison", "isopos.cli"
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *modules], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == list(modules), done.stderr

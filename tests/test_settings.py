@@ -63,7 +63,9 @@ class Setting:
     # The settings: the output of the same tokens, or of the last of them
 
     def chunks(self):
-        return stream(self.scheme, self.content, self.x, (0, 4, 4, 5, T), mask=self.mask)[0]
+        """Samples on two axes."""
+        content, x, mask = [a[None] for a in self.content], self.x[None], self.mask[None]
+        return stream(self.scheme, content, x, (0, 4, 4, 5, T), mask=mask)[0][0]
 
     def steps(self):
         return stream(self.scheme, self.content, self.x, range(T + 1), mask=self.mask)[0]
@@ -115,8 +117,11 @@ class Setting:
         return out.unflatten(1, (HEADS, GROUPS))[:, :, 1]
 
     def views(self):
+        """Strided tensors, the first sample on two axes and the last on none."""
         moved = [a.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for a in self.content]
-        return self.attend(*moved, self.x.mT.contiguous().mT, self.mask)
+        whole = *moved, self.x.mT.contiguous().mT, self.mask
+        first, last = self.attend(*(a[:-1, None] for a in whole)), self.attend(*(a[-1] for a in whole))
+        return torch.cat((first[:, 0], last[None]))
 
     def last_queries(self):
         q, k, v = self.content
@@ -124,8 +129,8 @@ class Setting:
 
 
 BOTH_WAYS = {"padded_right", "padded_left", "packed", "shared", "views"}
-CAUSAL = {"chunks", "steps", "packed_stream", "shared_stream", "last_queries"}
 STREAMS = {"chunks", "steps", "packed_stream", "shared_stream"}
+CAUSAL = {*STREAMS, "last_queries"}
 TABLE = sorted([(name, True) for name in CAUSAL | BOTH_WAYS] + [(name, False) for name in BOTH_WAYS])
 
 
@@ -151,6 +156,15 @@ def test_one_answer(case, kind, name, causal):
     elif refused is None:
         out, expected = getattr(setting, name)(), setting.expected()
         same_everywhere(out, expected[..., -out.shape[-2] :, :], setting.leaves, SLACK)
+
+
+@causality
+@with_kinds(PRESETS)
+def test_one_token_alone_and_alone_in_its_segment(case, kind, causal):
+    setting = Setting(case, kind, causal, t=1)
+    expected = setting.attend(*setting.content, setting.x, None, definition=True)
+    for more in ({}, {} if case.outside else {"segment_ids": torch.zeros(2, 1, dtype=torch.int64)}):
+        close(setting.attend(*setting.content, setting.x, None, **more), expected, roundings=SLACK)
 
 
 @causality

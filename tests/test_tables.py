@@ -129,6 +129,7 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     page = (folder / "table.md").read_text()
     assert "| Rope | rope | 8.98 | " in page
     assert "steps 20 (paper: 50,000)" in page
+    assert "- Data: books here is text.txt.\n" in page
     assert "Type1 on books, seeds 0" in page
     assert "wikitext-103, for which --data wikitext-103=PATH gives one" in page
     assert "isopos table lrpe-2 --scale tiny" in page

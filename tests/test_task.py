@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.folders import read_rows
+from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.task import View
 
 TINY = ("--model-dim=16", "--heads=2", "--layers=1", "--batch=64", "--learning-rate=1e-2", "--device=cpu", "--length=4")
@@ -34,6 +37,19 @@ def test_a_comparison_has_the_highest_on_top(own, isopos, tmp_path):
     assert "length: expected none, which samples of this task do not have; it takes split, limit" in length
     assert "split: expected one of validation" in isopos("eval", "runs/a/rope-seed1", "--split=test")[2]
     assert "expected a language model, got one of the task toy_task:Order" in isopos("generate", "runs/a/rope-seed1")[2]
+
+
+def test_random_tokens_are_those_of_their_step_and_scored_where_they_stand():
+    recipe = Recipe(task=Bidirectional(vocabulary=7, length=5)).edit(layers=1, model_dim=8, heads=2, batch=4)
+    data, model = recipe.task.load(recipe), recipe.task.model(recipe)
+    (first,), (second,) = data.batch(recipe, 0), data.batch(recipe, 1)
+    assert first.shape == (4, 5)
+    assert 0 <= first.min() < first.max() < 7
+    assert first.equal(torch.cat([data.batch(recipe, 0, rank, 2)[0] for rank in range(2)]))
+    assert not first.equal(second)
+    assert recipe.task.size(recipe) == 20
+    expected = F.nll_loss(model(first).log_softmax(-1).flatten(0, 1), first.flatten())
+    assert data.score(model, recipe, View()).figures == pytest.approx({"loss": expected.item()})
 
 
 def test_patience_waits_for_a_higher_one(own, isopos, tmp_path):

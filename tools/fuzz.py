@@ -85,6 +85,7 @@ class Child:
             os.close(writer)
             return
         try:
+            os.close(self.reader)  # so that writing fails once nobody reads: where the parent was killed, cases end, too
             os.setsid()
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             os.dup2(self.crash.fileno(), 2)

@@ -1,8 +1,11 @@
 """Mutants: one small change of a source each, by its syntax tree; `tools.mutate` runs the tests on them.
 
 Comparisons and arithmetic are turned into their neighbours, numbers are off by one, booleans and conditions flipped, and
-statements, signs and `not` removed; the first two arguments of a call change places. Messages, docstrings, annotations,
-decorators, assertions and `__all__` are left alone: no test is to hold them.
+statements, signs and `not` removed; the first two arguments of a call change places, unless it is symmetric in them.
+
+Messages, docstrings, annotations, decorators, assertions, of which `strict` of a zip is one, and `__all__` are left alone:
+no test is to hold them. So is the dress of pictures, in files that import matplotlib: titles, labels, legends, grids, and
+arguments by name that give colours, widths, fonts and sizes; what is drawn where, its ticks and its limits are not.
 """
 
 import ast
@@ -20,8 +23,13 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult},
     **{ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift},
 }
+SYMMETRIC = {"max", "min", "math.gcd", "math.lcm", "torch.add", "torch.broadcast_shapes", "torch.maximum", "torch.minimum"}
+SYMMETRIC |= {"torch.mul", "torch.promote_types"}
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LEFT_ALONE = {"annotation", "returns", "decorator_list", "bases", "type_params"}  # fields of nodes
+DRESS = {"grid", "legend", "margins", "plain", "set", "set_title", "set_visible", "supxlabel", "suptitle"}  # calls
+STYLES = {"alpha", "color", "dpi", "figsize", "fontsize", "frameon", "label", "linewidth", "lw", "ncols", "rotation"}
+STYLES |= {"shrink", "width_ratios", "zorder"}  # arguments of calls, by name
 
 
 class Mutant(NamedTuple):
@@ -29,7 +37,7 @@ class Mutant(NamedTuple):
 
     Attributes:
         scope: Qualified name of the function or class it is in; empty at a module's top.
-        names: That the statement assigns, where it is in no function.
+        names: That the statement assigns, where it is in no function; of a default, the argument.
         span: Bytes of the source that `new` takes the place of.
     """
 
@@ -62,6 +70,7 @@ def mutants(root: Path, folder: str) -> list[Mutant]:
 class _Finder:
     def __init__(self, source: bytes, file: str):
         self.source, self.file = source, file
+        self.draws = b"import matplotlib" in source or b"from matplotlib" in source
         self.starts = [0]
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
@@ -71,7 +80,7 @@ class _Finder:
         yield from self._walk(ast.parse(self.source), "", False, ())
 
     def _walk(self, node: ast.AST, scope: str, in_function: bool, names: tuple[str, ...]) -> Iterator[Mutant]:
-        if _left_alone(node):
+        if _left_alone(node) or (self.draws and _is_dress(node)):
             return
         place = scope, in_function, names
         if isinstance(node, ast.stmt) and _removable(node):
@@ -82,9 +91,8 @@ class _Finder:
             yield self._mutant(changed, new, *place)
         if isinstance(node, SCOPES):
             scope = f"{scope}{node.name}"
-            for default in node.args.defaults + node.args.kw_defaults if not isinstance(node, ast.ClassDef) else ():
-                if default is not None:
-                    yield from self._walk(default, scope, True, names)
+            for name, default in _defaults(node.args) if not isinstance(node, ast.ClassDef) else ():
+                yield from self._walk(default, scope, True, (name,))
             scope, in_function = (f"{scope}.", False) if isinstance(node, ast.ClassDef) else (f"{scope}.<locals>.", True)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and not in_function:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -112,6 +120,8 @@ def _left_alone(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"
     if isinstance(node, ast.FunctionDef):
         return any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -120,6 +130,21 @@ def _left_alone(node: ast.AST) -> bool:
     if isinstance(node, ast.Subscript):
         return ast.unparse(node.value) in ("Literal", "Annotated")
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """Each argument that has one, and it."""
+    places = [*arguments.posonlyargs, *arguments.args]
+    yield from ((a.arg, x) for a, x in zip(places[::-1], arguments.defaults[::-1], strict=False))
+    yield from ((a.arg, x) for a, x in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if x is not None)
+
+
+def _is_dress(node: ast.AST) -> bool:
+    """Whether it is how a picture looks, not what it shows."""
+    if isinstance(node, ast.keyword):
+        return node.arg in STYLES
+    call = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in DRESS
 
 
 def _removable(node: ast.stmt) -> bool:
@@ -162,17 +187,11 @@ def _others(node: ast.expr) -> Iterator[ast.expr]:
         yield ast.Constant(
             not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else 2 * value or 1.0
         )
-    elif isinstance(node, ast.Call) and len(node.args) > 1:
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) not in SYMMETRIC:
         first, second, *rest = node.args
         starred = any(isinstance(x, ast.Starred) for x in (first, second))
         if not starred and ast.unparse(first) != ast.unparse(second):
             yield ast.Call(node.func, [second, first, *rest], node.keywords)
-
-
-def _neighbour(value: float) -> float:
-    if isinstance(value, bool):
-        return not value
-    return value + 1 if isinstance(value, int) else 2 * value or 1.0
 
 
 def _is_text(node: ast.BinOp) -> bool:

@@ -5,9 +5,10 @@
     python -m tools.mutate --only isopos/exact.py        # all mutants of one file
 
 Everything happens in a copy of the tree, under build/mutate. First all tests that are not slow run once there, to note which
-functions each of them calls; a mutant is then given to the tests that can reach it, the quickest first, until one fails. A
-mutant is caught where a test fails, or takes far longer than before. Results are a line of JSON a mutant; the table at the
-end names the survivors. Changed tests or sources are copied, and the map made anew, by --fresh.
+functions each of them calls; a mutant is then given to the tests that can reach it, until one fails: the quickest first, and
+parameters of one test after other tests. A mutant is caught where a test fails, or takes far longer than before. Results are
+a line of JSON a mutant; the table at the end names the survivors. Changed tests are copied and mapped at every start;
+changed sources are copied, and the map made anew, by --fresh.
 """
 
 import argparse
@@ -23,44 +24,53 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import pytest
 
 from tools.mutants import Mutant, mutants
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "mutate"
 TREE, WHOLE = FOLDER / "tree", FOLDER / "isopos"  # where mutants run, and the sources as they were
+MAP = FOLDER / "map.json"
 COPIED = ("isopos", "tests", "tools", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
 LIBRARIES = "torch numpy pytest hypothesis rich tyro safetensors matplotlib.pyplot torchmetrics lightning.pytorch"
 PYTEST = ("-n0", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 PYTEST += ("--basetemp", str(FOLDER / "tmp"))
 HANGS, SLOWER = 30.0, 20.0  # seconds that a test may take at least, and times what it took
+WAITS = 4  # seconds that pass count as one of computing
 FIRST = 40
 TOO_LONG = "not finished"
 
 
 class Recorder:
-    """A plugin of pytest: the functions of isopos that each test calls, and its seconds."""
+    """A plugin of pytest: the functions of isopos that each test calls, and its seconds of computing."""
 
     def __init__(self) -> None:
         self.tests: dict[str, Any] = {}
         self.codes: set[CodeType] = set()
+        self.reads, self.begun = False, 0.0
 
     def trace(self, frame: FrameType, event: str, argument: object) -> None:
-        """Notes a function that is called."""
+        """Notes a function that is called, and whether code of ours reads a signature."""
         self.codes.add(frame.f_code)
+        if frame.f_code is signature.__code__ and frame.f_back is not None:
+            self.reads |= frame.f_back.f_code.co_filename.startswith(str(TREE))
 
     def pytest_runtest_logstart(self) -> None:
         """Before a test: what collection called is not its own."""
         self.codes.clear()
+        self.reads, self.begun = False, _computed()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """After the set-up, the call and the teardown of each test."""
         row = self.tests.setdefault(report.nodeid, {"seconds": 0.0, "passed": True, "functions": []})
-        row["seconds"] += report.duration
         row["passed"] &= report.passed
         if report.when != "teardown":
             return
@@ -68,18 +78,36 @@ class Recorder:
         called = {(c.co_filename, c.co_qualname) for c in list(self.codes) if c.co_filename.startswith(package)}
         row["functions"] = sorted(f"{Path(file).relative_to(TREE)}:{name}" for file, name in called)
         row["spawns"] = any(code.co_qualname == "Popen.__init__" for code in list(self.codes))
+        row |= {"reads": self.reads, "seconds": _computed() - self.begun}
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the map of the tests that pass."""
-        tests = {test: row for test, row in self.tests.items() if row.pop("passed")}
-        (FOLDER / "map.json").write_text(json.dumps(tests), encoding="utf-8")
+        """Writes the map of the tests that pass, in place of what their files had."""
+        files = {test.partition("::")[0] for test in self.tests}
+        tests = {test: row for test, row in _map().items() if test.partition("::")[0] not in files}
+        tests |= {test: row for test, row in self.tests.items() if row.pop("passed")}
+        MAP.write_text(json.dumps(tests), encoding="utf-8")
+
+
+def _computed() -> float:
+    """Seconds of computing until now, in this process and those that it waited for."""
+    return sum(os.times()[:4])
 
 
 class Watched:
-    """A plugin of pytest: writes which test runs, and which failed."""
+    """A plugin of pytest: runs some tests in their order; writes which test runs, and which failed."""
 
-    def __init__(self, writer: int):
-        self.writer = writer
+    def __init__(self, tests: Sequence[str], writer: int):
+        self.places, self.writer = {test: n for n, test in enumerate(tests)}, writer
+
+    @property
+    def files(self) -> list[str]:
+        """To be collected whole, much quicker than a test at a time."""
+        return sorted({test.partition("::")[0] for test in self.places})
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leaves the tests that are to run."""
+        items[:] = sorted((x for x in items if x.nodeid in self.places), key=lambda x: self.places[x.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Before a test."""
@@ -99,6 +127,24 @@ def prepare() -> None:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, TREE / name)
     shutil.copytree(TREE / "isopos", WHOLE)
+    _record([])
+
+
+def renew() -> None:
+    """Copy the tests that have changed since, and map them."""
+    changed = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        copy = TREE / path.relative_to(ROOT)
+        if not copy.exists() or copy.read_bytes() != path.read_bytes():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, copy)
+            changed += [str(path.relative_to(ROOT))] * path.name.startswith("test_")
+    if changed:
+        _record(changed)
+
+
+def _record(files: list[str]) -> None:
+    """Map the tests of some files, or all."""
     print("mapping the tests to the functions they call: some minutes", flush=True)
     recorder = Recorder()
 
@@ -106,19 +152,24 @@ def prepare() -> None:
         threading.settrace(recorder.trace)
         sys.settrace(recorder.trace)
         arguments = [x for x in PYTEST if x != "-x"]
-        return _pytest([*arguments, "-m", "not slow and not oracles"], recorder)
+        return _pytest([*arguments, "-m", "not slow and not oracles", *files], recorder)
 
     os.waitpid(_child(run, FOLDER / "map.log"), 0)
-    print(f"{len(json.loads((FOLDER / 'map.json').read_text()))} tests pass; the log is {FOLDER / 'map.log'}")
+    print(f"{len(_map())} tests pass; the log is {FOLDER / 'map.log'}", flush=True)
+
+
+def _map() -> dict[str, dict[str, Any]]:
+    """Of each test what `Recorder` found."""
+    return json.loads(MAP.read_text(encoding="utf-8")) if MAP.exists() else {}
 
 
 def _child(run: Callable[[], int], log: Path) -> int:
-    """The id of a process of its own group that runs in the copy, with all that it imports from there."""
+    """The id of a process, of its own group, that runs in the copy, with all that it imports from there."""
     if pid := os.fork():
         return pid
     status = 99
     try:
-        os.setsid()
+        os.setpgrp()
         os.chdir(TREE)
         os.environ["PYTHONPATH"] = str(TREE)
         sys.path[:] = [str(TREE), *(path for path in sys.path if path not in ("", str(ROOT)))]
@@ -136,8 +187,6 @@ def _child(run: Callable[[], int], log: Path) -> int:
 
 
 def _pytest(arguments: Sequence[str], plugin: object) -> int:
-    import pytest
-
     return int(pytest.main(list(arguments), plugins=[plugin]))
 
 
@@ -146,7 +195,7 @@ class Bench:
 
     def __init__(self, limit: float):
         self.limit = limit
-        self.tests: dict[str, dict[str, Any]] = json.loads((FOLDER / "map.json").read_text(encoding="utf-8"))
+        self.tests = _map()
         self.mentioned = _mentioned(TREE)
         self.of_function: dict[str, set[str]] = {}
         for test, row in self.tests.items():
@@ -156,7 +205,8 @@ class Bench:
     def reaching(self, mutant: Mutant) -> list[str]:
         """The tests that call its function; of what is in none, those that call a function which names it, or its file's.
 
-        Those that start processes come last, for what they may reach there: the command line and the laboratory.
+        Those that start processes come last, for what they may reach there: the command line and the laboratory. So do, for
+        defaults, those that read signatures.
         """
         own = f"{mutant.file}:{mutant.scope}"
         found = set(self.of_function.get(own, ())) if mutant.in_function else set()
@@ -168,7 +218,14 @@ class Bench:
         direct = frozenset(found)
         if mutant.file.startswith(("isopos/lab/", "isopos/cli.py", "isopos/__main__.py")):
             found |= {test for test, row in self.tests.items() if row["spawns"]}
-        return sorted(found, key=lambda test: (test not in direct, self.tests[test]["seconds"]))
+        if mutant.in_function and mutant.names:
+            found |= {test for test, row in self.tests.items() if row["reads"]}
+        ranks: Counter[str] = Counter()
+        order: dict[str, tuple[bool, float]] = {}
+        for test in sorted(found, key=lambda test: (self.tests[test]["seconds"], test)):
+            ranks[name := test.partition("[")[0]] += 1
+            order[test] = test not in direct, self.tests[test]["seconds"] * ranks[name]
+        return sorted(order, key=order.__getitem__)
 
     def run(self, mutant: Mutant) -> dict[str, Any]:
         """What became of a mutant: caught by a test or a limit, survived, or reached by no test."""
@@ -180,7 +237,7 @@ class Bench:
         os.utime(path, ns=(times.st_atime_ns, random.randrange(10**18)))  # no bytecode is older and as long
         try:
             for part in filter(None, (tests[:FIRST], tests[FIRST:])):  # the first ones, of few files, are found at once
-                why, count = self._outcome(part, self.limit - (time.monotonic() - start))
+                why, count = self._outcome(part, self.limit)
                 ran += count
                 if why:
                     row |= {"outcome": "caught" if why != TOO_LONG else "survived", "by": why}
@@ -195,10 +252,11 @@ class Bench:
         """What stopped these tests, nothing where all pass; and how many ran."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        pid = _child(lambda: _pytest([*PYTEST, *tests], Watched(writer)), FOLDER / "last.log")
+        plugin = Watched(tests, writer)
+        pid = _child(lambda: _pytest([*PYTEST, *plugin.files], plugin), FOLDER / "last.log")
         os.close(writer)
         ran, current, failed, text, ended, status = 0, "", "", "", 0, 0
-        start = begun = time.monotonic()
+        began, now, begun = time.monotonic(), 0.0, 0.0
         while not ended:
             time.sleep(0.02)
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -207,10 +265,10 @@ class Bench:
                 if what == "failed":
                     failed = name
                 else:
-                    ran, current, begun = ran + 1, name, time.monotonic()
-            now = time.monotonic()
+                    ran, current, begun = ran + 1, name, now
+            now = now if ended else _spent(pid, began)
             hangs = current and now - begun > max(HANGS, SLOWER * self.tests.get(current, {"seconds": 0})["seconds"])
-            if not ended and (hangs or now - start > max(limit, HANGS)):
+            if not ended and (hangs or now > max(limit, HANGS)):
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 os.close(reader)
@@ -218,6 +276,11 @@ class Bench:
         os.close(reader)
         code = os.waitstatus_to_exitcode(status)
         return failed or (f"status {code}: {_last_line(FOLDER / 'last.log')}" if code else ""), ran
+
+
+def _spent(pid: int, began: float) -> float:
+    """Seconds of a process: of computing or, where it waits, a share of those that passed, as other work delays it, too."""
+    return max(time.clock_gettime(~pid << 3 | 2), (time.monotonic() - began) / WAITS)  # Linux names its clock so
 
 
 def _read(reader: int) -> str:
@@ -269,16 +332,17 @@ def main() -> int:
     parser.add_argument("--only", help="all mutants of one file instead")
     parser.add_argument("--again", action="store_true", help="survivors run once more")
     parser.add_argument("--fresh", action="store_true", help="copy the tree and map the tests anew")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of tests for one mutant (default: 240)")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of computing for one mutant (default: 240)")
     options = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     for name in LIBRARIES.split():
         importlib.import_module(name)  # once, for all children
     gc.freeze()
-    if options.fresh or not (FOLDER / "map.json").exists():
+    if options.fresh or not MAP.exists():
         prepare()
     shutil.copytree(WHOLE, TREE / "isopos", dirs_exist_ok=True)  # a kill left the last mutant there
+    renew()
     every = mutants(TREE, "isopos")
     drawn = [mutant for mutant in every if mutant.file == options.only]
     if not options.only:
