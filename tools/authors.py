@@ -44,8 +44,8 @@ AUTHORS = {
     "ape-absolute": Code("no code: the repository's absolute embedding is a learned table"),
     "ape-grid": Code(
         APE,
-        "keys are moved by the query's maps, so that unequal positions fail; two axes; locality by straight distances "
-        "(`attention=softmax,locality=0.98,metric=euclidean`); else as ape-sequence",
+        "keys are moved by the query's maps, so that unequal positions fail; two axes; locality falls with the straight "
+        "distance rounded down (`attention=softmax,locality=0.98,metric=euclidean`); else as ape-sequence",
     ),
     "ape-ring": Code("no code"),
     "ape-tree": Code(
