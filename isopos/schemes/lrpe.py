@@ -20,7 +20,7 @@ Theta = Literal["a", "b", "c"]
 
 
 @register(
-    summary="learned complex phases, direction-blind on real features and real P",
+    summary="learned phases, direction-blind on real features in a real basis",
     citation="Qin et al. 2023, LRPE, Eq. 22",
     equation="Re q^H P^H diag(e^(i a t)) P k",
     cost="t d, twice the features on real vectors",
