@@ -336,7 +336,7 @@ class Scheme(nn.Module):
         if x_key is not None:
             raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
         expect_state(state)
-        self.group.check(x)
+        Group.check(self.group, x)  # columns and dtypes; whether nodes have parents is seen with all nodes
         if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
         own = state.stamped(self.fingerprint, None)

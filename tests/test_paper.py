@@ -33,7 +33,7 @@ SCHEMES = {"Base": "none", "Rope": "rope", "Both | more": "rope:decay=retnet", "
 def write(tmp_path):
     """Writes a table with these cells, and returns what is said below it and table.md."""
 
-    def written(better, more="", seeds=1, timing=(), scale="small", curve=lambda name, ours, seed: {1: 2.0}):
+    def written(better, more="", seeds=1, timing=(), scale="small", curve=None, figure=None):
         rows = "".join(
             f'[[rows]]\nname = "{name}"\nscheme = "{SCHEMES[name]}"\n' + (f"figures = [{theirs}]\n" if theirs else "")
             for name, (theirs, _) in FIGURES.items()
@@ -47,10 +47,12 @@ def write(tmp_path):
             for seed in range(seeds):
                 cell = tmp_path / "cells" / paper.cell_name("", SCHEMES[name], seed)
                 cell.mkdir(parents=True)
-                columns = {"figure": {"value": ours + seed, "split": "validation", "reason": ""}}
+                value = figure(name, ours, seed) if figure else ours + seed
+                columns = {"figure": {"value": value, "split": "validation", "reason": ""}}
                 (cell / "scores.json").write_text(json.dumps({"status": "finished", "columns": columns, "seconds": 30.0}))
-                rows = [{"step": step, "validation": value} for step, value in curve(name, ours, seed).items()]
-                (cell / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                validations = curve(name, ours, seed) if curve else {1: 2.0}
+                lines = [json.dumps({"step": step, "validation": found}) + "\n" for step, found in validations.items()]
+                (cell / "metrics.jsonl").write_text("".join(lines))
         _, said = paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
         return said, (tmp_path / "table.md").read_text()
 
@@ -70,7 +72,7 @@ def test_both_orders_have_the_best_first(write, better, orders):
 
 def test_figures_are_means_with_standard_deviations_of_seeds(write):
     said, page = write("lower", seeds=3)
-    assert "| Rope | rope | 1.00 | 4.00 ± 1.00 | " in page
+    assert "| Rope | rope | 1.00 | 4.000 ± 1.000 | " in page
     assert any(text.endswith("lower is better; means and standard deviations of up to 3 seeds.") for text in said)
     assert any(text.startswith("Machine time: 6.0 minutes, 12 cells") for text in said)
 
@@ -79,8 +81,8 @@ def test_speeds_are_medians_with_half_the_range_of_quartiles(write):
     ratios = (1.0, 2.0, 3.0, 5.0, 9.0)  # quartiles 2 and 5
     rounds = [{"Base": 1.0, "Rope": 1 / ratio} for ratio in ratios]
     said, page = write("higher", more='kind = "speed"', timing=rounds)
-    assert "| Rope | rope | 1.00 | 3.00 ± 1.50 |" in page
-    assert "| Base | none | 3.00 | 1.00 ± 0.00 |" in page
+    assert "| Rope | rope | 1.00 | 3.000 ± 1.500 |" in page
+    assert "| Base | none | 3.00 | 1.000 ± 0.000 |" in page
     assert "| missing |" in page
     assert "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles." in said
 
@@ -94,15 +96,15 @@ def test_the_smallest_scale_ranks_nothing(write):
 def test_distances_to_the_reference_are_paired_by_seed(write):
     _, page = write("lower", more='reference = "Rope"', seeds=3)  # every seed moves all rows by as much
     assert f"{paper.PAIRED} Rope\n" in page
-    assert "| Base | -2.00 ± 0.00 |" in page
-    assert "| Alone | +6.00 ± 0.00 |" in page
+    assert "| Base | -2.000 ± 0.000 |" in page
+    assert "| Alone | +6.000 ± 0.000 |" in page
     assert page.count("| Rope |") == 1  # in the first table only
 
 
 def test_distances_are_to_the_baseline_where_no_reference_is_named(write):
     _, page = write("lower")
     assert f"{paper.PAIRED} Base\n" in page
-    assert "| Rope | +2.00 |" in page
+    assert "| Rope | +2.000 |" in page
 
 
 def test_updates_are_counted_to_what_the_baseline_reaches_in_the_end(write):
@@ -142,6 +144,13 @@ def test_whether_the_order_changes_with_training_is_said(write):
         "Validation: order after 10 and after 100 updates, rank correlation -1.00 over 4 rows. "
         f"Best first, then: {first}; in the end: {last}."
     )
+
+
+def test_orders_are_those_of_the_means_that_are_shown(write):
+    far = {"Base": 0.0, "Rope": -9.0, "Both | more": 0.0}  # a seed of Rope's that moves its mean, not its median
+    said, page = write("lower", seeds=3, figure=lambda name, ours, seed: ours + (seed == 2) * far.get(name, 0.0))
+    assert "| Rope | rope | 1.00 | 0.000 ± " in page
+    assert any(text.endswith("ours: Rope, Base, Both | more.") for text in said)
 
 
 def test_orders_are_those_of_the_figures_that_are_shown(write, monkeypatch):

@@ -45,6 +45,7 @@ BAD = {
     "model_dim": 97,
     "learning_rate": float("nan"),
     "dropout": 1.0,
+    "attention_dropout": -0.1,
     "beta2": -0.1,
     "clip": float("inf"),
     "warmup": -2,

@@ -55,6 +55,17 @@ def test_what_schemes_share_starts_equal(scheme):
     assert all(torch.equal(value, other[name]) for name, value in plain.items())
 
 
+def test_attention_dropout_is_of_softmax_attention_and_a_note_says_so():
+    recipe = TINY.edit(attention_dropout=0.5)
+    tokens = torch.randint(256, (2, TINY.task.length))
+    softmax, linear = (_model(recipe.edit(scheme=scheme)) for scheme in ("rope:attention=softmax", "rope"))
+    assert [block.attention.dropout for model in (softmax, linear) for block in model.blocks[:1]] == [0.5, 0.0]
+    assert not torch.equal(softmax(tokens), softmax(tokens))
+    assert torch.equal(softmax.eval()(tokens), softmax(tokens))
+    assert train.check_recipe(recipe.edit(scheme="rope:attention=softmax"))[1] == []
+    assert train.check_recipe(recipe)[1] == ["rope: its linear attention forms no weights for attention_dropout to drop"]
+
+
 def test_divergence_ends_the_run_and_is_recorded(source, tmp_path):
     result = train.train(TINY.edit(learning_rate=1e12), source, tmp_path / "run", lambda *row: None)
     assert result.status.startswith("diverged at step")

@@ -227,7 +227,9 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
             )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
-    problem = group(problem._replace(locality=locality, attn_mask=attn_mask, dropout=dropout))
+    if locality is not None or attn_mask is not None or dropout:
+        problem = problem._replace(locality=locality, attn_mask=attn_mask, dropout=dropout)
+    problem = group(problem)
     if problem.state is None:
         return problem
     kind = _kind("softmax", problem, () if window is None else (f"window {window}",))
@@ -257,7 +259,7 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
     expect_state(state)
     terms = () if terms is None else tuple(terms)
     batch, rho_q, rho_k = _check(q, k, v, options.get("isometry"), mask, terms, seen)
-    decay = _check_decay(options.get("decay"), q, k, _heads(q, k, v))
+    decay = _check_decay(options.get("decay"), q, k, v)
     if state is not None or streams:
         for name, tensor in () if state is None else state.tensors.items():
             if name != "positions":  # the scheme's
@@ -290,7 +292,10 @@ def _check(
         raise ValueError(f"v: expected {k.shape[-2]} tokens as k, got {v.shape[-2]}")
     heads, own = _heads(q, k, v)
     try:
-        batch = broadcast(q.shape[:-2], *(_shared(x.shape[:-2], heads, own) for x in (k, v)))
+        of_keys, of_values = k.shape[:-2], v.shape[:-2]
+        if heads != own:
+            of_keys, of_values = _shared(of_keys, heads, own), _shared(of_values, heads, own)
+        batch = broadcast(q.shape[:-2], of_keys, of_values)
     except RuntimeError:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(
@@ -359,11 +364,11 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
         )
 
 
-def _check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+def _check_decay(decay: DecayPair, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """The log decays of queries and keys; ValueError where they do not fit."""
     if decay is None:
         return None
-    pair = decay if isinstance(decay, tuple) else (decay, decay)
+    pair, heads = decay if isinstance(decay, tuple) else (decay, decay), _heads(q, k, v)
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
         check_tensor("decay", g, q, wide_device(q.device))
         if g.dtype != torch.float64:

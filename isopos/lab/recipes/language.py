@@ -19,7 +19,7 @@ def lrpe_alm(scale: str) -> Recipe:
     The paper's Adam is that of Fairseq, whose weight decay is decoupled: AdamW here. Its dropout is not stated; 0.1 is that
     of Fairseq's command for this text, whose other numbers are the paper's, and which ties embeddings and logits. 267,744
     tokens are the words of WikiText-103, whatever the table calls them. Their logits are 0.5 GB a window: with fewer than 32
-    devices raise `accumulate`.
+    devices raise `accumulate`. Attention dropout, "only used for vanilla attention", is not stated either: 0, as there.
     """
     paper = Recipe().edit(
         scheme="lrpe-orthogonal",

@@ -1,8 +1,9 @@
 """What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         cells = []
         for column in columns:
             own, other = row.values[column.title], reference.values[column.title]
-            apart, metric = [own[seed] - other[seed] for seed in own if seed in other], table.metric(column)
+            apart, metric = [own[seed] - other[seed] for seed in own if seed in other], _finer(table.metric(column))
             spread = f" ± {metric.text(statistics.stdev(apart))}" if len(apart) > 1 else ""
             cells.append(f"{statistics.mean(apart):+{metric.style}}{spread}" if apart else "-")
         if row is not reference and any(cell != "-" for cell in cells):
@@ -164,7 +165,7 @@ def _main(table: PaperTable) -> Metric:
 
 
 def _ours(table: PaperTable, row: Found, column: Column) -> str:
-    values, metric = list(row.values[column.title].values()), table.metric(column)
+    values, metric = list(row.values[column.title].values()), _finer(table.metric(column))
     if not values:
         return "none" if column.title in row.reasons else "missing"
     if table.kind == "speed":  # ratios of rounds
@@ -172,6 +173,11 @@ def _ours(table: PaperTable, row: Found, column: Column) -> str:
         return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
     spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
     return metric.text(statistics.mean(values)) + spread
+
+
+def _finer(metric: Metric) -> Metric:
+    """With one digit more than the paper's figures have, for means and spreads."""
+    return replace(metric, style=re.sub(r"\.(\d+)", lambda digits: f".{int(digits[1]) + 1}", metric.style))
 
 
 def _mean_curve(row: Found, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:

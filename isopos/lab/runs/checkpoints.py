@@ -214,6 +214,8 @@ def read_weights(model: Any, path: Path) -> None:
     except OSError as error:
         damaged(path, error, remedy)
     except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
+        if ' "scheme.' in str(error):
+            remedy = f"where a default of its scheme has changed since, name the option in recipe.json, or {remedy}"
         damaged(path, f"expected the weights of this run's model, got: {error}", remedy)
     if wrong := _not_finite(dict(model.named_parameters())):
         damaged(path, wrong, remedy)

@@ -115,7 +115,7 @@ class PaperTable:
         task = self.recipe_at("original").task
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.kind == "speed":
-            figure = Metric("relative speed", "", "higher", ".3f")
+            figure = Metric("relative speed", "", "higher", ".2f")
         view = View(column.split, column.multiple, column.scored)
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)

@@ -57,6 +57,8 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
     expect("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
     scheme = build_scheme(recipe)
     sizes = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
+    if m.attention_dropout and scheme.attention == "softmax":
+        sizes["attention_dropout"] = m.attention_dropout
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return kind(*first, m.model_dim, m.layers, scheme, **sizes, **options)

@@ -21,6 +21,7 @@ from isopos.lab.runs import checkpoints
 from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
+from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Data, Metric, Scored, View
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
         raise ValueError(f"devices: expected at most the {there} of {t.device}, got {t.devices}")
     if t.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("logger: expected tensorboard, which is not installed: pip install tensorboard, or choose csv")
-    return recipe, list(recipe.task.check(recipe))
+    notes = list(recipe.task.check(recipe))
+    if recipe.model.attention_dropout and build_scheme(recipe).attention == "linear":
+        notes.append(f"{recipe.scheme}: its linear attention forms no weights for attention_dropout to drop")
+    return recipe, notes
 
 
 def train(
