@@ -147,6 +147,23 @@ def test_streams_agree_with_the_whole(monkeypatch, name, denominator, in_place):
 
 
 @NEEDED
+@pytest.mark.parametrize(("axes", "served"), [((), True), ((3,), True), ((1, 3), True), ((2, 3), False)])
+def test_steps_of_any_axes_are_those_of_each_sample(monkeypatch, axes, served):
+    """One axis of samples longer than 1 at most goes by a step of its own."""
+    q, k, v = torch.randn(3, *axes, 2, 4, 16)
+    calls, step = [], cpu.Cpu._step
+    monkeypatch.setattr(cpu.Cpu, "_step", lambda *args: calls.append(1) or step(*args))
+    with torch.no_grad():
+        whole, state = linear_attention(q, k, v, causal=True, feature_map=FEATURE_MAPS["elu+1"]), State()
+        for i in range(4):
+            token = (a[..., i : i + 1, :] for a in (q, k, v))
+            own = {"causal": True, "feature_map": FEATURE_MAPS["elu+1"], "return_state": True, "state": state}
+            out, state = linear_attention(*token, **own)
+            torch.testing.assert_close(out, whole[..., i : i + 1, :], rtol=1e-4, atol=1e-4)
+    assert bool(calls) == served
+
+
+@NEEDED
 def test_a_step_leaves_the_state_before_alone():
     q, k, v = torch.randn(3, 2, 3, 1, 32)
     with torch.no_grad():

@@ -107,6 +107,18 @@ def test_distances_are_to_the_baseline_where_no_reference_is_named(write):
     assert "| Rope | +2.000 |" in page
 
 
+def test_updates_are_counted_to_what_the_baseline_reaches_in_the_end(write):
+    curves = {
+        "Base": {5: 9.0, 10: 3.0},
+        "Rope": {5: 3.0, 10: 1.0},
+        "Both | more": {5: 4.0, 10: 3.5},
+        "Alone": {5: 4.0, 10: 2.0},
+    }
+    _, page = write("lower", curve=lambda name, ours, seed: curves[name])
+    rows = [line for line in page.splitlines() if line.startswith(("| Base |", "| Rope |", "| Both", "| Alone |"))]
+    assert [row.split(" | ")[-1].removesuffix(" |") for row in rows[:4]] == ["10", "5", "not reached", "10"]
+
+
 def test_curves_show_the_distance_to_the_reference_by_update(write, monkeypatch):
     figures = []
     monkeypatch.setattr(paper, "Figure", lambda **sizes: figures.append(Figure(**sizes)) or figures[-1])

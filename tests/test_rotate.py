@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import close, gradients
 
+from isopos.ops import library
 from isopos.ops import rotate as ops
 
 
@@ -12,14 +13,21 @@ def table(*shape, dtype=torch.float64):
 
 
 def views(x):
-    """The same values in other layouts: odd strides, spaced, transposed, at an odd offset."""
+    """The same values in other layouts: odd strides, spaced, transposed, by columns, at an odd offset."""
     *_, d = x.shape
     wide = torch.empty(*x.shape[:-1], d + 1, dtype=x.dtype)
     wide[..., :d] = x
     spaced = torch.empty(*x.shape, 2, dtype=x.dtype)
     spaced[..., 0] = x
     offset = torch.nn.functional.pad(x, (1, 1))[..., 1:-1]
-    return [x, wide[..., :d], offset, spaced[..., 0], x.transpose(-3, -2).contiguous().transpose(-3, -2)]
+    return [
+        x,
+        wide[..., :d],
+        offset,
+        spaced[..., 0],
+        x.transpose(-3, -2).contiguous().transpose(-3, -2),
+        x.mT.contiguous().mT,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -126,13 +134,17 @@ def test_half_to_interleaved_needs_pairs():
         ops.half_to_interleaved(5)
 
 
-@pytest.mark.parametrize("place", ["strided", "offset", "transposed"])
-def test_tables_and_features_may_lie_anywhere(place):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("place", ["strided", "offset", "transposed", "columns"])
+def test_tables_and_features_may_lie_anywhere(monkeypatch, place, compiled):
+    if compiled:
+        monkeypatch.setattr(library, "PAST", 0)
     angle = torch.randn(2, 3, 4)
     x, table = torch.randn(2, 3, 8), torch.stack((angle.cos(), angle.sin()), -1)
     lay = {
         "strided": lambda a: torch.stack((a, a), -1)[..., 0],
         "offset": lambda a: torch.cat((a.new_zeros(1), a.flatten()))[1:].view(a.shape),
         "transposed": lambda a: a.transpose(0, -1).contiguous().transpose(0, -1),
+        "columns": lambda a: a.transpose(1, -1).contiguous().transpose(1, -1),
     }[place]
     close(ops.rotate(lay(x), lay(table)), ops.rotate_naive(x, table))
