@@ -231,14 +231,15 @@ class _Stochastic(_Sided, ABC):
 
     is_random = True
 
-    def _set(self, features: int, heads: int, realizations: int | None, noise_per_head: bool) -> None:
+    def __init__(self, features: int, heads: int, realizations: int | None, noise_per_head: bool):
+        super().__init__()
         self.features, self.noise_heads = features, heads if noise_per_head else None  # each its own, or all one
         self.out_features = at_least("realizations", features if realizations is None else realizations)
+        self.gate: Weight | None = None
 
-    def _set_gate(self, heads: int, gated: bool, generator: torch.Generator) -> None:
-        self.gate = Weight(normal(generator, heads, self.features)) if gated else None
-        if gated:
-            self.gate_noise = constant(normal(generator, self.noise_heads or 1, self.features, self.out_features))
+    def _draw_gate(self, heads: int, generator: torch.Generator) -> None:
+        self.gate = Weight(normal(generator, heads, self.features))
+        self.gate_noise = constant(normal(generator, self.noise_heads or 1, self.features, self.out_features))
 
     @abstractmethod
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor: ...
@@ -285,10 +286,9 @@ class SineSPE(_Stochastic):
         noise_per_head: bool = False,
         seed: int = 0,
     ):
-        super().__init__()
+        super().__init__(features, heads, realizations, noise_per_head)
         at_least("sines", sines)
         self.group = Line(real=True)
-        self._set(features, heads, realizations, noise_per_head)
         generator = torch.Generator().manual_seed(seed)
         shape = (heads, features, sines)
         frequency = rope_frequencies(features * sines).view(sines, features).T.expand(heads, -1, -1)
@@ -297,7 +297,8 @@ class SineSPE(_Stochastic):
         self.phase = Weight(0.5 * normal(generator, *shape))
         shape = shape if noise_per_head else shape[1:]
         self.noise = constant(normal(generator, *shape, 2, self.out_features))
-        self._set_gate(heads, gated, generator)
+        if gated:
+            self._draw_gate(heads, generator)
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
@@ -341,13 +342,13 @@ class ConvSPE(_Stochastic):
         noise_per_head: bool = False,
         seed: int = 0,
     ):
-        super().__init__()
+        super().__init__(features, heads, realizations, noise_per_head)
         self.group, self.reach, self.seed = Line(), at_least("reach", reach), seed
-        self._set(features, heads, realizations, noise_per_head)
         generator = torch.Generator().manual_seed(seed)
         start = (1 + normal(generator, heads, features, 2, reach)) / (2 * reach) ** 0.5
         self.parametrise("filters", start, learned=True)
-        self._set_gate(heads, gated, generator)
+        if gated:
+            self._draw_gate(heads, generator)
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         lags = (x.long() - torch.arange(self.reach, device=x.device)).to(wide_device(x.device))  # [*b t p]

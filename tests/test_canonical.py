@@ -22,7 +22,7 @@ from cases import (
 from isopos import bases, biases, couplings, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
-from isopos.feature_maps import sides
+from isopos.feature_maps import undivided
 from isopos.laws.canonical import canonical, score
 from isopos.maps import Identity
 from isopos.positions import Line, Ring, Tree, grid, sequence, tree
@@ -53,8 +53,8 @@ def weights(scheme, q, k, x, y=None):
 def expected(scheme, q, k, x, y):
     """The same weights by the canonical form."""
     if scheme.attention == "linear" and not scheme.inside:
-        phi_q, phi_k = sides(scheme.feature_map)
-        q, k = phi_q(q), phi_k(k)
+        phi = undivided(scheme.feature_map)
+        q, k = phi(q), phi(k)
     total = score(canonical(scheme), q, k, x, y)
     return total if scheme.attention == "linear" else total.softmax(-1)
 

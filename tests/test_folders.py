@@ -13,7 +13,11 @@ from isopos.lab.runs import folders
 from isopos.lab.runs.folders import Result, fingerprint, recipe_of
 
 OLD = {"status": "finished", "bits_per_byte": {"1": 2.5, "2": 2.625, "4": None}, "tokens_per_second": 9.0}
-MORE = {"parameters": 5, "choices": {"attention": "linear"}, "laws": "yes"}
+MORE = {
+    "parameters": 5,
+    "choices": dict.fromkeys(("attention", "feature_map", "decay", "denominator"), "linear"),
+    "laws": "yes",
+}
 
 
 def test_a_run_folder_is_never_replaced_unasked(tmp_path):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from isopos.catalog import CATALOG
+from isopos.lab.recipes import split_spec
 from isopos.schemes.registry import build, options_of
 from tools import generate, peers_page, schemes_page
 from tools.authors import AUTHORS
@@ -60,9 +61,11 @@ def test_options_that_give_the_authors_behaviour_exist():
     named = {name: re.findall(r"`([^`]+)`", code.differs) for name, code in AUTHORS.items()}
     assert sum(map(len, named.values())) > 3
     for name, options in named.items():
-        for option, _, value in (text.partition("=") for text in options):
-            assert option in options_of(name)
-            build(name, 16, 2, {option: value} if value else {})
+        for text in options:
+            if "=" in text:
+                build(name, 16, 2, split_spec(f"{name}:{text}")[1])
+            else:
+                assert text in options_of(name)
 
 
 def test_what_differs_by_measurement_is_said_of_the_scheme():

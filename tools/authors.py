@@ -43,13 +43,15 @@ AUTHORS = {
     ),
     "ape-absolute": Code("no code: the repository's absolute embedding is a learned table"),
     "ape-grid": Code(
-        APE, "keys are moved by the query's maps, so that unequal positions fail; two axes; else as ape-sequence"
+        APE,
+        "keys are moved by the query's maps, so that unequal positions fail; two axes; locality falls with the straight "
+        "distance rounded down (`attention=softmax,locality=0.98,metric=euclidean`); else as ape-sequence",
     ),
     "ape-ring": Code("no code"),
     "ape-tree": Code(
         APE,
-        "heads share generators, which are transposed; padding counts in the distances of its locality; depth up to 16; "
-        "else as ape-sequence",
+        "heads share generators, which are transposed; padding counts in the distances of its locality "
+        "(`attention=softmax,locality=0.98`); depth up to 16; else as ape-sequence",
     ),
     "ape-product": Code("no code"),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),

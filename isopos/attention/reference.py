@@ -61,11 +61,11 @@ def linear(
     if decay is not None:
         factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
-        a, b = (torch.complex(x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
-        weight = (a.conj() @ b.mT) * factor
-        total = weight.sum(-1, keepdim=True)
-        size = total.real.square() + total.imag.square()
-        return (weight @ v.to(weight.dtype) * total.conj()).real / size.clamp_min(LEAST**2)
+        a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
+        real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor
+        imaginary = (a[0] @ b[1].mT - a[1] @ b[0].mT) * factor
+        x, y = (weight.sum(-1, keepdim=True) for weight in (real, imaginary))
+        return (real @ v * x + imaginary @ v * y) / (x.square() + y.square()).clamp_min(LEAST**2)
     added = sum(scores(term, q, k, phi) for term in terms)
     weight = (rho_q(q) @ rho_k(k).mT + added) * factor
     if denominator is None:

@@ -151,7 +151,7 @@ def _attend(problem: Problem, scale: float) -> Tensor:
         return _attend(problem._replace(q=q.float(), k=k.float(), v=v.float()), scale).to(q.dtype)
     added, locality = problem.attn_mask, problem.locality
     unmasked = mask is None and problem.segments is None and added is None and problem.window is None
-    plain = not problem.terms and problem.decay is None and locality is None
+    plain = len(problem.terms) == 0 and problem.decay is None and locality is None  # Dynamo knows no `not` of a tuple
     if plain and unmasked and (not causal or t == s):
         return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, dropout_p=dropout, is_causal=causal, scale=scale)
     if mask is not None:

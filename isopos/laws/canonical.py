@@ -19,7 +19,7 @@ from torch import Tensor
 from isopos import bases, biases, couplings, encodings, feature_maps
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant, shown
-from isopos.feature_maps import Phi, sides
+from isopos.feature_maps import Phi, undivided
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
 
@@ -128,7 +128,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
 
     primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in _of_coupling(coupling)]
     if scheme.bias is not None:
-        _, phi = sides(feature_maps.identity if softmax else scheme.feature_map)
+        phi = undivided(feature_maps.identity if softmax else scheme.feature_map)
         primitives += _of_bias(scheme.bias, coupling.features, scale, phi)
     if softmax and scheme.decay is not None:
         one = _one(coupling.features)

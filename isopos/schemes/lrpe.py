@@ -20,7 +20,7 @@ Theta = Literal["a", "b", "c"]
 
 
 @register(
-    summary="learned phases on complex features, direction-blind on real ones in a real basis",
+    summary="learned phases, direction-blind on real features in a real basis",
     citation="Qin et al. 2023, LRPE, Eq. 22",
     equation="Re q^H P^H diag(e^(i a t)) P k",
     cost="t d, twice the features on real vectors",
