@@ -208,3 +208,12 @@ def test_dropout_drops_weights_and_divides_the_others(options):
     kept = out != 0
     torch.testing.assert_close(out[kept], exact[kept] / 0.75)
     assert 0.7 < kept.sum() / (exact != 0).sum() < 0.8
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+def test_one_of_three_may_have_samples_that_the_others_share(which):
+    inputs = [torch.randn(2, 5, 8, dtype=torch.float64) for _ in range(3)]
+    inputs[which] = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True])
+    out = softmax_attention(*inputs, mask=mask, causal=True)
+    close(out, reference.softmax(*inputs, mask=mask, causal=True))

@@ -169,7 +169,8 @@ def _attend(problem: Problem, scale: float) -> Tensor:
     of_values = [term for term in problem.terms if term.side == "value"]
     if locality is None and not of_values:
         bias = (bias if bias.dtype == torch.bool else bias.to(q.dtype)).expand(*problem.batch, t, s)
-        out = F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, attn_mask=bias, dropout_p=dropout, scale=scale)
+        q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (rho_q(q), rho_k(k), v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
         return torch.where(alive, out, 0)
     wide = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
