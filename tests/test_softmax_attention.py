@@ -15,7 +15,7 @@ from cases import (
 )
 
 from isopos import schemes
-from isopos.attention import linear_attention, softmax_attention
+from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.decays import Decay
 from isopos.encodings import Rotary, rope_frequencies
 from isopos.positions import sequence
