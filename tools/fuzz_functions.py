@@ -427,7 +427,7 @@ class Call:
         norms = [x.norm(dim=-1) for x in (rho_q(fq), rho_k(fk))]
         if not isinstance(rho_q, Mapped):
             norms = [torch.maximum(a, b.norm(dim=-1)) for a, b in zip(norms, (fq, fk), strict=True)]
-        most = 1e9 if self.exact["denominator"] == "complex" else 1e18  # beyond it products are no numbers of float32
+        most = 1e8 if self.exact["denominator"] == "complex" else 1e18  # beyond it products are no numbers of float32
         if max((float(x.max()) for x in norms if x.numel()), default=0.0) > most:
             return torch.full((*q.shape[:-1], 1), torch.inf), 1.0
         options = {**self.own, "decay": self.exact.get("decay")}
