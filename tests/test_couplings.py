@@ -204,7 +204,7 @@ def test_xpos_keys_stay_valid_and_far_positions_are_refused():
 
 # Stochastic encodings
 
-DRAWS = 1500
+DRAWS = 600
 
 
 def draws_of(make):

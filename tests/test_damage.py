@@ -182,7 +182,7 @@ def test_a_damaged_comparison_is_named(runs):
     page.write(folder)
     for path in (folder / "comparison.json", folder / "rope-seed0" / "examples.json", folder / "rope-seed0" / "result.json"):
         content = path.read_bytes()
-        for n, (damage, do) in enumerate(damages(path, 11)):
+        for n, (damage, do) in enumerate(damages(path, 29)):
             do()
             try:
                 page.write(folder)
