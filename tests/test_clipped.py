@@ -222,6 +222,7 @@ def allocated(t, causal):
     return sum(size for size in sizes if size > 0), max(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_is_linear(monkeypatch, causal):
     monkeypatch.setattr(ops, "BLOCK", 49 * 16 * 8)

@@ -144,6 +144,7 @@ def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monke
     assert {"kernel-none", "kernel-retnet"} <= set(page.ids)
 
 
+@pytest.mark.slow
 def test_softmax_only_schemes_and_wide_ones_beside_linear_ones(isopos, tmp_path):
     schemes = "none,permuteformer:width=4,horn-clipped,spe-sine,t5,shaw,xpos,deberta,transformer-xl,horn-constrained"
     code, out, _ = isopos("compare", "--schemes", schemes, "--name", "one", *TINY)
@@ -271,6 +272,7 @@ def _interrupted_in(monkeypatch, scheme):
     monkeypatch.setattr(training, "train", train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path, monkeypatch, killed):
     """Replaced by one that is killed, by one that is interrupted in its second run, and by one in its first."""

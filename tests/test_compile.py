@@ -68,8 +68,8 @@ def compare(module, compiled, t=70, mask=None, roundings=2048):
 
 
 # What a row evaluates from positions is its own: each is compiled once, by the slow tests where another has its kind of map.
-# How maps, terms and decays are summed varies less: other kinds and ways are compiled for the presets, and at several lengths
-# for these.
+# How maps, terms and decays are summed varies less: other kinds and ways are compiled for the presets, and at several
+# lengths for these.
 SUMMED = ("rope", "permuteformer", "cosformer", "ape-tree", "horn-clipped", "spe-sine", "t5")
 EVALUATED = (
     *SUMMED,

@@ -510,6 +510,7 @@ assert all(grad.isfinite().all() for grad in grads)
 """
 
 
+@pytest.mark.slow
 @NEEDED
 def test_threads_may_have_small_stacks():
     env = {**os.environ, "OMP_STACKSIZE": "20k"}

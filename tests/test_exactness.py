@@ -27,6 +27,7 @@ def bound(key):
     return 1e-6 if key[0] == "float64" and key[3] == "2^31" else BOUNDS[key[0]]  # an angle there is rounded by 2e-7
 
 
+@pytest.mark.slow
 def test_errors_are_roundings(found):
     figures = {key: error for key, error in found.items() if isinstance(error, float)}
     assert {key: error for key, error in figures.items() if not error < bound(key)} == {}

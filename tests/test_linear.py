@@ -160,6 +160,7 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
         close(several, one_group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_small_chunks_gradcheck(monkeypatch, causal, fuse):

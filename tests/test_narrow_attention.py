@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import SCHEMES, inputs_of, with_kinds
+from cases import PRESETS, SCHEMES, inputs_of, with_kinds
 from pretend import DEVICE, There, WithoutFloat64
 
 from isopos import exact, schemes
@@ -39,8 +39,18 @@ def both(attention, inputs, here, there, **options):
         torch.testing.assert_close(b.held, a, atol=1e-4, rtol=1e-4)
 
 
-@with_kinds(SCHEMES)
-def test_every_scheme(case, kind):
+@with_kinds(PRESETS)
+def test_every_preset(case, kind):
+    as_on_the_cpu(case, kind)
+
+
+@pytest.mark.slow
+@with_kinds([case for case in SCHEMES if case not in PRESETS])
+def test_every_other_row(case, kind):
+    as_on_the_cpu(case, kind)
+
+
+def as_on_the_cpu(case, kind):
     scheme = case.build(attention=kind)
     x = case.positions(2, t=12)
     inputs = inputs_of(scheme, 2, t=12)

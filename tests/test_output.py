@@ -74,6 +74,7 @@ def test_a_full_disk_is_said(tmp_path):
     assert (code, err) == (2, "isopos: standard output: no space left on device; make room and run it again\n")
 
 
+@pytest.mark.slow
 def test_a_closed_output_is_no_file_that_is_opened_later(run, tmp_path):
     assert _shell("isopos eval runs/one >&- 2>&-", tmp_path) == (0, "", "")
     assert json.loads((run / "eval.json").read_text())[0]["step"] == 2
