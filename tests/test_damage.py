@@ -150,6 +150,15 @@ def test_weights_of_another_model_or_none(isopos, runs, change, message):
             raise Damaged(isopos(*command)[2])
 
 
+def test_weights_of_which_a_bit_was_changed(isopos, runs):
+    path = runs / "a" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match=r"model\.safetensors: its content is not what was written; put it right"):
+        raise Damaged(isopos("eval", "runs/a")[2])
+
+
 @pytest.mark.parametrize(
     "change",
     [

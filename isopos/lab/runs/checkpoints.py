@@ -15,7 +15,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 
 from isopos.lab.recipes import Recipe
@@ -198,7 +198,7 @@ def save_weights(model: Any, folder: Path) -> None:
     path = folder / WEIGHTS
     try:
         with replacing(path) as part:
-            save_model(model, str(part))
+            save_model(model, str(part), metadata={"sha256": _digest(model)})
     except (SafetensorError, OSError) as error:
         last = newest(folder)
         remedy = f"make room and go on from {last.folder} with --resume" if last else "make room"
@@ -210,6 +210,8 @@ def read_weights(model: Any, path: Path) -> None:
     remedy = f"put it right, or remove it and make it again by isopos train --name {path.parent.name} --resume"
     try:
         check_plain(path)
+        with safe_open(str(path), "pt") as file:
+            digest = (file.metadata() or {}).get("sha256")
         load_model(model, str(path))
     except OSError as error:
         damaged(path, error, remedy)
@@ -219,3 +221,14 @@ def read_weights(model: Any, path: Path) -> None:
         damaged(path, f"expected the weights of this run's model, got: {error}", remedy)
     if wrong := _not_finite(dict(model.named_parameters())):
         damaged(path, wrong, remedy)
+    if digest is not None and digest != _digest(model):
+        damaged(path, "its content is not what was written", remedy)
+
+
+def _digest(model: Any) -> str:
+    """The sha256 of a model's tensors, by name."""
+    total = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        total.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
