@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from isopos import exact
+
 DEVICE = torch.device("lazy")  # a type that no build here has, and whose gradients need no thread of its own
 WIDE = (torch.float64, torch.complex128)
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}  # what may have tensors of two devices
@@ -36,7 +38,14 @@ class There(Tensor):
 
 
 class WithoutFloat64(TorchDispatchMode):
-    """Within it the device exists: tensors are made there and moved there, and no operation has float64 or two devices."""
+    """Within it the device exists: tensors are made there and moved there, and no operation has float64 or two devices.
+
+    What is known of the device is forgotten afterwards.
+    """
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        exact.WIDE.pop(DEVICE.type, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})

@@ -16,10 +16,9 @@ T = 12
 
 @pytest.fixture(autouse=True)
 def device():
-    """The device exists, and what is known of it is forgotten afterwards."""
+    """The device exists."""
     with WithoutFloat64():
         yield
-    exact.WIDE.pop(DEVICE.type, None)
 
 
 def moved(module):

@@ -7,7 +7,7 @@ import torch
 from cases import PRESETS, SCHEMES, inputs_of, with_kinds
 from pretend import DEVICE, There, WithoutFloat64
 
-from isopos import exact, schemes
+from isopos import schemes
 from isopos.attention import absorb, linear_attention, naive_linear_attention, softmax_attention
 from isopos.positions import sequence
 from isopos.state import State
@@ -20,7 +20,6 @@ T = 70
 def device():
     with WithoutFloat64():
         yield
-    exact.WIDE.pop(DEVICE.type, None)
 
 
 def drawn():
