@@ -69,9 +69,7 @@ def read_text(path: Path, remedy: str, most: int = MOST) -> str:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise
-    except OSError as error:
-        damaged(path, error, remedy)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         damaged(path, error, remedy)
 
 
