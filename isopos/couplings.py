@@ -95,8 +95,6 @@ class Constrained(_Apart):
         https://arxiv.org/abs/2102.07680
     """
 
-    is_additive = True
-
     def __init__(self, features: int, heads: int, frequency: Tensor, *, learned: bool = False, outside: int = 0):
         super().__init__()
         if frequency.ndim != 2 or not frequency.isfinite().all():
@@ -154,8 +152,6 @@ class TransformerXL(_Apart):
         - Transformer-XL (Dai et al. 2019), section 3.3. https://arxiv.org/abs/1901.02860
         - RoFormer (Su et al. 2021), Eq. 7.
     """
-
-    is_additive = True
 
     def __init__(self, features: int, heads: int, width: int, *, seed: int = 0):
         super().__init__()

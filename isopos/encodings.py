@@ -44,7 +44,6 @@ class Coupling(ExactModule, ABC):
     is_complex: bool = False  # whether it multiplies pairs of features by phases, as complex numbers
     is_trivial: bool = False  # whether positions change nothing
     is_random: bool = False  # whether it is relative in expectation only
-    is_additive: bool = False  # whether it adds to scores what is no product of features, so that their scale matters
     is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
 
     @abstractmethod

@@ -15,7 +15,7 @@ from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import ExactModule, narrow, shown, wide
-from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, Phi, sides
+from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.maps import Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -235,13 +235,10 @@ class Scheme(nn.Module):
 
     @property
     def feature_map(self) -> Phi:
-        """phi of linear attention; that of `Favor` without its scales, where these do not divide out."""
+        """phi of linear attention."""
         if self.attention == "softmax":
             raise AttributeError("feature_map: expected a scheme of linear attention, got one of softmax, which has none")
-        if self.favor is None:
-            return FEATURE_MAPS[self.choices["feature_map"]]
-        added = self.encoding.is_additive and not self.inside
-        return FeatureMap("favor", self.favor.forward) if self.normalised or added else self.favor
+        return FEATURE_MAPS[self.choices["feature_map"]] if self.favor is None else self.favor
 
     @property
     def outside(self) -> int:
@@ -321,7 +318,8 @@ class Scheme(nn.Module):
             return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside:
-            found["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, sides(phi), strict=True))
+            both = sides(undivided(phi) if self.normalised else phi)
+            found["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, both, strict=True))
         found["feature_map"] = None if self.inside else phi
         return Arguments(found, denominator=None if denominator == "none" else denominator)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isopos.attention.reference import divides_out
 from isopos.catalog import at_least, expect
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
@@ -190,8 +191,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     if segments is None:
         _check_order(decay, causal, before)
     phi, problem = identity if phi is None else phi, group(problem)
-    if denominator is None or not all(rho.isometric or rho.linear for rho in (problem.rho_q, problem.rho_k)):
-        phi = undivided(phi)
+    phi = phi if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(phi)
     if state is None:
         q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (problem.q, problem.k, problem.v))
         return problem._replace(q=q, k=k, v=v, g=decay, phi=phi, denominator=denominator)

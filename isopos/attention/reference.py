@@ -23,7 +23,7 @@ from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
 from isopos.terms import Clipped, Term
 
-__all__ = ["DEFINITIONS", "linear", "rows", "scores", "softmax"]
+__all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
 
 Pair = Tensor | tuple[Tensor, Tensor] | None  # one for queries and one for keys, or one for both
 Maps = TokenMap | tuple[TokenMap | None, TokenMap | None] | None
@@ -54,8 +54,8 @@ def linear(
     """
     k, v = (_without(x, mask) for x in (k, v))
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    divides = denominator is not None and all(rho.isometric or rho.linear for rho in (rho_q, rho_k))
-    phi_q, phi = sides(feature_map or identity) if divides else (undivided(feature_map or identity),) * 2
+    phi = feature_map or identity
+    phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
     factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
     if decay is not None:
@@ -111,6 +111,11 @@ def softmax(
     weight = (logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)).exp()
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
     return weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value")
+
+
+def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:
+    """Whether a factor of a query's features, and one of all keys', leave linear attention as it is."""
+    return denominator is not None and all(rho.isometric or rho.linear for rho in (rho_q, rho_k))
 
 
 DEFINITIONS: dict[str, Callable[..., Tensor]] = {"linear": linear, "softmax": softmax}
