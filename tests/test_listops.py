@@ -223,7 +223,7 @@ def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path, sche
 
 def test_an_epoch_has_every_expression_once_in_batches_of_similar_lengths(tmp_path):
     recipe, data = ready(tmp_path)
-    batches = len(data.lengths) // 8
+    batches = len(data.sizes["train"]) // 8
     for epoch in range(2):
         found, spread = [], []
         for step in range(epoch * batches, (epoch + 1) * batches):
@@ -256,14 +256,14 @@ def test_scores_count_every_expression_once_however_they_are_batched(tmp_path, s
     model = recipe.task.model(recipe).double()
     scored = data.score(model, recipe, View()).figures
     nats, right = [], []
-    for one in data.rows["validation"]:
-        logits, answers = data._answers(model, recipe, [one])
+    for n in range(len(data.rows["validation"])):
+        logits, answers = data.answers(model, recipe, "validation", np.array([n]))
         nats.append(torch.nn.functional.cross_entropy(logits, answers))
         right.append(logits.argmax(-1) == answers)
     close(torch.tensor(scored["nats"], dtype=torch.float64), torch.stack(nats).mean())
     assert scored["accuracy"] == pytest.approx(torch.cat(right).double().mean().item())
     assert scored["expressions"] == len(data.rows["validation"])
-    monkeypatch.setattr("isopos.lab.tasks.listops.AT_ONCE", 40)
+    monkeypatch.setattr("isopos.lab.tasks.samples.AT_ONCE", 40)
     assert data.score(model, recipe, View()).figures == pytest.approx(scored)
     assert data.score(model, recipe, View(limit=5)).figures["expressions"] == 5
     assert data.score(model, recipe, View(split="test")).figures["expressions"] == len(data.rows["test"])
@@ -274,7 +274,7 @@ def test_scores_count_every_expression_once_however_they_are_batched(tmp_path, s
 def test_as_much_is_scored_at_once_as_fits(tmp_path, monkeypatch, name, most, power):
     recipe, data = ready(tmp_path)
     model, shapes = recipe.task.model(recipe), []
-    monkeypatch.setattr(f"isopos.lab.tasks.listops.{name}", most)
+    monkeypatch.setattr(f"isopos.lab.tasks.samples.{name}", most)
     model.register_forward_hook(lambda model, args, found: shapes.append(args[0].shape))
     data.score(model, recipe, View())
     *whole, _ = [count for count, _ in shapes]

@@ -9,6 +9,7 @@ from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, TOLERANCE, close, ids, pert
 
 from isopos import Decoder, schemes
 from isopos.models import Block, Classifier, Encoder
+from isopos.models.blocks import NORMS
 from isopos.positions import Line, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
@@ -311,3 +312,37 @@ def test_a_model_with_windows_streams():
         logits, stream = model.step(tokens[:, i], stream)
         assert stream.states[0]["keys"].shape[-2] == 3
     torch.testing.assert_close(logits, model(tokens)[:, -1], atol=1e-5, rtol=1e-4)
+
+
+def test_batch_norm_is_over_the_tokens_of_the_mask():
+    norm, plain = NORMS["batch"](WIDTH), torch.nn.BatchNorm1d(WIDTH)
+    x, mask = torch.randn(3, T, WIDTH), torch.arange(T) < torch.tensor([4, T, 1])[:, None]
+    close(norm(x, mask)[mask], plain(x[mask]))
+    close(norm.running_var, plain.running_var)
+    assert not norm(x, mask)[~mask].any()
+    close(norm(x), plain(x.flatten(0, 1)).view_as(x))
+    with pytest.raises(ValueError, match="norm: expected layer in a decoder"):
+        Decoder(VOCABULARY, WIDTH, 1, schemes.build("rope", HEAD_DIM, HEADS), norm="batch")
+
+
+def test_a_padded_sample_is_what_it_is_alone_whatever_the_norm():
+    x, mask = tokens(2, T), torch.arange(T) < torch.tensor([5, T])[:, None]
+    for norm in ("layer", "batch"):
+        scheme = schemes.build("rope", HEAD_DIM, HEADS)
+        model = perturb(Classifier(VOCABULARY, 3, WIDTH, 2, scheme, norm=norm, activation="gelu")).eval()
+        close(model(x, mask=mask)[0], model(x[:1, :5])[0])
+
+
+def test_stochastic_depth_spares_samples_branches_and_keeps_their_mean():
+    block = Block(WIDTH, schemes.build("rope", HEAD_DIM, HEADS), stochastic_depth=0.25)
+    y = torch.ones(4000, 2, 3)
+    kept = block.branch(y)
+    assert {*kept.flatten().unique().tolist()} == {0.0, torch.tensor(4 / 3).item()}
+    assert (kept == kept[:, :1, :1]).all()
+    assert kept.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(block.eval().branch(y), y)
+    trunk = Encoder(VOCABULARY, WIDTH, 3, schemes.build("rope", HEAD_DIM, HEADS), stochastic_depth=0.2)
+    assert [one.stochastic_depth for one in trunk.blocks] == [0, 0.1, 0.2]
+    for name, value in (("activation", "tanh"), ("norm", "group"), ("stochastic_depth", 1.0)):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            Encoder(VOCABULARY, WIDTH, 2, schemes.build("rope", HEAD_DIM, HEADS), **{name: value})

@@ -2,20 +2,70 @@
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isopos.attention import Attention
+from isopos.catalog import expect
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "Options", "Trunk"]
+__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Options", "Trunk", "embedding"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of features ``[b t m]``, over all tokens of a batch that the mask ``[b t]`` has."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if mask is None:
+            return super().forward(x.flatten(0, 1)).view_as(x)
+        own = super().forward(x[mask])
+        return own.new_zeros(x.shape).masked_scatter(mask[..., None], own)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation of features ``[b t m]``, each token by itself."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+
+ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU}
+NORMS = {"layer": LayerNorm, "batch": BatchNorm}
+
+
+class BlockOptions(TypedDict, total=False):
+    """Of every block of a model.
+
+    Keys:
+        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
+        activation: Of the feed-forwards, by default "relu".
+        norm: What comes ahead of each branch and of the head: "layer", or "batch", over all tokens of a batch.
+        dropout: Probability, of the features of both branches.
+        kv_heads, attention_dropout, window: `kv_heads`, `dropout` and `window` of `Attention`; of linear attention, which
+            has no windows in streams, a model with one has neither `prefill` nor `step`.
+    """
+
+    hidden_dim: int | None
+    activation: Literal["relu", "gelu"]
+    norm: Literal["layer", "batch"]
+    dropout: float
+    kv_heads: int | None
+    attention_dropout: float
+    window: int | None
+
+
+class Options(BlockOptions, total=False):
+    """Of every model: those of its blocks, and two of the model's own; see `Trunk`."""
+
+    stochastic_depth: float
+    recompute: bool
 
 
 class Block(nn.Module):
@@ -24,9 +74,9 @@ class Block(nn.Module):
     Args:
         model_dim: Width.
         scheme: Of the attention.
-        hidden_dim: Width inside the feed-forward; 4 * model_dim by default.
-        dropout: Probability, on both branches.
-        kv_heads, attention_dropout, window: `kv_heads`, `dropout` and `window` of `Attention`.
+        stochastic_depth: Probability with which a sample is spared a branch in training (Huang et al. 2016,
+            https://arxiv.org/abs/1603.09382).
+        options: `BlockOptions`.
     """
 
     def __init__(
@@ -35,51 +85,54 @@ class Block(nn.Module):
         scheme: Scheme,
         *,
         hidden_dim: int | None = None,
+        activation: Literal["relu", "gelu"] = "relu",
+        norm: Literal["layer", "batch"] = "layer",
         dropout: float = 0.0,
         kv_heads: int | None = None,
         attention_dropout: float = 0.0,
         window: int | None = None,
+        stochastic_depth: float = 0.0,
     ):
         super().__init__()
+        for name, value, known in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
+            expect(name, value, known)
+        if not 0 <= stochastic_depth < 1:
+            raise ValueError(f"stochastic_depth: expected a probability below 1, got {stochastic_depth}")
         hidden = hidden_dim or 4 * model_dim
-        self.norm1, self.norm2 = nn.LayerNorm(model_dim), nn.LayerNorm(model_dim)
+        self.norm1, self.norm2 = NORMS[norm](model_dim), NORMS[norm](model_dim)
         self.attention = Attention(model_dim, scheme, kv_heads=kv_heads, dropout=attention_dropout, window=window)
-        self.feed_forward = nn.Sequential(nn.Linear(model_dim, hidden), nn.ReLU(), nn.Linear(hidden, model_dim))
-        self.dropout = nn.Dropout(dropout)
+        widen, narrow = nn.Linear(model_dim, hidden), nn.Linear(hidden, model_dim)
+        self.feed_forward = nn.Sequential(widen, ACTIVATIONS[activation](), narrow)
+        self.dropout, self.stochastic_depth = nn.Dropout(dropout), stochastic_depth
 
     def forward(self, x: Tensor, at: Any, *, causal: bool, mask: Tensor | None = None, return_state: bool = False) -> Any:
         """x ``[b t m]``, of which those of the mask ``[b t]`` are seen -> ``[b t m]``, or a pair of it and the state."""
-        found = self.attention(self.norm1(x), at, causal=causal, mask=mask, return_state=return_state)
+        found = self.attention(self.norm1(x, mask), at, causal=causal, mask=mask, return_state=return_state)
         y, *state = found if return_state else (found,)
-        x = x + self.dropout(y)
-        x = x + self.dropout(self.feed_forward(self.norm2(x)))
+        x = x + self.branch(y)
+        x = x + self.branch(self.feed_forward(self.norm2(x, mask)))
         return (x, *state) if return_state else x
 
-
-class Options(TypedDict, total=False):
-    """Of every model: see `Trunk`."""
-
-    hidden_dim: int | None
-    dropout: float
-    recompute: bool
-    kv_heads: int | None
-    attention_dropout: float
-    window: int | None
+    def branch(self, y: Tensor) -> Tensor:
+        """What is added of a branch's output ``[b t m]``: all, but for dropout and stochastic depth in training."""
+        y = self.dropout(y)
+        if self.training and self.stochastic_depth:
+            keep = 1 - self.stochastic_depth
+            y = y * torch.empty(len(y), 1, 1, dtype=y.dtype, device=y.device).bernoulli_(keep) / keep
+        return y
 
 
 class Trunk(nn.Module, ABC):
     """Vectors of tokens, blocks, and the norm after them. Subclasses add a head.
 
     Args:
-        vocabulary: Number of tokens.
+        tokens: What makes vectors ``[b t m]`` of inputs: their number as words, of an `nn.Embedding`, or a module.
         model_dim: Width, heads * head_dim of the scheme, or of queries where `kv_heads` are fewer.
         layers: Number of blocks.
         scheme: What sees positions.
-        hidden_dim: Width inside the feed-forwards; 4 * model_dim by default.
-        dropout: Probability.
+        stochastic_depth: Of the last block; it rises from 0 in the first in equal steps.
         recompute: Compute each block again in the backward pass instead of keeping what is inside.
-        kv_heads, attention_dropout, window: `kv_heads`, `dropout` and `window` of `Attention`; of linear attention, which
-            has no windows in streams, a model with one has neither `prefill` nor `step`.
+        options: `BlockOptions`.
 
     Raises:
         ValueError: Where the scheme adds an embedding of another width.
@@ -87,28 +140,23 @@ class Trunk(nn.Module, ABC):
 
     def __init__(
         self,
-        vocabulary: int,
+        tokens: int | nn.Module,
         model_dim: int,
         layers: int,
         scheme: Scheme,
         *,
-        hidden_dim: int | None = None,
-        dropout: float = 0.0,
+        stochastic_depth: float = 0.0,
         recompute: bool = False,
-        kv_heads: int | None = None,
-        attention_dropout: float = 0.0,
-        window: int | None = None,
+        **options: Unpack[BlockOptions],
     ):
         super().__init__()
         added = scheme.embedding
         if added is not None and added.model_dim != model_dim:
             raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")
-        self.tokens = nn.Embedding(vocabulary, model_dim)
-        nn.init.normal_(self.tokens.weight, std=TOKEN_STD)
-        own = {"hidden_dim": hidden_dim, "dropout": dropout, "kv_heads": kv_heads, "window": window}
-        own["attention_dropout"] = attention_dropout
-        blocks = (Block(model_dim, scheme, **own) for _ in range(layers))
-        self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(model_dim)
+        self.tokens = tokens if isinstance(tokens, nn.Module) else embedding(tokens, model_dim)
+        depths = [stochastic_depth * n / max(1, layers - 1) for n in range(layers)]
+        blocks = (Block(model_dim, scheme, stochastic_depth=depth, **options) for depth in depths)
+        self.blocks, self.norm = nn.ModuleList(blocks), NORMS[options.get("norm", "layer")](model_dim)
         self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute
 
@@ -138,4 +186,11 @@ class Trunk(nn.Module, ABC):
         for block in self.blocks:
             call = partial(checkpoint, block, use_reentrant=False) if again else block
             x = call(x, at, causal=causal, mask=mask)
-        return self.norm(x)
+        return self.norm(x, mask)
+
+
+def embedding(vocabulary: int, model_dim: int) -> nn.Embedding:
+    """Vectors of so many tokens, drawn with `TOKEN_STD`."""
+    made = nn.Embedding(vocabulary, model_dim)
+    nn.init.normal_(made.weight, std=TOKEN_STD)
+    return made

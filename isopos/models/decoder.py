@@ -25,7 +25,7 @@ class Decoder(Trunk):
         tied: Whether the rows of the head are the vectors of tokens; it has no bias then, as in Fairseq's language models.
 
     Raises:
-        ValueError: For a tied head with cutoffs, whose rare tokens have fewer features.
+        ValueError: For a tied head with cutoffs, whose rare tokens have fewer features, and for a norm over tokens.
 
     Example:
         >>> import torch
@@ -40,6 +40,8 @@ class Decoder(Trunk):
         True
     """
 
+    tokens: nn.Embedding
+
     def __init__(
         self,
         vocabulary: int,
@@ -53,6 +55,8 @@ class Decoder(Trunk):
     ):
         if tied and cutoffs:
             raise ValueError(f"tied: expected an ordinary softmax, got cutoffs {tuple(cutoffs)}; give one of both")
+        if options.get("norm") == "batch":
+            raise ValueError("norm: expected layer in a decoder, whose tokens must not see later ones, got batch")
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
         if tied:
             self.head = nn.Linear(model_dim, vocabulary, bias=False)

@@ -73,8 +73,12 @@ class Model:
     model_dim: int = 96  # Width.
     heads: int = 4  # Heads of its attention.
     hidden_dim: int = 0  # Width inside the feed-forward; 0: four times that of the model.
+    activation: Literal["relu", "gelu"] = "relu"  # Inside the feed-forward.
+    norm: Literal["layer", "batch"] = "layer"  # Of the features of a token, or of a feature over the tokens of a batch.
     dropout: float = 0.0  # Probability.
     attention_dropout: float = 0.0  # Probability, of weights of softmax attention; linear attention forms none.
+    stochastic_depth: float = 0.0
+    """Probability with which a sample is spared the last block in training; of those before it falls to 0 in equal steps."""
     recompute: bool = False
     """Gradient checkpointing: compute each block a second time in the backward pass instead of keeping what is in it."""
 
@@ -164,7 +168,7 @@ class Recipe:
             expect(name, values[name], "a positive number", 0 < values[name] < float("inf"))
         for name in ("weight_decay", "clip"):
             expect(name, values[name], "0 or more", 0 <= values[name] < float("inf"))
-        for name in ("dropout", "attention_dropout", "beta1", "beta2"):
+        for name in ("dropout", "attention_dropout", "stochastic_depth", "beta1", "beta2"):
             expect(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
         expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
         parts = t.accumulate * t.devices * t.nodes

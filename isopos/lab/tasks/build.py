@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from isopos.models import TOKEN_STD
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_model", "build_scheme", "check_group", "memory"]
+__all__ = ["build_model", "build_scheme", "check_group", "group_of", "memory"]
 
 Built = TypeVar("Built")
 
@@ -47,6 +48,12 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
     return scheme
 
 
+@lru_cache(maxsize=16)
+def group_of(recipe: Recipe) -> Group:
+    """Whose positions the scheme of a recipe takes."""
+    return build_scheme(recipe).group
+
+
 def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **options: Any) -> Built:
     """A model of the sizes and the scheme of a recipe, whose first sizes and other options are those of the task.
 
@@ -56,7 +63,8 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
     least = 4 * m.model_dim * (first[0] + m.layers * (4 * m.model_dim + 2 * (m.hidden_dim or 4 * m.model_dim)))  # bytes
     expect("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
     scheme = build_scheme(recipe)
-    sizes = {"hidden_dim": m.hidden_dim or None, "dropout": m.dropout, "recompute": m.recompute}
+    sizes = {name: getattr(m, name) for name in ("activation", "norm", "dropout", "stochastic_depth", "recompute")}
+    sizes["hidden_dim"] = m.hidden_dim or None
     if m.attention_dropout and scheme.attention == "softmax":
         sizes["attention_dropout"] = m.attention_dropout
     with torch.random.fork_rng(devices=[]):

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, Rows, generate, nodes, read, text
-from isopos.lab.tasks.task import Data, Metric, Scored, Task, View, expect
+from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.task import Metric, Task, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Expressions", "ListOps"]
 
-POOL = 50  # batches whose expressions are sorted by length together
-AT_ONCE = 1 << 14  # tokens that are scored at once
-PAIRS = 1 << 21  # of tokens, that softmax attention may compare at once, a head
 RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # of the built-in expressions
 COUNTS = (10_000, 1000, 1000)
 
@@ -51,10 +48,7 @@ class ListOps(Task):
     unit = "examples"
     limits = (("longest branches validation_rows", 0, 10**9),)
     settled = ("longest", "branches")
-    metrics = (
-        Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out expressions whose value is found"),
-        Metric("nats", "nats", note="nats: cross-entropy of their values"),
-    )
+    metrics = accuracy("held-out expressions", "whose value is found")
 
     @property
     def more(self) -> tuple[Metric, ...]:
@@ -97,8 +91,10 @@ class ListOps(Task):
         return Expressions(self, rows.up_to(self.longest) if self.longest else rows)
 
 
-class Expressions(Data):
+class Expressions(Labelled):
     """Expressions to train on and to score."""
+
+    unit = "expressions"
 
     def __init__(self, task: ListOps, rows: Rows):
         self.task, self.rows, self.sha256 = task, rows.splits, rows.sha256
@@ -115,7 +111,8 @@ class Expressions(Data):
             f"{len(train)} + {len(validation)} + {len(test)} expressions{left}; without a model: always {frequent} "
             f"{usual:.1%}, by the first operator {first:.1%}"
         )
-        self.lengths = np.array([len(row.tokens) for row in train])
+        self.sizes = {split: np.array([len(row.tokens) for row in rows]) for split, rows in self.rows.items()}
+        self.limit = task.validation_rows
 
     def settle(self, recipe: "Recipe") -> "Recipe":
         rows = [row for split in self.rows.values() for row in split]
@@ -123,91 +120,27 @@ class Expressions(Data):
         task = self.task
         expect("branches", task.branches, f"at least the {branches} of the data", not 0 < task.branches < branches)
         recipe = recipe.edit(longest=task.longest or longest, branches=task.branches or branches)
-        if recipe.training.batch > len(self.lengths):
-            raise ValueError(f"batch: expected at most the {len(self.lengths)} expressions, got {recipe.training.batch}")
         recipe.task.check(recipe)
-        return recipe
+        return super().settle(recipe)
 
-    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``.
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``."""
+        from isopos.lab.tasks.build import group_of
 
-        Every expression is drawn once an epoch, but those that are left over after its last whole batch. A batch has
-        expressions of similar lengths.
-        """
-        count = recipe.training.batch
-        if count % ranks or not 0 <= rank < ranks:
-            raise ValueError(f"batch: expected a multiple of the {ranks} ranks, and a rank below, got {count} and {rank}")
-        epoch, number = divmod(step, len(self.lengths) // count)
-        share = count // ranks
-        drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
-        return _tensors([self.rows["train"][n] for n in drawn], _group(recipe))
-
-    def loss(self, model: "nn.Module", *batch: "Tensor") -> "Tensor":
-        from torch.nn import functional as F
-
-        *sample, answers = batch
-        return F.cross_entropy(model(*sample), answers)
-
-    def score(self, model: "nn.Module", recipe: "Recipe", view: View) -> Scored:
-        from torch.nn import functional as F
-
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        limit = self.task.validation_rows if view.limit < 0 else view.limit
-        rows = sorted(self.rows[view.split][: limit or None], key=lambda row: len(row.tokens), reverse=True)
-        nats, right, begin = 0.0, 0, 0
-        while begin < len(rows):
-            longest = len(rows[begin].tokens)
-            end = begin + max(1, min(AT_ONCE // longest, PAIRS // longest**2))
-            logits, answers = self._answers(model, recipe, rows[begin:end])
-            nats += F.cross_entropy(logits, answers, reduction="sum").item()
-            right += int((logits.argmax(-1) == answers).sum())
-            begin = end
-        return Scored({"accuracy": right / len(rows), "nats": nats / len(rows), "expressions": len(rows)})
+        return _tensors([self.rows[split][n] for n in rows], group_of(recipe))
 
     def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
         rows = self.rows["validation"][:count]
-        found = self._answers(model, recipe, rows)[0].argmax(-1).tolist()
+        logits, _ = self.answers(model, recipe, "validation", np.arange(len(rows)))
         return [
             {"expression": text(row.tokens), "answer": row.answer, "model": answer}
-            for row, answer in zip(rows, found, strict=True)
+            for row, answer in zip(rows, logits.argmax(-1).tolist(), strict=True)
         ]
-
-    def _answers(self, model: "nn.Module", recipe: "Recipe", rows: Sequence[Expression]) -> "tuple[Tensor, Tensor]":
-        """A model's logits and the right answers, with the model in evaluation mode for the time."""
-        import torch
-
-        device, training = next(model.parameters()).device, model.training
-        *sample, answers = (tensor.to(device) for tensor in _tensors(rows, _group(recipe)))
-        model.eval()
-        try:
-            with torch.no_grad():
-                return model(*sample), answers
-        finally:
-            model.train(training)
 
 
 def _by_first(row: Expression) -> int:
     """A guess that looks at the first token only: 0 of a minimum, 9 of a maximum, else in the middle."""
     return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)
-
-
-@lru_cache(maxsize=2)
-def _epoch(data: Expressions, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Which expressions are in the batches of an epoch, ``[batches count]``."""
-    random = np.random.default_rng((seed, epoch))
-    order = random.permutation(len(data.lengths))[: len(data.lengths) // count * count]
-    pool = np.arange(len(order)) // (POOL * count)
-    order = order[np.lexsort((data.lengths[order], pool))].reshape(-1, count)
-    return order[random.permutation(len(order))]
-
-
-@lru_cache(maxsize=16)
-def _group(recipe: "Recipe") -> "Group":
-    """Whose positions the scheme of a recipe takes."""
-    from isopos.lab.tasks.build import build_scheme
-
-    return build_scheme(recipe).group
 
 
 def _tensors(rows: Sequence[Expression], group: "Group") -> "tuple[Tensor, Tensor, Tensor, Tensor]":

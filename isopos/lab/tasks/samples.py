@@ -1,0 +1,127 @@
+"""What tasks of finite sets of samples share: the batches of an epoch, and the loss and figures of classifiers."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isopos.lab.tasks.task import Data, Metric, Scored, View
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isopos.lab.recipes import Recipe
+
+__all__ = ["Labelled", "Samples", "accuracy"]
+
+POOL = 50  # batches whose samples are sorted by size together
+AT_ONCE = 1 << 14  # tokens that are scored at once
+PAIRS = 1 << 21  # of tokens, that softmax attention may compare at once, a head
+
+
+def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
+    """The figures of a classifier: its accuracy, the share of `what` that is `right`, and its cross-entropy.
+
+    Example:
+        >>> accuracy("held-out texts", "named rightly")[0].note
+        'accuracy: share of held-out texts named rightly'
+    """
+    return (
+        Metric("accuracy", "accuracy", "higher", ".1%", note=f"accuracy: share of {what} {right}"),
+        Metric("nats", "nats", note="nats: cross-entropy of their classes"),
+    )
+
+
+class Samples(Data):
+    """A finite set of samples. What `score` yields of them is found in batches of `rounds`."""
+
+    sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; those of train make the epochs
+    unit: str = "samples"  # what they are, for messages
+
+    @abstractmethod
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Samples of a split as one batch.
+
+        In training they are those of a step, and may be changed at random: a function of (seed, step, row).
+        """
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        count = len(self.sizes["train"])
+        if recipe.training.batch > count:
+            raise ValueError(f"batch: expected at most the {count} {self.unit}, got {recipe.training.batch}")
+        return recipe
+
+    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+        """What `tensors` makes of a rank's share of a step.
+
+        Every sample is drawn once an epoch, but those that are left over after its last whole batch. A batch has samples of
+        similar sizes.
+        """
+        count = recipe.training.batch
+        if count % ranks or not 0 <= rank < ranks:
+            raise ValueError(f"batch: expected a multiple of the {ranks} ranks, and a rank below, got {count} and {rank}")
+        epoch, number = divmod(step, len(self.sizes["train"]) // count)
+        share = count // ranks
+        drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
+        return self.tensors("train", drawn, recipe, step)
+
+    def rounds(self, split: str, limit: int) -> Iterator[np.ndarray]:
+        """The first rows of a split, 0: all of them, the longest first, as many at once as memory surely has room for."""
+        sizes = self.sizes[split][: limit or None]
+        order, begin = np.argsort(-sizes, kind="stable"), 0
+        while begin < len(order):
+            longest = int(sizes[order[begin]])
+            end = begin + max(1, min(AT_ONCE // longest, PAIRS // longest**2))
+            yield order[begin:end]
+            begin = end
+
+
+class Labelled(Samples):
+    """Samples with a class each: the last of their tensors, ``[b]``."""
+
+    limit: int = 0  # at most so many held-out samples are scored while training; 0: all
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        *sample, answers = batch
+        return F.cross_entropy(model(*sample), answers)
+
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """Accuracy, nats, and the number of samples by the name of their unit."""
+        from torch.nn import functional as F
+
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        nats, right, count = 0.0, 0, 0
+        for rows in self.rounds(view.split, self.limit if view.limit < 0 else view.limit):
+            logits, answers = self.answers(model, recipe, view.split, rows)
+            nats += F.cross_entropy(logits, answers, reduction="sum").item()
+            right += int((logits.argmax(-1) == answers).sum())
+            count += len(rows)
+        return Scored({"accuracy": right / count, "nats": nats / count, self.unit: count})
+
+    def answers(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
+        """A model's logits ``[b classes]`` and the right answers ``[b]``, with the model in evaluation mode for the time."""
+        import torch
+
+        device, training = next(model.parameters()).device, model.training
+        *sample, answers = (tensor.to(device) for tensor in self.tensors(split, rows, recipe))
+        model.eval()
+        try:
+            with torch.no_grad():
+                return model(*sample), answers
+        finally:
+            model.train(training)
+
+
+@lru_cache(maxsize=2)
+def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
+    """Which samples are in the batches of an epoch, ``[batches count]``."""
+    random, sizes = np.random.default_rng((seed, epoch)), data.sizes["train"]
+    order = random.permutation(len(sizes))[: len(sizes) // count * count]
+    pool = np.arange(len(order)) // (POOL * count)
+    order = order[np.lexsort((sizes[order], pool))].reshape(-1, count)
+    return order[random.permutation(len(order))]
