@@ -11,6 +11,7 @@ from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, pre
 from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
+from isopos.lab.tasks.transduction import Transduction
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -76,6 +77,12 @@ OF_TASKS = {
     Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
     Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
     ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
+    Transduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation", "vocabulary"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "length": (1, 10**6),
+    },
 }
 ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
 ENDS += [(task, field, *ends) for task, of_task in OF_TASKS.items() for field, ends in of_task.items()]
@@ -164,6 +171,16 @@ DECLARED = """
     listops paper: task=listops data=lra_release/listops-1000 longest=2000 branches=0 validation_rows=0 layers=6
         model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=5000 batch=32 learning_rate=0.00158 schedule=inverse-sqrt
         warmup=1000 beta2=0.98 epsilon=1e-09 weight_decay=0.1 clip=0.0 validate_every=500 save_every=500 device=auto
+    transduction tiny: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=8 deviation=2
+        tokenizer=words samples=500 held_out=50 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=50
+        batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    transduction small: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=16 deviation=2
+        tokenizer=words samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=600
+        batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    transduction paper: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=100 deviation=10
+        tokenizer=words vocabulary=20 samples=10000 held_out=1000 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=0 steps=31200 warmup=1560 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8 learning_rate=0.0005
+        clip=0.0 validate_every=780 save_every=780 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
     table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False

@@ -24,6 +24,7 @@ RECIPES = {
     "lrpe-alm": "language:lrpe_alm",
     "permuteformer-lm": "language:permuteformer_lm",
     "listops": "listops:listops",
+    "transduction": "transduction:transduction",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 
