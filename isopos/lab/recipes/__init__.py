@@ -25,6 +25,7 @@ RECIPES = {
     "permuteformer-lm": "language:permuteformer_lm",
     "listops": "listops:listops",
     "transduction": "transduction:transduction",
+    "tree-transduction": "transduction:tree_transduction",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

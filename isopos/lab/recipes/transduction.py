@@ -1,9 +1,10 @@
-"""Recipes of encoder-decoders."""
+"""Recipes of encoder-decoders: of sequences and of trees."""
 
 from isopos.lab.recipes.recipe import Recipe
 from isopos.lab.tasks.transduction import Transduction
+from isopos.lab.tasks.tree_transduction import TreeTransduction
 
-__all__ = ["transduction"]
+__all__ = ["transduction", "tree_transduction"]
 
 PAPER = {  # of all models of Algebraic Positional Encodings that transduce
     "batch": 64,
@@ -31,5 +32,24 @@ def transduction(scale: str) -> Recipe:
         "paper": PAPER
         | {"samples": 10_000, "held_out": 1000, "length": 100, "deviation": 10, "vocabulary": 20}
         | {"steps": 31_200, "warmup": 1560, "validate_every": 780, "save_every": 780},
+    }
+    return small.edit(**sizes[scale])
+
+
+def tree_transduction(scale: str) -> Recipe:
+    """Operations on random trees; at the scale paper as in Algebraic Positional Encodings (section 4, Appendix B).
+
+    That is depths of N(7, 1), 20 labels, and models and learning as those of `transduction`. The authors' code says 6000,
+    2000 and 2000 samples, 400 epochs of batches of 64.
+    """
+    small = Recipe(task=TreeTransduction()).edit(
+        scheme="ape-tree:attention=softmax", **TreeTransduction.edits, device="auto"
+    )
+    sizes = {
+        "tiny": {"samples": 300, "held_out": 30, "depth": 3, "steps": 30, "layers": 1, "model_dim": 32, "heads": 2},
+        "small": {},
+        "paper": PAPER
+        | {"samples": 6000, "held_out": 2000, "depth": 7, "deviation": 1}
+        | {"steps": 37_200, "warmup": 1860, "validate_every": 930, "save_every": 930},
     }
     return small.edit(**sizes[scale])

@@ -10,6 +10,7 @@ TASKS = {
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
     "listops": "isopos.lab.tasks.listops:ListOps",
     "transduction": "isopos.lab.tasks.transduction:Transduction",
+    "tree-transduction": "isopos.lab.tasks.tree_transduction:TreeTransduction",
 }
 """Where each task is; imported when it is first used."""
 

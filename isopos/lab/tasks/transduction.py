@@ -72,8 +72,8 @@ class Transduced(Samples):
     start: int  # the token that every target is decoded from
 
     @abstractmethod
-    def follow(self) -> "Follow | None":
-        """Where the tokens of a decoded target stand; see `Seq2Seq.greedy`."""
+    def follow(self, recipe: "Recipe") -> "Follow":
+        """Where the tokens of decoded targets stand; see `Seq2Seq.greedy`."""
 
     @abstractmethod
     def ended(self, tokens: np.ndarray) -> np.ndarray:
@@ -130,7 +130,7 @@ class Transduced(Samples):
     def freely(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """The right and the decoded target of each row."""
         source, _, positions, _, mask, answers = self._on(model, recipe, split, rows)
-        tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(), positions, mask)
+        tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(recipe), positions, mask)
         pairs = zip(answers.cpu().numpy(), tokens.cpu().numpy(), strict=True)
         return [(right[right >= 0], self.ended(found)) for right, found in pairs]
 
@@ -283,7 +283,7 @@ class Sequences(Transduced):
             target = {"copy": source, "reverse": source[::-1], "repeat": np.tile(source, 2)}[self.task.operation]
         return source, np.append(target, self.end)
 
-    def follow(self) -> "Follow":
+    def follow(self, recipe: "Recipe") -> "Follow":
         from isopos.positions import sequence
 
         def places(tokens: "Tensor") -> "Tensor | None":
