@@ -224,6 +224,9 @@ def test_texts_are_tokens_of_one_vocabulary_that_stays_with_the_run(tmp_path, to
     assert 0 <= figures["bleu"] <= 100
     right = [data.pair("validation", n)[1] for n in range(3)]
     assert data.of_decoded([(own, own) for own in right])["bleu"] == pytest.approx(100)
+    if tokenizer == "words":
+        unknown = np.full_like(right[0], data.tokenizer.encode("x")[0])
+        assert data.of_decoded([(unknown, unknown)])["bleu"] == 0
     assert [metric.title for metric in recipe.task.metrics] == ["perplexity", "tokens", "BLEU"]
     first, *_ = data.examples(model, recipe, 2)
     assert (first["source"], first["target"]) in ROWS

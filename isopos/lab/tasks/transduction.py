@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.data.pairs import Pairs, read_texts, sequences
+from isopos.lab.data.tokenizers import BPE, UNK, Tokenizer, Words, load_tokenizer
 from isopos.lab.tasks.samples import Samples
 from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.lab.data.tokenizers import Tokenizer
     from isopos.lab.recipes import Recipe
     from isopos.models import Seq2Seq
     from isopos.models.seq2seq import Follow
@@ -223,8 +223,6 @@ class Transduction(Transducing):
                 vocabulary=self.vocabulary or SYMBOLS,
             )
             return Sequences(self, Pairs({name: [(row, row) for row in rows] for name, rows in made.items()}))
-        from isopos.lab.data.tokenizers import BPE, Words, load_tokenizer
-
         texts = read_texts(self.data, self.languages)
         lines = (f"{side}\n" for pair in texts.splits["train"] for side in pair)
         learn = {"words": Words, "bpe": BPE}[self.tokenizer].learn
@@ -236,7 +234,7 @@ class Transduction(Transducing):
 class Sequences(Transduced):
     """Symbols or tokens; the last two tokens of the vocabulary end and start a target."""
 
-    def __init__(self, task: Transduction, pairs: Pairs[np.ndarray], tokenizer: "Tokenizer | None" = None):
+    def __init__(self, task: Transduction, pairs: Pairs[np.ndarray], tokenizer: Tokenizer | None = None):
         self.task, self.tokenizer, self.name = task, tokenizer, task.data or f"random symbols to {task.operation}"
         self.end = tokenizer.size if tokenizer else task.vocabulary or SYMBOLS
         self.start, self.limit, self.free = self.end + 1, task.validation_rows, task.decoded
@@ -301,13 +299,13 @@ class Sequences(Transduced):
         return max(answers.shape[1], 2 * source.shape[1] + 10) if self.tokenizer else answers.shape[1]
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """Also BLEU of texts, in per cent."""
+        """Also BLEU of texts, in per cent; a word that the vocabulary has not is never right."""
         found = super().of_decoded(decoded)
         if self.tokenizer:
             from torchmetrics.functional.text import bleu_score
 
             references, texts = ([self.text(side) for side in sides] for sides in zip(*decoded, strict=True))
-            found["bleu"] = 100 * float(bleu_score(texts, [[reference] for reference in references]))
+            found["bleu"] = 100 * float(bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references]))
         return found
 
     def shown(self, split: str, row: int) -> tuple[str, str]:
