@@ -254,6 +254,7 @@ def test_longer_pairs_are_left_out_and_what_cannot_be_is_refused():
         ready(longest=1)
 
 
+@pytest.mark.slow
 def test_a_short_training_copies():
     more = {"operation": "copy", "batch": 32, "model_dim": 32, "samples": 1000, "vocabulary": 6, "length": 4}
     recipe, data = ready("ape-sequence:attention=softmax", **more)

@@ -330,6 +330,7 @@ def test_what_does_not_fit_is_refused():
         ready(vocabulary=7)
 
 
+@pytest.mark.slow
 def test_a_short_training_mirrors_trees():
     recipe, data = ready(batch=32, samples=1000, depth=2, labels=6, model_dim=32)
     model = recipe.task.model(recipe)

@@ -158,9 +158,8 @@ class Transduction(Transducing):
     """Pairs of texts: a table with a tab between source and target or a folder of such .tsv, two files SOURCE,TARGET, or a
     folder and --languages; names with train, valid and test make the splits. By default random symbols are transduced."""
     languages: str = ""  # Endings of the files in a folder of texts: en,de.
-    operation: Literal["copy", "reverse", "repeat"] = (
-        "reverse"  # What targets of random symbols are; repeat: twice the source.
-    )
+    operation: Literal["copy", "reverse", "repeat"] = "reverse"
+    """What targets of random symbols are: the source, the source from its end on, or twice the source."""
     length: int = 16  # Symbols of a random source, on average.
     deviation: int = 2  # Their standard deviation.
     tokenizer: Literal["words", "bpe"] = "words"  # What a token of texts is; sources and targets share them.
@@ -245,6 +244,7 @@ class Sequences(Transduced):
             name: np.array([self._sizes(pair) for pair in rows]).reshape(-1, 2) for name, rows in self.pairs.items()
         }
         self.sizes = {name: sides.sum(1) for name, sides in self.sides.items()}
+        self.longest = int(max(sides.max(initial=0) for sides in self.sides.values()))
         self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
         self.sha256 = self._hash()
         self.summary = (
@@ -252,8 +252,7 @@ class Sequences(Transduced):
         )
 
     def settle(self, recipe: "Recipe") -> "Recipe":
-        longest = int(max(sides.max(initial=0) for sides in self.sides.values()))
-        recipe = recipe.edit(longest=self.task.longest or longest, vocabulary=self.end)
+        recipe = recipe.edit(longest=self.task.longest or self.longest, vocabulary=self.end)
         recipe.task.check(recipe)
         return super().settle(recipe)
 
@@ -295,8 +294,9 @@ class Sequences(Transduced):
         return tokens[: ends[0] + 1] if len(ends) else tokens
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
-        """Of texts, as many as a translation may have that is not the reference."""
-        return max(answers.shape[1], 2 * source.shape[1] + 10) if self.tokenizer else answers.shape[1]
+        """Of texts, as many as a translation may have that is not the reference, within the longest."""
+        free = min(2 * source.shape[1] + 10, self.longest) if self.tokenizer else 0
+        return max(answers.shape[1], free)
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
         """Also BLEU of texts, in per cent; a word that the vocabulary has not is never right."""
@@ -327,7 +327,7 @@ class Sequences(Transduced):
 
     def _hash(self) -> str:
         """Of all tokens, in their order, and of what becomes of them."""
-        digest = hashlib.sha256(f"{self.name} {self.end}".encode())
+        digest = hashlib.sha256(f"{self.task.operation if not self.task.data else ''} {self.end}".encode())
         for name, rows in self.pairs.items():
             for source, target in rows:
                 digest.update(f"{name} {len(source)} {len(target)}".encode() + source.tobytes() + target.tobytes())

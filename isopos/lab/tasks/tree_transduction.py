@@ -119,7 +119,7 @@ class Trees(Transduced):
             for name, rows in self.pairs.items()
         }
         self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
-        digest = hashlib.sha256(f"{self.name} {self.names} {found.arities}".encode())
+        digest = hashlib.sha256(f"{task.order} {self.names} {found.arities}".encode())
         for name, rows in self.pairs.items():
             digest.update(f"{name} {rows}".encode())
         self.sha256 = digest.hexdigest()
