@@ -9,6 +9,7 @@ TASKS = {
     "language": "isopos.lab.tasks.language:Language",
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
     "listops": "isopos.lab.tasks.listops:ListOps",
+    "text": "isopos.lab.tasks.text:TextClasses",
 }
 """Where each task is; imported when it is first used."""
 
