@@ -18,7 +18,7 @@ import numpy as np
 from isopos.lab.data.prepare import SPLITS, named_split
 from isopos.lab.data.sources import Source
 
-__all__ = ["Classes", "Row", "lines_of", "parts", "rows", "wrong"]
+__all__ = ["TABLES", "Classes", "Row", "json_rows", "lines_of", "parts", "rows", "table_rows", "wrong"]
 
 TABLES = (".csv", ".tsv", ".jsonl")
 UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
@@ -32,6 +32,7 @@ class Row(NamedTuple):
     label: str
     file: str
     line: int
+    start: int = 1  # the place in the line of the first value, from 1 on, where it is known
 
 
 def wrong(file: str, line: int, said: str, column: int | None = None) -> ValueError:
@@ -60,7 +61,7 @@ def rows(
     for name, blocks in source.read(raw=False):
         path, suffix = PurePosixPath(name.replace("\\", "/")), PurePosixPath(name).suffix.lower()
         if tables and suffix in TABLES:
-            read = _json if suffix == ".jsonl" else _table
+            read = json_rows if suffix == ".jsonl" else table_rows
             for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
                 found += 1
                 yield row
@@ -93,15 +94,19 @@ def lines_of(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
             number += 1
 
 
-def _table(
-    name: str, lines: Iterator[str], columns: Sequence[str], label: str, unlabelled: Callable[[str], None]
+def table_rows(
+    name: str,
+    lines: Iterator[str],
+    columns: Sequence[str],
+    label: str,
+    unlabelled: Callable[[str], None],
+    bare: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Rows of CSV; or of TSV, in which quotes mean themselves."""
+    """Rows of CSV; or of TSV, in which quotes mean themselves. The columns are `bare` where the first line names none."""
     csv.field_size_limit(FIELD)
     plain = name.lower().endswith(".tsv")
     reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
     wanted, places, width = (*columns, label), None, 0
-    numbered = all(one.isdecimal() for one in wanted)
     while True:
         try:
             cells = next(reader, None)
@@ -113,18 +118,22 @@ def _table(
             continue
         if places is None:
             width, titles = len(cells), [cell.strip() for cell in cells]
-            if numbered:
+            if named := not all(one.isdecimal() for one in wanted):
+                named = len(bare) != width or bool({*wanted} & {*titles})
+                titles = titles if named else list(bare)
+            else:
                 titles = [str(n) for n in range(1, width + 1)]
             if label not in titles and named_split(name) == "test" and {*columns} <= {*titles}:
                 unlabelled(PurePosixPath(name).name)
                 return
             places = [_place(name, titles, one) for one in wanted]
-            if not numbered:
+            if named:
                 continue
         if len(cells) != width:
             raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
         *values, given = (cells[place] for place in places)
-        yield Row(tuple(values), _label(given, name, reader.line_num), name, reader.line_num)
+        start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if plain else 1
+        yield Row(tuple(values), _label(given, name, reader.line_num), name, reader.line_num, start)
 
 
 def _place(name: str, titles: Sequence[str], wanted: str) -> int:
@@ -137,15 +146,20 @@ def _place(name: str, titles: Sequence[str], wanted: str) -> int:
     return titles.index(wanted)
 
 
-def _json(
-    name: str, lines: Iterator[str], columns: Sequence[str], label: str, unlabelled: Callable[[str], None]
+def json_rows(
+    name: str,
+    lines: Iterator[str],
+    columns: Sequence[str],
+    label: str,
+    unlabelled: Callable[[str], None],
+    loads: Callable[[str], Any] = json.loads,
 ) -> Iterator[Row]:
-    """Rows of JSON, an object a line."""
+    """Rows of JSON, an object a line, which `loads` reads."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            cells = json.loads(line.rstrip())
+            cells = loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise wrong(name, number, f"expected JSON, got none: {error.msg}", error.colno) from None
         except RecursionError:

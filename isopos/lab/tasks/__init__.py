@@ -10,6 +10,7 @@ TASKS = {
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
     "listops": "isopos.lab.tasks.listops:ListOps",
     "text": "isopos.lab.tasks.text:TextClasses",
+    "trees": "isopos.lab.tasks.trees:TreeClasses",
 }
 """Where each task is; imported when it is first used."""
 
