@@ -157,11 +157,14 @@ DECLARED = """
         batch=128
         learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
-    listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
+    listops tiny: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
         learning_rate=0.002 device=auto
-    listops small: task=listops longest=0 branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
+    listops small: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
         learning_rate=0.002 device=auto
-    listops paper: task=listops data=lra_release/listops-1000 longest=2000 branches=0 validation_rows=0 layers=6
+    listops paper: task=listops data=lra_release/listops-1000 longest=2000 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=6
         model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=5000 batch=32 learning_rate=0.00158 schedule=inverse-sqrt
         warmup=1000 beta2=0.98 epsilon=1e-09 weight_decay=0.1 clip=0.0 validate_every=500 save_every=500 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear

@@ -91,7 +91,7 @@ def load(
     """The labelled trees of a source, prepared once, then memory-mapped.
 
     Lines of a file that is no table (in a folder: .txt, .ptb or .mrg) are s-expressions with their class at the root. Other
-    inner nodes are taken to have classes, too, which are hidden, as in the Stanford Sentiment Treebank: a node above one word
+    inner nodes are taken to have classes, too, hidden as in the Stanford Sentiment Treebank: a node above one word
     is that word. Rows of a .tsv or .csv are a label and a tree, or have these columns by name; those of a .jsonl are objects
     with nested lists, or an s-expression, beside their label. Splits are as of `labelled`.
 
