@@ -11,6 +11,7 @@ TASKS = {
     "listops": "isopos.lab.tasks.listops:ListOps",
     "text": "isopos.lab.tasks.text:TextClasses",
     "trees": "isopos.lab.tasks.trees:TreeClasses",
+    "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
 }
 """Where each task is; imported when it is first used."""
 
