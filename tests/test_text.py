@@ -166,7 +166,6 @@ def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
     ("edits", "message"),
     [
         ({"pairs": "towers"}, "pair: expected the column of a second text, which towers compare, got none"),
-        ({"pair": "other"}, "pair: expected a table of pairs, got 'other' without --data"),
         ({"vocabulary": 300}, "vocabulary: expected none beside bytes"),
         ({"classes": 3}, "classes: expected the 4 of the data, or 0 for those, got 3"),
         ({"data": "hf:imdb"}, "data: expected a path, got hf:imdb"),
@@ -296,6 +295,16 @@ def test_passages_are_told_apart_by_order_alone():
             }
             for pair, way in turned.items():
                 assert re.sub(rf"[^{re.escape(pair)}]", "", text) == (pair[::-1] if way else pair)
+
+
+def test_pairs_of_passages_are_alike_where_the_same_brackets_are_turned():
+    found = texts.load("", ("text", "other"))
+    assert (found.classes, found.each) == (("alike", "different"), 2)
+    rows = [row for split in ("train", "test") for row in read(found, split)[::20]]
+    for first, second, label in rows:
+        ways = [[re.sub(rf"[^{re.escape(pair)}]", "", text) for pair in ("()", "[]")] for text in (first, second)]
+        assert (ways[0] == ways[1]) == (label == "alike")
+    assert 0.4 < np.mean([label == "alike" for *_, label in rows]) < 0.6
 
 
 def test_every_command_knows_it(isopos, tmp_path):

@@ -24,7 +24,7 @@ FORMAT = 1
 DASH, GAP = 2.0, 1.5  # pixels of a path, in turns
 TURN = 0.6  # radians, by which the next dash turns at most
 MARGIN = 1  # pixels that paths leave free, between each other and at the edge
-TRIES = 200  # paths that are begun before a picture is begun anew
+TRIES = 60  # paths that are begun before a picture is begun anew
 PICTURES = 200  # that are begun before there are none
 AT_ONCE = 500
 
@@ -93,37 +93,26 @@ Pixels = tuple[np.ndarray, np.ndarray]
 def _path(random: np.random.Generator, blocked: np.ndarray, dashes: int) -> tuple[Pixels, tuple[Pixels, Pixels]] | None:
     """The pixels of a path on free ones, and those of a dot at each of its ends; or nothing where none was found."""
     side = len(blocked)
-    steps = np.arange(0, DASH, 0.5)
-    for _ in range(TRIES):
-        place, heading = random.uniform(MARGIN, side - 1 - MARGIN, 2), random.uniform(0, 2 * math.pi)
-        turns = random.uniform(-TURN, TURN, dashes)
-        turns[0] = 0
-        headings = heading + np.cumsum(turns)
-        way = np.stack((np.sin(headings), np.cos(headings)))  # [2 dashes]
-        begins = place[:, None] + (DASH + GAP) * (np.cumsum(way, 1) - way)
-        points = (begins[..., None] + way[..., None] * steps).reshape(2, -1)
-        last = begins[:, -1] + DASH * way[:, -1]
-        dots = [_dot(begins[:, 0]), _dot(last)]
-        y, x = np.concatenate([np.rint(points).astype(int), *dots], 1)
-        if min(y.min(), x.min()) < MARGIN or max(y.max(), x.max()) >= side - MARGIN or blocked[y, x].any():
-            continue
-        if _touches(np.rint(begins + way * DASH / 2), DASH):
-            continue
-        own = np.rint(points).astype(int)
-        return (own[0], own[1]), ((dots[0][0], dots[0][1]), (dots[1][0], dots[1][1]))
-    return None
-
-
-def _dot(center: np.ndarray) -> np.ndarray:
-    """The pixels ``[2 9]`` of a square of three around a point."""
-    return np.rint(center)[:, None].astype(int) + np.stack(np.meshgrid([-1, 0, 1], [-1, 0, 1])).reshape(2, -1)
-
-
-def _touches(middles: np.ndarray, near: float) -> bool:
-    """Whether dashes that do not follow each other come close, where a path would cross itself."""
-    apart = np.abs(middles[:, :, None] - middles[:, None, :]).max(0)
-    n = np.arange(middles.shape[1])
-    return bool((apart[np.abs(n[:, None] - n) > 1] <= near).any())
+    turns = random.uniform(-TURN, TURN, (TRIES, dashes))
+    turns[:, 0] = random.uniform(0, 2 * math.pi, TRIES)
+    headings = np.cumsum(turns, 1)
+    way = np.stack((np.sin(headings), np.cos(headings)), 1)  # [tries 2 dashes]
+    place = random.uniform(MARGIN, side - 1 - MARGIN, (TRIES, 2, 1))
+    begins = place + (DASH + GAP) * (np.cumsum(way, 2) - way)
+    own = np.rint(begins[..., None] + way[..., None] * np.arange(0, DASH, 0.5)).astype(int).reshape(TRIES, 2, -1)
+    ends = np.stack((begins[..., 0], begins[..., -1] + DASH * way[..., -1]), 1)  # [tries 2 2]
+    dots = np.rint(ends).astype(int)[..., None] + np.stack(np.meshgrid([-1, 0, 1], [-1, 0, 1])).reshape(2, -1)
+    whole = np.concatenate((own, dots[:, 0], dots[:, 1]), 2)
+    fits = (whole >= MARGIN).all((1, 2)) & (whole < side - MARGIN).all((1, 2))
+    y, x = np.clip(whole, 0, side - 1).swapaxes(0, 1)
+    middles, n = begins + way * DASH / 2, np.arange(dashes)
+    apart = np.abs(middles[..., :, None] - middles[..., None, :]).max(1)
+    crossing = (apart <= DASH) & (np.abs(n[:, None] - n) > 1)  # dashes that do not follow each other
+    found = (fits & ~blocked[y, x].any(1) & ~crossing.any((1, 2))).nonzero()[0]
+    if not len(found):
+        return None
+    first, second = dots[found[0]]
+    return tuple(own[found[0]]), (tuple(first), tuple(second))
 
 
 def _block(blocked: np.ndarray, y: np.ndarray, x: np.ndarray) -> None:

@@ -26,6 +26,7 @@ __all__ = ["Texts", "load"]
 
 FORMAT = 1
 WORDS, EACH = 7, 1.5  # of a text that comes with isopos, and how often a word of the reference is in one
+TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,8 @@ def load(
 
     Args:
         source: A path; empty: passages of the Python language reference with some words in round brackets and some in square
-            ones, each as usual or turned, which the bytes of a passage do not tell but by their order.
+            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of pairs whether the
+            same ones are turned.
         columns: Of a text, or of two that are a pair.
         label: The column of the class.
         tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
@@ -95,43 +97,48 @@ def load(
             f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
         )
     if not source:
-        return _own(columns, tokenizer, vocabulary)
+        return _own(len(columns) > 1, tokenizer, vocabulary)
     root = cache.default_root() if root is None else root
     with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
         return _Read(find(source, tables=True), columns, label, root, progressing).texts(tokenizer, vocabulary)
 
 
-def _own(columns: tuple[str, ...], tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
-    if len(columns) > 1:
-        raise ValueError(f"pair: expected a table of pairs, got {columns[1]!r} without --data")
+def _own(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
     if isinstance(tokenizer, str):
-        texts = (row.values[0] for row in _passages() if row.file == "train")
+        texts = (text for row in _passages(pairs) if row.file == "train" for text in row.values)
         tokenizer = Bytes() if tokenizer == "bytes" else {"words": Words, "bpe": BPE}[tokenizer].learn(texts, vocabulary)
     split = parts(SPLITS)
-    found = collect(lambda writer: _fill(writer, _passages(), split, tokenizer, []))
+    found = collect(lambda writer: _fill(writer, _passages(pairs), split, tokenizer, []))
     return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", tokenizer, found)
 
 
-def _passages() -> Iterator[Row]:
+def _passages(pairs: bool) -> Iterator[Row]:
     """Some words of the reference, a few of them in brackets; every tenth topic is for validation, and another for test."""
     from pydoc_data.topics import topics
 
     random = np.random.default_rng(0)
+
+    def passage(words: list[str], turned: int) -> str:
+        begin = int(random.integers(max(1, len(words) - WORDS)))
+        some = words[begin : begin + WORDS]
+        for pair, way in zip(("()", "[]"), (turned % 2, turned // 2), strict=True):
+            first, last = sorted(random.integers(len(some), size=2).tolist())
+            opening, closing = pair[::-1] if way else pair
+            some[first] = opening + some[first]
+            some[last] += closing
+        return " ".join(some)
+
     for n, name in enumerate(sorted(topics)):
         words = re.sub(r"[()[\]]", " ", topics[name]).split()
         split = {0: "validation", 1: "test"}.get(n % 10, "train")
         for _ in range(int(EACH * len(words) / WORDS)):
-            begin = int(random.integers(max(1, len(words) - WORDS)))
-            passage, wrong_way = words[begin : begin + WORDS], random.integers(2, size=2).tolist()
-            for pair, turned in zip(("()", "[]"), wrong_way, strict=True):
-                first, last = sorted(random.integers(len(passage), size=2).tolist())
-                opening, closing = pair[::-1] if turned else pair
-                passage[first] = opening + passage[first]
-                passage[last] += closing
-            label = ("both as usual", "round ones turned", "square ones turned", "both turned")[
-                wrong_way[0] + 2 * wrong_way[1]
-            ]
-            yield Row((" ".join(passage),), label, split, 1)
+            turned = int(random.integers(len(TURNED)))
+            if not pairs:
+                yield Row((passage(words, turned),), TURNED[turned], split, 1)
+                continue
+            other = turned if random.random() < 0.5 else (turned + int(random.integers(1, len(TURNED)))) % len(TURNED)
+            both = passage(words, turned), passage(words, other)
+            yield Row(both, "alike" if turned == other else "different", split, 1)
 
 
 @dataclass(frozen=True)
