@@ -157,13 +157,80 @@ DECLARED = """
         batch=128
         learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
-    listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
+    listops tiny: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
         learning_rate=0.002 device=auto
-    listops small: task=listops longest=0 branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
+    listops small: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
         learning_rate=0.002 device=auto
-    listops paper: task=listops data=lra_release/listops-1000 longest=2000 branches=0 validation_rows=0 layers=6
+    listops paper: task=listops data=lra_release/listops-1000 longest=2000 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=6
         model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=5000 batch=32 learning_rate=0.00158 schedule=inverse-sqrt
         warmup=1000 beta2=0.98 epsilon=1e-09 weight_decay=0.1 clip=0.0 validate_every=500 save_every=500 device=auto
+    lra-text tiny: task=text scheme=lrpe-orthogonal column=text pair= label=label classes=0 longest=512 pairs=joined
+        pooling=mean validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002
+        device=auto
+    lra-text small: task=text scheme=lrpe-orthogonal column=text pair= label=label classes=0 longest=512 pairs=joined
+        pooling=mean validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32 learning_rate=0.002
+        device=auto
+    lra-text paper: task=text scheme=lrpe-orthogonal data=aclImdb_v1.tar.gz column=text pair= label=label classes=0
+        longest=4000 pairs=joined pooling=mean validation_rows=0 layers=4 model_dim=128 norm=batch steps=3125
+        batch=256 learning_rate=0.001 validate_every=500 save_every=500 device=auto
+    lra-listops tiny: task=listops scheme=lrpe-orthogonal depth=4 arguments=5 shortest=0 expressions=12000 longest=0
+        branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002
+        device=auto
+    lra-listops small: task=listops scheme=lrpe-orthogonal depth=4 arguments=5 shortest=0 expressions=12000 longest=0
+        branches=0 validation_rows=0 layers=2 model_dim=64 norm=batch steps=800 batch=32 learning_rate=0.002
+        device=auto
+    lra-listops paper: task=listops scheme=lrpe-orthogonal depth=9 arguments=10 shortest=501 expressions=100000
+        longest=1999 branches=0 validation_rows=0 layers=4 model_dim=128 norm=batch steps=15000 batch=256
+        learning_rate=0.0001 validate_every=500 save_every=500 device=auto
+    lra-retrieval tiny: task=text scheme=lrpe-orthogonal column=text pair=other label=label classes=0 longest=512
+        pairs=towers pooling=mean validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32
+        learning_rate=0.002 device=auto
+    lra-retrieval small: task=text scheme=lrpe-orthogonal column=text pair=other label=label classes=0 longest=512
+        pairs=towers pooling=mean validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32
+        learning_rate=0.002 device=auto
+    lra-retrieval paper: task=text scheme=lrpe-orthogonal data=lra_release/tsv_data column=4 pair=5 label=1 classes=0
+        longest=4000 pairs=towers pooling=mean validation_rows=0 layers=4 model_dim=64 norm=batch steps=45964 batch=64
+        learning_rate=0.001 validate_every=500 save_every=500 device=auto
+    lra-pathfinder tiny: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=400
+        validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002 device=auto
+    lra-pathfinder small: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=6000
+        validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32 learning_rate=0.002 device=auto
+    lra-pathfinder paper: task=pathfinder scheme=lrpe-orthogonal side=32 dashes=6 distractors=3 pictures=200000
+        validation_rows=0 layers=4 model_dim=32 norm=batch steps=250000 batch=128 learning_rate=0.0005
+        validate_every=500 save_every=500 device=auto
+    permuteformer-text tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair= label=label classes=0
+        longest=512 pairs=joined pooling=first validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
+        optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-text small: task=text scheme=permuteformer:width=4,decay=none column=text pair= label=label
+        classes=0 longest=512 pairs=joined pooling=first validation_rows=0 layers=2 model_dim=64 steps=500 batch=32
+        optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-text paper: task=text scheme=permuteformer:width=4,decay=none data=aclImdb_v1.tar.gz column=text
+        pair= label=label classes=0 longest=4000 pairs=joined pooling=first validation_rows=0 layers=4 model_dim=256
+        hidden_dim=1024 steps=15625 batch=16 optimizer=adam learning_rate=1e-05 schedule=inverse-sqrt warmup=4000
+        weight_decay=0.0 validate_every=500 save_every=500 device=auto
+    permuteformer-retrieval tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair=other label=label
+        classes=0 longest=512 pairs=towers pooling=first validation_rows=0 layers=1 model_dim=32 heads=2 steps=50
+        batch=32 optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-retrieval small: task=text scheme=permuteformer:width=4,decay=none column=text pair=other
+        label=label classes=0 longest=512 pairs=towers pooling=first validation_rows=0 layers=2 model_dim=64 steps=500
+        batch=32 optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-retrieval paper: task=text scheme=permuteformer:width=4,decay=none data=lra_release/tsv_data
+        column=4 pair=5 label=1 classes=0 longest=4000 pairs=towers pooling=first validation_rows=0 layers=4
+        model_dim=128 hidden_dim=512 steps=45964 batch=32 optimizer=adam learning_rate=0.0002 schedule=inverse-sqrt
+        warmup=1000 weight_decay=0.0 validate_every=500 save_every=500 device=auto
+    permuteformer-pathfinder tiny: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+        pictures=400 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32 optimizer=adam
+        learning_rate=0.002 device=auto
+    permuteformer-pathfinder small: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+        pictures=6000 validation_rows=0 layers=2 model_dim=64 steps=500 batch=32 optimizer=adam learning_rate=0.002
+        device=auto
+    permuteformer-pathfinder paper: task=pathfinder scheme=permuteformer-2d:decay=none side=32 dashes=6 distractors=3
+        pictures=200000 validation_rows=0 layers=1 model_dim=128 hidden_dim=128 dropout=0.2 steps=50000 batch=256
+        optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
+        save_every=500 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
     table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False

@@ -2,6 +2,6 @@
 
 from isopos.models.blocks import TOKEN_STD, Block, Trunk
 from isopos.models.decoder import AdaptiveHead, Decoder, Stream
-from isopos.models.encoder import Classifier, Encoder
+from isopos.models.encoder import Classifier, Encoder, PairClassifier
 
-__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Classifier", "Decoder", "Encoder", "Stream", "Trunk"]
+__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Classifier", "Decoder", "Encoder", "PairClassifier", "Stream", "Trunk"]

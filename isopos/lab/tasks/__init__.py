@@ -9,6 +9,9 @@ TASKS = {
     "language": "isopos.lab.tasks.language:Language",
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
     "listops": "isopos.lab.tasks.listops:ListOps",
+    "text": "isopos.lab.tasks.text:TextClasses",
+    "trees": "isopos.lab.tasks.trees:TreeClasses",
+    "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
 }
 """Where each task is; imported when it is first used."""
 
