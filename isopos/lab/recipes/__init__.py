@@ -24,6 +24,8 @@ RECIPES = {
     "lrpe-alm": "language:lrpe_alm",
     "permuteformer-lm": "language:permuteformer_lm",
     "listops": "listops:listops",
+    "cct": "images:cct",
+    "deit": "images:deit",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

@@ -9,6 +9,7 @@ TASKS = {
     "language": "isopos.lab.tasks.language:Language",
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
     "listops": "isopos.lab.tasks.listops:ListOps",
+    "images": "isopos.lab.tasks.images:Images",
 }
 """Where each task is; imported when it is first used."""
 
