@@ -443,6 +443,7 @@ def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, t
     run = "runs/c/ape-grid-seed0"
     status, out, _ = isopos("eval", run, "--view", "height=12", "width=16", "shift=1")
     assert status == 0
+    assert ", height 12, width 16, shift 1\n" in out
     saved = json.loads((tmp_path / run / "eval.json").read_text())
     assert saved[0]["own"] == [["height", 12], ["width", 16], ["shift", 1]]
     assert saved[0]["figures"]["1"]["images"] == 4

@@ -68,7 +68,8 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     before = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
     write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
-    grids.say(console, f"{folder}: {source}, step {step}; {data.name}")
+    own = "".join(f", {name} {value}" for name, value in views[0].own)
+    grids.say(console, f"{folder}: {source}, step {step}; {data.name}{own}")
     console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]
     if lacking and (options.length or len(lacking) == len(rows)):
