@@ -9,6 +9,7 @@ from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.bidirectional import Bidirectional
+from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
 
@@ -76,6 +77,13 @@ OF_TASKS = {
     Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
     Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
     ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
+    Images: {
+        **dict.fromkeys(("height", "width", "margin"), (0, 10**5)),
+        **dict.fromkeys(("classes", "validation_rows"), (0, 10**9)),
+        "patch": (1, 10**5),
+        "channels": (0, 10**3),
+        "smoothing": (0, 1),
+    },
 }
 ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
 ENDS += [(task, field, *ends) for task, of_task in OF_TASKS.items() for field, ends in of_task.items()]
@@ -231,13 +239,38 @@ DECLARED = """
         pictures=200000 validation_rows=0 layers=1 model_dim=128 hidden_dim=128 dropout=0.2 steps=50000 batch=256
         optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
         save_every=500 device=auto
+    cct tiny: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
+        validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64 activation=gelu steps=50 batch=32 learning_rate=0.002
+        warmup=5 weight_decay=0.03 clip=0.0 validate_every=25 save_every=25 device=auto
+    cct small: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
+        validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu steps=800 batch=32 learning_rate=0.002 warmup=80
+        weight_decay=0.03 clip=0.0 validate_every=200 save_every=200 device=auto
+    cct paper: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean data=cifar10
+        height=0 width=0 margin=0 tokenizer=convolution patch=2 pooling=sequence augment=crop-flip smoothing=0.1 channels=0
+        classes=0 validation_rows=0 layers=7 model_dim=256 hidden_dim=512 activation=gelu attention_dropout=0.1
+        stochastic_depth=0.1 steps=105300 batch=128 learning_rate=0.0005 warmup=1755 weight_decay=0.03 clip=0.0
+        validate_every=3510 save_every=3510 device=auto
+    deit tiny: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
+        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64
+        activation=gelu steps=50 batch=32 learning_rate=0.002 warmup=5 beta2=0.98 weight_decay=0.05 clip=0.0
+        validate_every=25 save_every=25 device=auto
+    deit small: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
+        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu
+        steps=800 batch=32 learning_rate=0.002 warmup=80 beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=200
+        save_every=200 device=auto
+    deit paper: task=images scheme=lrpe-orthogonal data=imagenet height=224 width=224 margin=0 tokenizer=patches patch=16
+        pooling=mean augment=crop-flip smoothing=0.1 channels=0 classes=0 validation_rows=0 layers=12 model_dim=384 heads=6
+        hidden_dim=1536 activation=gelu stochastic_depth=0.1 steps=240000 batch=1600 learning_rate=0.0005 warmup=16000
+        beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=8000 save_every=8000 workers=8 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
     table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64
-    eval: split=validation length=() scored=0.0 limit=-1
+    eval: split=validation length=() scored=0.0 limit=-1 view=()
     generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
     runs: folder=runs
     bench: section=all allocator=both rounds=9 out= overwrite=False compiled=False

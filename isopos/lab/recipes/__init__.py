@@ -31,6 +31,8 @@ RECIPES = {
     "permuteformer-text": "arena:permuteformer_text",
     "permuteformer-retrieval": "arena:permuteformer_retrieval",
     "permuteformer-pathfinder": "arena:permuteformer_pathfinder",
+    "cct": "images:cct",
+    "deit": "images:deit",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

@@ -12,6 +12,7 @@ TASKS = {
     "text": "isopos.lab.tasks.text:TextClasses",
     "trees": "isopos.lab.tasks.trees:TreeClasses",
     "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
+    "images": "isopos.lab.tasks.images:Images",
 }
 """Where each task is; imported when it is first used."""
 
