@@ -12,6 +12,8 @@ from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
+from isopos.lab.tasks.transduction import Transduction
+from isopos.lab.tasks.tree_transduction import TreeTransduction
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -83,6 +85,19 @@ OF_TASKS = {
         "patch": (1, 10**5),
         "channels": (0, 10**3),
         "smoothing": (0, 1),
+    },
+    Transduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation", "vocabulary"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "length": (1, 10**6),
+    },
+    TreeTransduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation"), (0, 10**9)),
+        **dict.fromkeys(("labels", "vocabulary", "branches"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "depth": (1, 64),
     },
 }
 ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
@@ -264,6 +279,26 @@ DECLARED = """
         pooling=mean augment=crop-flip smoothing=0.1 channels=0 classes=0 validation_rows=0 layers=12 model_dim=384 heads=6
         hidden_dim=1536 activation=gelu stochastic_depth=0.1 steps=240000 batch=1600 learning_rate=0.0005 warmup=16000
         beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=8000 save_every=8000 workers=8 device=auto
+    transduction tiny: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=8 deviation=2
+        tokenizer=words samples=500 held_out=50 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=50
+        batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    transduction small: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=16 deviation=2
+        tokenizer=words samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=600
+        batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    transduction paper: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=100 deviation=10
+        tokenizer=words vocabulary=20 samples=10000 held_out=1000 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=0 steps=31200 warmup=1560 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8 learning_rate=0.0005
+        clip=0.0 validate_every=780 save_every=780 device=auto
+    tree-transduction tiny: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth depth=3
+        deviation=1 labels=0 branches=0 samples=300 held_out=30 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=200 steps=30 batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    tree-transduction small: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        depth=4 deviation=1 labels=0 branches=0 samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=200 steps=400 batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    tree-transduction paper: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        depth=7 deviation=1 labels=0 branches=0 samples=6000 held_out=2000 data_seed=0 longest=0 tied=True
+        validation_rows=0 decoded=0 steps=37200 warmup=1860 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8
+        learning_rate=0.0005 clip=0.0 validate_every=930 save_every=930 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
     table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False

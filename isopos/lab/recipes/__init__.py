@@ -33,6 +33,8 @@ RECIPES = {
     "permuteformer-pathfinder": "arena:permuteformer_pathfinder",
     "cct": "images:cct",
     "deit": "images:deit",
+    "transduction": "transduction:transduction",
+    "tree-transduction": "transduction:tree_transduction",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

@@ -363,7 +363,7 @@ def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -
             low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
             axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
             axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
-        axes.set(xlabel=table.along, ylabel=_main(table).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
+        axes.set(xlabel=table.along, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
         axes.legend(fontsize=8, frameon=False)
         plain(axes)
     return figure
