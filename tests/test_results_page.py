@@ -87,6 +87,14 @@ def test_a_correlation_names_the_row_on_which_it_leans(shown):
     assert line.endswith(" +0.43 over 6 rows, +0.00 without a, -1.00 without a and f.")
 
 
+def test_rises_are_those_of_lengths(shown):
+    (toy,) = shown()
+    base = {"Base": (2.0, 0.1)}
+    lengths = replace(toy, paper={}, ours={"512": base, "1,024": {"Base": (3.0, 0.1)}})
+    assert "- From 512 to 1,024: Base +50.0%." in results_page.findings([lengths]).splitlines()
+    assert "From" not in results_page.findings([replace(lengths, ours={"Copy": base, "Reverse": base})])
+
+
 @pytest.fixture(scope="module")
 def tables():
     return {one.name: one for one in results_page.shown_in()}

@@ -122,7 +122,7 @@ def _found(shown: Shown) -> Iterator[str]:
             yield _pairs(shown, column, both)
     if learned := list(_learned(shown)):
         yield "Learned angles less fixed ones (negative is better): " + "; ".join(learned) + "."
-    if not shown.paper and len(shown.ours) > 1:
+    if not shown.paper and len(shown.ours) > 1 and all(title.replace(",", "").isdigit() for title in shown.ours):
         first, *_, last = shown.ours
         rises = {row: shown.ours[last][row][0] / shown.ours[first][row][0] - 1 for row in shown.ours[last]}
         texts = [f"{row} {rise:+.1%}" for row, rise in sorted(rises.items(), key=lambda item: item[1])]
