@@ -227,7 +227,8 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     if table.kind == "scores":
         seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
         units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, Language) else r.task.unit for r in pairs[0]]
-        yield f"A model sees {seen:,.1f} million {units[1]}, the paper's {paper:,.1f} million {units[0]}."
+        millions = [f"{count:,.1f}" if count >= 0.1 else f"{count:.2g}" for count in (seen, paper)]
+        yield f"A model sees {millions[0]} million {units[1]}, the paper's {millions[1]} million {units[0]}."
         figures = [(ours.task.figure(metric.figure), metric.better) for metric in map(table.metric, table.columns)]
         for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
             yield f"Figures are {note}; means and standard deviations of up to {about['seeds']} seeds."
@@ -345,15 +346,18 @@ def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -
     for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
         columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.along])
         for n, row in enumerate(rows):
-            found = [(one.view[table.along], list(row.values[one.title].values())) for one in columns]
-            at, values = zip(*shown, strict=True) if (shown := [pair for pair in found if pair[1]]) else ((), ())
+            shown = [(one.view[table.along], values) for one in columns if (values := [*row.values[one.title].values()])]
+            if not shown:
+                continue
+            at, values = zip(*shown, strict=True)
             mean = [statistics.mean(of) for of in values]
             spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
             low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
             axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
             axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
         axes.set(xlabel=table.along, ylabel=_main(table).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
-        axes.legend(fontsize=8, frameon=False)
+        if axes.lines:
+            axes.legend(fontsize=8, frameon=False)
         plain(axes)
     return figure
 
