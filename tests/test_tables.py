@@ -27,13 +27,15 @@ def test_every_table_loads_and_its_schemes_build(name):
     table = load_table(name)
     for row in table.rows:
         for scale in SCALES if row.scheme else ():
-            recipe = table.recipe_at(scale, *table.corpora[:1])
-            recipe.check()
-            build_scheme(recipe.edit(scheme=row.scheme))
-    tiny = table.recipe_at("tiny").edit(device="cpu")
-    for row in table.rows:
-        if row.scheme:
-            check_recipe(tiny.edit(scheme=row.scheme))
+            for corpus in table.corpora or [None]:
+                recipe = table.recipe_at(scale, corpus)
+                recipe.check()
+                build_scheme(recipe.edit(scheme=row.on(corpus.name if corpus else "")))
+    for corpus in [one for one in table.corpora if one.recipe] or [None]:
+        tiny = table.recipe_at("tiny", corpus).edit(device="cpu", **{"data": ""} if corpus else {})
+        for row in table.rows:
+            if row.scheme:
+                check_recipe(tiny.edit(scheme=row.on(corpus.name if corpus else "")))
 
 
 def test_the_tables_hold_what_the_papers_say():
@@ -183,6 +185,92 @@ def test_other_numbers_of_updates_have_a_folder_of_their_own(isopos, tmp_path):
     assert json.loads((folder / "cells" / "books-rope-seed0" / "recipe.json").read_text())["steps"] == 30
     assert "2 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
     assert "0 of 2 cells are missing" in isopos(*command, "--steps", "30", "--name", "longer", "--dry-run")[1]
+
+
+TASKS = """
+title = "Two tasks"
+citation = "a toy"
+recipe = "listops"
+figure = "accuracy"
+baseline = "flat"
+
+[corpora.lists]
+source = ""
+edits = { longest = 12 }
+scales.tiny = { steps = 4 }
+
+[corpora.order]
+recipe = "toy_task:Order"
+
+[[columns]]
+title = "lists"
+corpus = "lists"
+
+[[columns]]
+title = "order"
+corpus = "order"
+
+[[rows]]
+name = "flat"
+scheme = "rope"
+figures = [0.5, 0.5]
+
+[[rows]]
+name = "tree"
+scheme = "rope"
+schemes = { lists = "ape-tree" }
+
+[[rows]]
+name = "order only"
+scheme = "none"
+schemes = { lists = "" }
+
+[scales.paper]
+[scales.small]
+[scales.tiny]
+steps = 3
+batch = 4
+layers = 1
+model_dim = 16
+heads = 2
+"""
+
+
+def test_a_corpus_may_be_another_task_and_a_row_have_another_scheme_on_it(own, isopos, tmp_path):
+    (tmp_path / "two.toml").write_text(TASKS)
+    code, _, err = isopos("table", "two.toml", "--scale", "tiny", "--device", "cpu")
+    assert code == 0, err
+    folder = tmp_path / "runs" / "tables" / "two-tiny"
+    steps = {path.name: json.loads((path / "recipe.json").read_text())["steps"] for path in folder.glob("cells/*")}
+    assert steps == {
+        "lists-rope-seed0": 4,
+        "lists-ape-tree-seed0": 4,
+        "order-rope-seed0": 3,
+        "order-none-seed0": 3,
+    }
+    page = (folder / "table.md").read_text()
+    rows = {
+        cells[1]: cells[2:]
+        for line in page.partition("##")[0].splitlines()
+        if len(cells := [*map(str.strip, line.split("|"))]) > 3
+    }
+    assert rows["tree"][0] == "rope; lists: ape-tree"
+    assert rows["tree"][4] == rows["flat"][4] != "missing"
+    assert rows["order only"][2] == rows["order only"][-3] == "-"
+    assert "A model of order sees" in page
+    code, _, err = isopos("table", "two.toml", "--scale", "tiny", "--data", "order=x.txt")
+    assert (code, "data: expected none for order, whose task has its own, got x.txt" in err) == (2, True)
+    assert "0 of 2 cells are missing" in isopos("table", "two.toml", "--scale=tiny", "--data", "order=", "--dry-run")[1]
+    longer = load_table(str(tmp_path / "two.toml")).with_steps("tiny", 9)
+    assert [longer.recipe_at("tiny", corpus).training.steps for corpus in longer.corpora] == [9, 9]
+    for old, new, message in (
+        ("scales.tiny", "scales.tyny", "scale: expected one of tiny, small, paper, got 'tyny'; did you mean tiny?"),
+        ("longest = 12", "tokenizer = 1", "field of a recipe: expected one of .*, got 'tokenizer'"),
+        ('{ lists = ""', '{ list = ""', "order only: corpus: expected one of lists, order, got 'list'"),
+    ):
+        (tmp_path / "two.toml").write_text(TASKS.replace(old, new, 1))
+        with pytest.raises(ValueError, match=message):
+            load_table(str(tmp_path / "two.toml"))
 
 
 def _text(folder):

@@ -83,11 +83,13 @@ def run(options: Options, console: Console) -> int:
     bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
-        recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=device)
-        recipes[name] = recipe.edit(data=data) if name else recipe
-    planned = [
-        (name, replace(recipes[name], scheme=row.scheme, seed=seed))
-        for seed, name, row in itertools.product(range(options.seeds), recipes, rows)
+        recipe = table.recipe_at(options.scale, table.corpus(name)).edit(device=device)
+        expect("data", data, f"none for {name}, whose task has its own", not data or "data" in recipe.names)
+        recipes[name] = recipe.edit(data=data) if name and "data" in recipe.names else recipe
+    planned = [  # rows may have a scheme in common
+        (name, replace(recipes[name], scheme=scheme, seed=seed))
+        for seed, name in itertools.product(range(options.seeds), recipes)
+        for scheme in dict.fromkeys(row.on(name) for row in rows if row.on(name))
     ]
     cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
     if options.dry_run:
@@ -95,7 +97,7 @@ def run(options: Options, console: Console) -> int:
         said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
         grids.say(console, *lacking, said)
         return 0
-    for _, recipe in planned[: len(rows) * len(recipes)]:
+    for _, recipe in planned[: len(planned) // options.seeds]:
         check_recipe(recipe)
         check_memory(recipe)
     sets = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
@@ -155,7 +157,8 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
         return {name: given[name] for name in names if name in given}
     if options.scale == "tiny":
         return dict.fromkeys(names, "")
-    return {corpus.name: corpus.source for corpus in table.corpora if corpus.source != ASK}
+    sources = {one.name: one.source if "data" in table.recipe_at("original", one).names else "" for one in table.corpora}
+    return {name: source for name, source in sources.items() if source != ASK}
 
 
 def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
@@ -164,7 +167,7 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     if (place / "recipe.json").exists():
         before = recipe_of(place)
         then, now = before.as_dict(), recipe.settled_as(before)
-        recipe = now.edit(data=then["data"]) if corpus else now
+        recipe = now.edit(data=then["data"]) if corpus and "data" in now.names else now
         same_recipe(place, recipe)
     return Cell(place, corpus, recipe, [table.metric(column) for column in table.columns if column.corpus == corpus])
 

@@ -101,7 +101,7 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
     reasons, stand_in = {}, False
     for corpus in about["corpora"] if line.scheme else ():
         for seed in range(about["seeds"]):
-            cell = folder / "cells" / cell_name(corpus, line.scheme, seed)
+            cell = folder / "cells" / cell_name(corpus, line.on(corpus), seed)
             if not (cell / SCORES).exists():
                 continue
             scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
@@ -128,15 +128,16 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     titles = ["row", "scheme"]
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
-    reached = f"updates to {table.baseline}'s {_main(table).title}"
-    titles += [reached + f", {name}" * (len(about["corpora"]) > 1) for name in about["corpora"]]
+    reached = {name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in about["corpora"]}
+    titles += [text + f", {name}" * (len(reached) > 1) for name, text in reached.items()]
     grid = []
     for row in rows:
-        cells = [row.line.name, row.line.scheme or "not here"]
+        schemes = [row.line.scheme, *(f"{name}: {scheme}" for name, scheme in row.line.schemes.items())]
+        cells = [row.line.name, "; ".join(filter(None, schemes)) or "not here"]
         for column in columns:
             at = table.columns.index(column)
             cells += [table.metric(column).text(row.line.figures[at] if row.line.figures else None)] * papers
-            cells.append(_ours(table, row, column) if row.line.scheme else "-")
+            cells.append(_ours(table, row, column) if row.line.on(column.corpus) else "-")
         cells += [_updates(table, rows, row, corpus) for corpus in about["corpora"]]
         grid.append(cells)
     return titles, grid
@@ -165,9 +166,9 @@ def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
     return shown if grid else []
 
 
-def _main(table: PaperTable) -> Metric:
+def _main(table: PaperTable, corpus: str) -> Metric:
     """By which validations while training are."""
-    return table.recipe_at("original").task.metrics[0]
+    return table.task_of(corpus).metrics[0]
 
 
 def _ours(table: PaperTable, row: Found, column: Column) -> str:
@@ -203,14 +204,14 @@ def _distances(row: Found, reference: Found, corpus: str) -> dict[int, list[floa
 
 def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) -> str:
     """The first validated update at which a row is as good as the baseline in the end: means over the seeds of both."""
-    if not row.line.scheme or not row.curves[corpus]:
-        return "-" if not row.line.scheme else "missing"
+    if not row.line.on(corpus) or not row.curves[corpus]:
+        return "-" if not row.line.on(corpus) else "missing"
     base = next(other for other in rows if other.line.name == table.baseline)
     shared = sorted({*row.curves[corpus]} & {*base.curves[corpus]})
     goal, own = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
     if not goal or not own:
         return "missing"
-    rank = _main(table).rank
+    rank = _main(table, corpus).rank
     last = rank(goal[max(goal)])
     return next((f"{step:,}" for step, value in own.items() if rank(value) <= last), "not reached")
 
@@ -223,13 +224,21 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
         yield f"Scale{f' of {corpus.name}' if len(pairs) > 1 and corpus else ''}: {differences(original, ours)}"
-    original, ours = pairs[0]
     if table.kind == "scores":
-        seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
-        units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, Language) else r.task.unit for r in pairs[0]]
-        millions = [f"{count:,.1f}" if count >= 0.1 else f"{count:.2g}" for count in (seen, paper)]
-        yield f"A model sees {millions[0]} million {units[1]}, the paper's {millions[1]} million {units[0]}."
-        figures = [(ours.task.figure(metric.figure), metric.better) for metric in map(table.metric, table.columns)]
+        for corpus, (original, ours) in zip(chosen, pairs, strict=True):
+            own = corpus is not None and corpus.recipe
+            if corpus is not chosen[0] and not own:
+                continue  # the same as of the first
+            model = f"A model of {corpus.name}" if corpus and own else "A model"
+            seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
+            kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, Language) else "" for r in (original, ours)]
+            paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
+            yield f"{model} sees {seen}, the paper's {paper}."
+        figures = [
+            (table.task_of(column.corpus).figure(metric.figure), metric.better)
+            for column, metric in zip(table.columns, map(table.metric, table.columns), strict=True)
+            if column.corpus in (*about["corpora"], "")
+        ]
         for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
             yield f"Figures are {note}; means and standard deviations of up to {about['seeds']} seeds."
         if any(row.stand_in for row in rows):
@@ -248,6 +257,10 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     seconds += [sum(one.values()) for one in speed_rounds(folder)]
     count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
+
+
+def _millions(count: float) -> str:
+    return f"{count:,.1f} million" if count >= 0.1 else f"{count:.2g} million"
 
 
 def _short(name: str) -> str:
@@ -277,12 +290,12 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
 
 def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
     """Whether the order of rows changes with training: validations after a tenth of the updates beside the last ones."""
-    rank = _main(table).rank
     for corpus in about["corpora"] if about["scale"] != "tiny" else ():
         curves = {row.line.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
         if early:
+            rank = _main(table, corpus).rank
             then, now = ([rank(curve[step]) for curve in curves.values()] for step in (early, steps[-1]))
             yield (
                 f"{corpus or 'Validation'}: order after {early:,} and after {steps[-1]:,} updates, rank correlation "
@@ -303,7 +316,7 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
             yield f"{row.line.name}, whose scheme is not here"
         for corpus in about["corpora"]:
             lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
-            if row.line.scheme and lacking:
+            if row.line.on(corpus) and lacking:
                 yield f"{row.line.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
         if table.kind == "speed" and row.line.scheme and not row.values[table.columns[0].title]:
             yield row.line.name
@@ -319,9 +332,10 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     """
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
     panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
-    drawn, title = [row for row in rows if row.line.scheme], _main(table).title
+    drawn = [row for row in rows if row.line.scheme]
     reference = _reference(table, rows)
     for (above, below), corpus in zip(panels.T, names, strict=False):
+        title = _main(table, corpus).title
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
                 above.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
@@ -355,7 +369,7 @@ def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -
             low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
             axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
             axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
-        axes.set(xlabel=table.along, ylabel=_main(table).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
+        axes.set(xlabel=table.along, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
         if axes.lines:
             axes.legend(fontsize=8, frameon=False)
         plain(axes)

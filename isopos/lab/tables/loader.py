@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from isopos.catalog import expect
 from isopos.lab.recipes import SCALES, Recipe, preset, split_spec
 from isopos.lab.runs.files import mismatch, read_json, read_text
-from isopos.lab.tasks.task import Metric, View
+from isopos.lab.tasks.task import Metric, Task, View
 
 __all__ = [
     "ASK",
@@ -43,8 +43,10 @@ class Corpus:
     """Data of the paper."""
 
     name: str  # what --data calls it
-    source: str = ASK  # as `isopos train --data` takes it, or ASK
+    source: str = ASK  # as `isopos train --data` takes it, or ASK; of no consequence for a task without `data`
+    recipe: str = ""  # its own, of any task; by default that of the table
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, that the paper made for it
+    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # edits of its own by scale, after the table's
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Line:
     name: str  # the paper's, or ours
     scheme: str = ""  # with options; empty where isopos has none
     figures: Sequence[float] = ()  # the paper's, one a column; empty for a row of ours
+    schemes: Mapping[str, str] = field(default_factory=dict)  # by corpus, where it is another one, as on a grid
+
+    def on(self, corpus: str) -> str:
+        """The scheme that the models of a corpus have."""
+        return self.schemes.get(corpus, self.scheme)
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,12 @@ class PaperTable:
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
-        recipe = preset(self.recipe, "paper").edit(**self.edits)
-        if corpus is not None:
-            recipe = recipe.edit(**{"data": corpus.source, **corpus.edits})
-        return recipe if scale == "original" else recipe.edit(**self.scales[scale])
+        own = corpus or Corpus("")
+        recipe = preset(own.recipe or self.recipe, "paper").edit(**self.edits)
+        if corpus is not None and "data" in recipe.names:
+            recipe = recipe.edit(data=corpus.source)
+        recipe = recipe.edit(**own.edits)
+        return recipe if scale == "original" else recipe.edit(**{**self.scales[scale], **own.scales.get(scale, {})})
 
     def with_steps(self, scale: str, steps: int) -> "PaperTable":
         """With so many updates at a scale; 0: with as many as it has.
@@ -109,13 +118,18 @@ class PaperTable:
             return self
         if self.kind == "speed":
             raise ValueError(f"steps: expected none, since {self.name} times steps without training, got {steps}")
-        changed = replace(self, scales={**self.scales, scale: {**self.scales[scale], "steps": steps}})
-        changed.recipe_at(scale).check()
+
+        def longer(scales: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+            return {**scales, scale: {**scales.get(scale, {}), "steps": steps}}
+
+        corpora = [replace(corpus, scales=longer(corpus.scales)) for corpus in self.corpora]
+        changed = replace(self, scales=longer(self.scales), corpora=corpora)
+        changed.recipe_at(scale, *changed.corpora[:1]).check()
         return changed
 
     def metric(self, column: Column) -> Metric:
         """What a column shows, and how."""
-        task = self.recipe_at("original").task
+        task = self.task_of(column.corpus)
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.kind == "speed":
             figure = Metric("relative speed", "", "higher", ".2f")
@@ -123,9 +137,13 @@ class PaperTable:
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)
 
-    def corpus(self, name: str) -> Corpus:
-        """The corpus of that name."""
-        return next(corpus for corpus in self.corpora if corpus.name == name)
+    def corpus(self, name: str) -> Corpus | None:
+        """The corpus of that name; none of an empty one, by which a table without corpora goes."""
+        return next(corpus for corpus in self.corpora if corpus.name == name) if name else None
+
+    def task_of(self, corpus: str) -> Task:
+        """What the models of a corpus learn."""
+        return self.recipe_at("original", self.corpus(corpus)).task
 
     def row(self, name: str) -> Line:
         """The row of that name."""
@@ -195,31 +213,34 @@ def _check(table: PaperTable) -> None:
         if not found or len(set(found)) < len(found):
             raise ValueError(f"{what}: expected different names, got {found}")
     expect("kind", table.kind, ("scores", "speed"))
-    recipe = preset(table.recipe, "paper")
     if set(table.scales) != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
-    for edits in (table.edits, *table.scales.values(), *(corpus.edits for corpus in table.corpora)):
-        known = [name for name in recipe.names if name not in ("scheme", "seed")]
-        for name in edits:
-            expect("field of a recipe", name, known)
+    for corpus in table.corpora or (Corpus(""),):
+        known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
+        for edits in (table.edits, *table.scales.values(), corpus.edits, *corpus.scales.values()):
+            for name in edits:
+                expect("field of a recipe", name, known)
+        for scale in corpus.scales:
+            expect("scale", scale, SCALES)
     for what, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
         if row not in names or not table.row(row).scheme:
             raise ValueError(f"{what}: expected a row with a scheme, got {row!r}")
+    known = [corpus.name for corpus in table.corpora] or [""]
     for row in table.rows:
-        split_spec(row.scheme)
+        for corpus in row.schemes:
+            expect(f"{row.name}: corpus", corpus, known)
+        for scheme in (row.scheme, *row.schemes.values()):
+            split_spec(scheme)
         if len(row.figures) not in (0, len(table.columns)):
             raise ValueError(f"{row.name}: expected {len(table.columns)} figures or none, got {len(row.figures)}")
-    if table.corpora and "data" not in recipe.names:
-        raise ValueError(f"corpora: expected none, since {table.recipe} has no data to choose")
-    known = [corpus.name for corpus in table.corpora] or [""]
     for column in table.columns:
         expect(f"{column.title}: corpus", column.corpus, known)
         if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 <= column.scored < 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
-        metric = table.metric(column)
+        metric, task = table.metric(column), table.task_of(column.corpus)
         if table.kind == "scores":
-            recipe.task.check_view(metric.view)
-        main = recipe.task.metrics[0]
+            task.check_view(metric.view)
+        main = task.metrics[0]
         if not 0 < column.after <= 1 or (column.after < 1 and (metric.figure, metric.view) != (main.figure, main.view)):
             raise ValueError(f"{column.title}: expected after from 0 to 1, and below 1 for {main.title}, got {column.after}")
         if table.along and table.along not in column.view:
