@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -71,6 +72,7 @@ class _Survey:
     left: list[str] = field(default_factory=list)  # other files
 
 
+@lru_cache(maxsize=2)
 def digits(height: int = 0, width: int = 0) -> Pictures:
     """Digits that are drawn: 8000 to learn from, 1000 to validate and 1000 to test, by default of 28 x 28 pixels.
 
