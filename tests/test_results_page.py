@@ -47,6 +47,14 @@ def shown(tmp_path):
     return written
 
 
+@pytest.mark.parametrize(
+    ("cell", "figure"), [("1,054.1% ± 0.5%", (1054.1, 0.5)), ("-2.5", (-2.5, None)), ("missing", None), ("-", None)]
+)
+def test_figures_are_numbers_or_percents(cell, figure):
+    value, spread = results_page._figure(cell) or (None, None)
+    assert (value, None if spread != spread else spread) == (figure or (None, None))
+
+
 def test_leaders_pairs_and_ranks(shown):
     lines = results_page.findings(shown()).splitlines()
     assert lines[1] == "### `toy`: Which?"

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -71,6 +72,7 @@ class _Survey:
     left: list[str] = field(default_factory=list)  # other files
 
 
+@lru_cache(maxsize=2)
 def digits(height: int = 0, width: int = 0) -> Pictures:
     """Digits that are drawn: 8000 to learn from, 1000 to validate and 1000 to test, by default of 28 x 28 pixels.
 
@@ -144,9 +146,10 @@ def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _survey(source: Source, console: Console | None) -> _Survey:
-    digest, first, differs, channels, other = hashlib.sha256(), None, "", 1, []
+    digest, first, differs, channels, names, other = hashlib.sha256(), None, "", 1, [], []
     with _Shown(console, "reading") as shown:
         for name, content in _images(source, other):
+            names.append(name)
             digest.update("/".join(_inside(source.name, name)).encode() + hashlib.sha256(content).digest())
             shown.step()
             try:
@@ -161,6 +164,7 @@ def _survey(source: Source, console: Console | None) -> _Survey:
                 differs = f"{_by(first[1])} in {first[0]} and {_by(size)} in {name}"
     if first is None:
         raise ValueError(f"data: expected folders of images, got none that Pillow reads in {source.name}")
+    _classes(source.name, _places(source.name, names))  # before anything is decoded
     width, height = first[1]
     left = [f"{len(other)} other files ({other[0]})"] if other else []
     return _Survey(digest.hexdigest(), channels, height, width, differs, left)
@@ -239,11 +243,7 @@ def _arranged(
 ) -> tuple[np.ndarray, list[str]]:
     """Rows of images by a hash, each with its class and the place of its split in `SPLITS` ``[n 3]``; names of classes."""
     places = _places(source, [*names, *broken])
-    classes = sorted({label for split, label in places if split in ("", "train")})
-    if len(classes) < 2:
-        raise ValueError(f"data: expected at least 2 classes, a folder each, got {', '.join(classes) or 'none'} in {source}")
-    if strange := sorted({label for _, label in places} - {*classes}):
-        raise ValueError(f"data: expected classes of train in every split, got {strange[0]}, which train lacks, in {source}")
+    classes = _classes(source, places)
     kept, by_name = places[: len(names)], any(split == "validation" for split, _ in places)
     rows = np.array([(classes.index(label), SPLITS.index(split or "train")) for split, label in kept]).reshape(-1, 2)
     order = np.array(sorted(range(len(names)), key=lambda n: digests[n]), dtype=np.int64)
@@ -258,6 +258,8 @@ def _arranged(
             )
         if not by_name:
             rows[own[: max(1, len(own) // 10)], 1] = SPLITS.index("validation")
+    if not (rows[:, 1] == SPLITS.index("validation")).any():
+        raise ValueError(f"data: expected images of validation that decode, got none in {source}")
     return np.stack((order, *rows[order].T), 1), classes
 
 
@@ -277,6 +279,16 @@ def _places(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
     if splits and splits[0] is not None and "train" not in {split for split, _ in found}:
         raise ValueError(f"data: expected images in a folder train beside {found[0][0]}, got none in {source}")
     return found
+
+
+def _classes(source: str, places: Sequence[tuple[str, str]]) -> list[str]:
+    """The names of the classes that there are to learn."""
+    classes = sorted({label for split, label in places if split in ("", "train")})
+    if len(classes) < 2:
+        raise ValueError(f"data: expected at least 2 classes, a folder each, got {', '.join(classes) or 'none'} in {source}")
+    if strange := sorted({label for _, label in places} - {*classes}):
+        raise ValueError(f"data: expected classes of train in every split, got {strange[0]}, which train lacks, in {source}")
+    return classes
 
 
 def _split(folder: str) -> str:

@@ -232,7 +232,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
             model = f"A model of {corpus.name}" if corpus and own else "A model"
             seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
             kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, Language) else "" for r in (original, ours)]
-            paper, seen = (f"{n:,.1f} million {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
+            paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
             yield f"{model} sees {seen}, the paper's {paper}."
         figures = [
             (table.task_of(column.corpus).figure(metric.figure), metric.better)
@@ -257,6 +257,10 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     seconds += [sum(one.values()) for one in speed_rounds(folder)]
     count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
+
+
+def _millions(count: float) -> str:
+    return f"{count:,.1f} million" if count >= 0.1 else f"{count:.2g} million"
 
 
 def _short(name: str) -> str:
@@ -356,15 +360,18 @@ def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -
     for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
         columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.along])
         for n, row in enumerate(rows):
-            found = [(one.view[table.along], list(row.values[one.title].values())) for one in columns]
-            at, values = zip(*shown, strict=True) if (shown := [pair for pair in found if pair[1]]) else ((), ())
+            shown = [(one.view[table.along], values) for one in columns if (values := [*row.values[one.title].values()])]
+            if not shown:
+                continue
+            at, values = zip(*shown, strict=True)
             mean = [statistics.mean(of) for of in values]
             spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
             low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
             axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
             axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
         axes.set(xlabel=table.along, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
-        axes.legend(fontsize=8, frameon=False)
+        if axes.lines:
+            axes.legend(fontsize=8, frameon=False)
         plain(axes)
     return figure
 

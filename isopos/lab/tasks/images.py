@@ -109,7 +109,7 @@ class Images(Task):
                 f"height: expected images of at most {scheme.max_length} tokens, for which {recipe.scheme} has positions, "
                 f"got {longest}; choose a smaller one, or a larger --patch"
             )
-        span = longest if scheme.group.columns == 1 else max(self.height, self.width) // self.patch
+        span = longest if scheme.group.columns == 1 else (max(self.height, self.width) + 2 * self.margin) // self.patch
         return [
             f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {span} of an image"
             for module in scheme.modules()
@@ -236,14 +236,12 @@ def _moved(pixels: np.ndarray, moves: np.ndarray, flips: np.ndarray, margin: int
     """
     if not (moves.any() or flips.any() or margin):
         return pixels
-    n, channels, *sides = pixels.shape
     y, x = (
         (np.arange(-margin, side + margin) - move[:, None]).clip(0, side - 1)
-        for side, move in zip(sides, moves.T, strict=True)
+        for side, move in zip(pixels.shape[2:], moves.T, strict=True)
     )
     x[flips] = x[flips, ::-1]
-    first, second = np.arange(n)[:, None, None, None], np.arange(channels)[:, None, None]
-    return pixels[first, second, y[:, None, :, None], x[:, None, None, :]]
+    return np.stack([image[:, rows][:, :, columns] for image, rows, columns in zip(pixels, y, x, strict=True)])
 
 
 def _png(pixels: np.ndarray) -> str:
