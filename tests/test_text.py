@@ -297,14 +297,14 @@ def test_passages_are_told_apart_by_order_alone():
                 assert re.sub(rf"[^{re.escape(pair)}]", "", text) == (pair[::-1] if way else pair)
 
 
-def test_pairs_of_passages_are_alike_where_the_same_brackets_are_turned():
+def test_of_a_pair_of_passages_one_has_turned_brackets():
     found = texts.load("", ("text", "other"))
-    assert (found.classes, found.each) == (("alike", "different"), 2)
+    assert (found.classes, found.each) == (("the first is turned", "the second is turned"), 2)
     rows = [row for split in ("train", "test") for row in read(found, split)[::20]]
     for first, second, label in rows:
-        ways = [[re.sub(rf"[^{re.escape(pair)}]", "", text) for pair in ("()", "[]")] for text in (first, second)]
-        assert (ways[0] == ways[1]) == (label == "alike")
-    assert 0.4 < np.mean([label == "alike" for *_, label in rows]) < 0.6
+        ways = ["".join(re.sub(rf"[^{re.escape(pair)}]", "", text) for pair in ("()", "[]")) for text in (first, second)]
+        assert ways == ([")(][", "()[]"] if label == "the first is turned" else ["()[]", ")(]["])
+    assert 0.4 < np.mean([label == "the first is turned" for *_, label in rows]) < 0.6
 
 
 def test_every_command_knows_it(isopos, tmp_path):

@@ -77,8 +77,8 @@ def _cells(line: str) -> list[str]:
 
 
 def _figure(cell: str) -> tuple[float, float] | None:
-    """A number and its spread; None where the cell says why there is none."""
-    value, _, spread = cell.replace(",", "").partition(" ± ")
+    """A number, perhaps a percentage or marked, and its spread; None where the cell says why there is none."""
+    value, _, spread = cell.replace(",", "").replace("%", "").removesuffix(" *").partition(" ± ")
     try:
         return float(value), float(spread or "nan")
     except ValueError:

@@ -75,8 +75,8 @@ def load(
 
     Args:
         source: A path; empty: passages of the Python language reference with some words in round brackets and some in square
-            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of pairs whether the
-            same ones are turned.
+            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of a pair, which
+            one has turned ones.
         columns: Of a text, or of two that are a pair.
         label: The column of the class.
         tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
@@ -133,12 +133,12 @@ def _passages(pairs: bool) -> Iterator[Row]:
         split = {0: "validation", 1: "test"}.get(n % 10, "train")
         for _ in range(int(EACH * len(words) / WORDS)):
             turned = int(random.integers(len(TURNED)))
-            if not pairs:
+            if pairs:
+                first = 3 * (turned % 2)
+                label = "the first is turned" if first else "the second is turned"
+                yield Row((passage(words, first), passage(words, 3 - first)), label, split, 1)
+            else:
                 yield Row((passage(words, turned),), TURNED[turned], split, 1)
-                continue
-            other = turned if random.random() < 0.5 else (turned + int(random.integers(1, len(TURNED)))) % len(TURNED)
-            both = passage(words, turned), passage(words, other)
-            yield Row(both, "alike" if turned == other else "different", split, 1)
 
 
 @dataclass(frozen=True)
