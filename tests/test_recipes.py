@@ -9,8 +9,11 @@ from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.bidirectional import Bidirectional
+from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
+from isopos.lab.tasks.transduction import Transduction
+from isopos.lab.tasks.tree_transduction import TreeTransduction
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -76,6 +79,26 @@ OF_TASKS = {
     Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
     Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
     ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
+    Images: {
+        **dict.fromkeys(("height", "width", "margin"), (0, 10**5)),
+        **dict.fromkeys(("classes", "validation_rows"), (0, 10**9)),
+        "patch": (1, 10**5),
+        "channels": (0, 10**3),
+        "smoothing": (0, 1),
+    },
+    Transduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation", "vocabulary"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "length": (1, 10**6),
+    },
+    TreeTransduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation"), (0, 10**9)),
+        **dict.fromkeys(("labels", "vocabulary", "branches"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "depth": (1, 64),
+    },
 }
 ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
 ENDS += [(task, field, *ends) for task, of_task in OF_TASKS.items() for field, ends in of_task.items()]
@@ -231,13 +254,58 @@ DECLARED = """
         pictures=200000 validation_rows=0 layers=1 model_dim=128 hidden_dim=128 dropout=0.2 steps=50000 batch=256
         optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
         save_every=500 device=auto
+    cct tiny: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
+        validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64 activation=gelu steps=50 batch=32 learning_rate=0.002
+        warmup=5 weight_decay=0.03 clip=0.0 validate_every=25 save_every=25 device=auto
+    cct small: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
+        validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu steps=800 batch=32 learning_rate=0.002 warmup=80
+        weight_decay=0.03 clip=0.0 validate_every=200 save_every=200 device=auto
+    cct paper: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean data=cifar10
+        height=0 width=0 margin=0 tokenizer=convolution patch=2 pooling=sequence augment=crop-flip smoothing=0.1 channels=0
+        classes=0 validation_rows=0 layers=7 model_dim=256 hidden_dim=512 activation=gelu attention_dropout=0.1
+        stochastic_depth=0.1 steps=105300 batch=128 learning_rate=0.0005 warmup=1755 weight_decay=0.03 clip=0.0
+        validate_every=3510 save_every=3510 device=auto
+    deit tiny: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
+        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64
+        activation=gelu steps=50 batch=32 learning_rate=0.002 warmup=5 beta2=0.98 weight_decay=0.05 clip=0.0
+        validate_every=25 save_every=25 device=auto
+    deit small: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
+        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu
+        steps=800 batch=32 learning_rate=0.002 warmup=80 beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=200
+        save_every=200 device=auto
+    deit paper: task=images scheme=lrpe-orthogonal data=imagenet height=224 width=224 margin=0 tokenizer=patches patch=16
+        pooling=mean augment=crop-flip smoothing=0.1 channels=0 classes=0 validation_rows=0 layers=12 model_dim=384 heads=6
+        hidden_dim=1536 activation=gelu stochastic_depth=0.1 steps=240000 batch=1600 learning_rate=0.0005 warmup=16000
+        beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=8000 save_every=8000 workers=8 device=auto
+    transduction tiny: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=8 deviation=2
+        tokenizer=words samples=500 held_out=50 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=50
+        batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    transduction small: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=16 deviation=2
+        tokenizer=words samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=600
+        batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    transduction paper: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=100 deviation=10
+        tokenizer=words vocabulary=20 samples=10000 held_out=1000 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=0 steps=31200 warmup=1560 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8 learning_rate=0.0005
+        clip=0.0 validate_every=780 save_every=780 device=auto
+    tree-transduction tiny: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth depth=3
+        deviation=1 labels=0 branches=0 samples=300 held_out=30 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=200 steps=30 batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    tree-transduction small: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        depth=4 deviation=1 labels=0 branches=0 samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=200 steps=400 batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    tree-transduction paper: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        depth=7 deviation=1 labels=0 branches=0 samples=6000 held_out=2000 data_seed=0 longest=0 tied=True
+        validation_rows=0 decoded=0 steps=37200 warmup=1860 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8
+        learning_rate=0.0005 clip=0.0 validate_every=930 save_every=930 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
     table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64
-    eval: split=validation length=() scored=0.0 limit=-1
+    eval: split=validation length=() scored=0.0 limit=-1 view=()
     generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
     runs: folder=runs
     bench: section=all allocator=both rounds=9 out= overwrite=False compiled=False

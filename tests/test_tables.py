@@ -68,6 +68,34 @@ def test_the_tables_hold_what_the_papers_say():
     assert means == pytest.approx([32.58, 32.80, 32.61], abs=0.011)  # the paper's averages, which it cuts or rounds
     assert [row.figures[0] for row in six.rows if row.figures] == [1.00, 0.86, 0.61, 0.94, 0.82, 0.82, 0.89]
     assert [row.figures[0] for row in four.rows] == [30.18, 36.87, 32.49, 35.76, 33.08]
+    images = {row.name: row.figures[0] for row in load_table("lrpe-3").rows if row.figures}
+    assert images == {
+        "Base": 0.7788,
+        "RoPE": 0.7852,
+        "PER": 0.7799,
+        "Type1": 0.7858,
+        "Type2": 0.7878,
+        "Type3": 0.7774,
+    }
+
+
+def test_tables_of_images_are_trained_as_the_papers_say():
+    cct, deit = load_table("ape-3"), load_table("lrpe-3")
+    assert [row.name for row in cct.rows[:4]] == ["Sinusoidal", "Learned", "Orthogonal (flat)", "Orthogonal (grid)"]
+    recipe = cct.recipe_at("original")
+    m, t, task = recipe.model, recipe.training, recipe.task
+    assert (m.layers, m.model_dim, m.hidden_dim, m.heads, m.activation, m.norm) == (7, 256, 512, 4, "gelu", "layer")
+    assert (m.attention_dropout, m.stochastic_depth, task.smoothing, t.weight_decay, t.batch) == (0.1, 0.1, 0.1, 3e-2, 128)
+    assert (task.tokenizer, task.pooling, t.steps) == ("convolution", "sequence", 300 * 351)
+    recipe = deit.recipe_at("original")
+    m, t = recipe.model, recipe.training
+    assert (m.layers, m.model_dim, m.hidden_dim, m.heads, m.activation) == (12, 384, 1536, 6, "gelu")
+    assert (t.batch, t.steps, t.warmup, t.learning_rate, t.schedule) == (1600, 240_000, 16_000, 5e-4, "cosine")
+    assert (t.optimizer, t.epsilon, t.beta1, t.beta2, t.weight_decay) == ("adamw", 1e-8, 0.9, 0.98, 0.05)
+    shifts = load_table("horn-shift")
+    for corpus in ("mnist", "fashion-mnist"):
+        columns = [column for column in shifts.columns if column.corpus == corpus]
+        assert [column.view["shift"] for column in columns] == [0, 2, 4, 6, 8]
 
 
 def test_the_tables_of_the_long_range_arena_hold_what_the_papers_say():
@@ -144,7 +172,7 @@ def test_lrpe_learns_its_angles_and_rows_with_fixed_ones_are_ours(name, fixed):
         (
             'split = "test"',
             'spilt = "test"',
-            "Column: expected one of title, corpus, figure, split, multiple, scored, better, style, got 'spilt'",
+            "expected one of title, corpus, figure, split, multiple, scored, view, after, better, style, got 'spilt'",
         ),
         ("figures = [36.87]", "figures = [36.87, 1]", "Performer: expected 1 figures or none, got 2"),
         ('baseline = "Performer"', 'baseline = "Perform"', "baseline: expected a row with a scheme, got 'Perform'"),
@@ -436,7 +464,7 @@ def test_two_processes_divide_the_cells(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lrpe-2", "permuteformer-4", "lengths"])
+@pytest.mark.parametrize("name", ["lrpe-2", "permuteformer-4", "lengths", "ape-3", "lrpe-3", "horn-shift"])
 def test_a_whole_table_at_the_tiny_scale(isopos, tmp_path, name):
     begun = time.monotonic()
     code, out, _ = isopos("table", name, "--scale", "tiny", "--device", "cpu")

@@ -37,7 +37,7 @@ from isopos.lab.tables.loader import (
     speed_rounds,
     timing,
 )
-from isopos.lab.tasks.task import Data, expect
+from isopos.lab.tasks.task import Data, Scored, View, expect
 
 __all__ = ["ROUNDS", "Options", "run"]
 
@@ -239,9 +239,10 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
     from isopos.lab.runs.checkpoints import load_run
 
     model, found = load_run(cell.folder)[1].to(recipe.training.device), {}
+    views: dict[View, Scored] = {}
     for metric in cell.metrics:
         view = metric.view if metric.view.split in data.splits else replace(metric.view, split="validation")
-        scored = data.measure(model, recipe, view)
+        scored = views[view] = views.get(view) or data.measure(model, recipe, view)
         value = scored.figures.get(metric.figure)
         found[metric.title] = {"value": value, **scored.figures, "split": view.split, "reason": scored.reason}
     return found

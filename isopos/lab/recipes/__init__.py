@@ -31,6 +31,10 @@ RECIPES = {
     "permuteformer-text": "arena:permuteformer_text",
     "permuteformer-retrieval": "arena:permuteformer_retrieval",
     "permuteformer-pathfinder": "arena:permuteformer_pathfinder",
+    "cct": "images:cct",
+    "deit": "images:deit",
+    "transduction": "transduction:transduction",
+    "tree-transduction": "transduction:tree_transduction",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

@@ -94,7 +94,8 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += _apart(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
-    figure = _speed_picture(rows, table) if table.timed else _curves(table, rows, about["corpora"])
+    draw = _speed_picture if table.timed else _along if table.along else _curves
+    figure = draw(table, rows, about["corpora"])
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
     return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
@@ -113,17 +114,22 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
             cell = folder / "cells" / cell_name(corpus, line.on(corpus), seed)
             if not (cell / SCORES).exists():
                 continue
-            scores = read_scores(cell)
+            scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
+            curve = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
+            curves[corpus][seed] = curve
             for column in (column for column in table.columns if column.corpus == corpus):
                 found = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
                 stand_in |= found.get("split", column.split) != column.split
                 if found["value"] is None:
                     reasons[column.title] = found["reason"]
                 else:
-                    values[column.title][seed] = found["value"]
-            metrics = read_rows(cell / "metrics.jsonl")
-            curves[corpus][seed] = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
+                    values[column.title][seed] = found["value"] if column.after == 1 else _early(curve, column.after)
     return Found(line, values, curves, reasons, stand_in)
+
+
+def _early(curve: Mapping[int, float], share: float) -> float:
+    """The last validation within a share of the updates, or the first."""
+    return curve[max((step for step in curve if step <= share * max(curve)), default=min(curve))]
 
 
 def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -382,7 +388,26 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     return figure
 
 
-def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
+def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
+    """A panel a corpus: figures by a choice in which columns differ, means over seeds within a standard deviation."""
+    figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
+    for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
+        columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.along])
+        for n, row in enumerate(rows):
+            found = [(one.view[table.along], list(row.values[one.title].values())) for one in columns]
+            at, values = zip(*shown, strict=True) if (shown := [pair for pair in found if pair[1]]) else ((), ())
+            mean = [statistics.mean(of) for of in values]
+            spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
+            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+            axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
+            axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+        axes.set(xlabel=table.along, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
+        axes.legend(fontsize=8, frameon=False)
+        plain(axes)
+    return figure
+
+
+def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
     figure = Figure(figsize=(8 if len(table.columns) == 1 else 4 * len(table.columns) + 3, 4), layout="constrained")
     panels, names = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0], [row.line.name for row in rows]
     for at, (axes, column) in enumerate(zip(panels, table.columns, strict=True)):

@@ -66,6 +66,8 @@ class Column:
     split: str = "validation"  # that is scored
     multiple: int = 1  # of the training length, for the samples that are scored
     scored: float = 0.0  # share of each sample, at its end, that counts; 0: all
+    view: Mapping[str, int] = field(default_factory=dict)  # choices of the task's own, as `View.own`
+    after: float = 1.0  # share of the updates after which the validation while training is shown; 1: of the final weights
     better: str = ""  # lower or higher; by default as the task says of the figure
     style: str = ""  # of figures; by default as the task says
 
@@ -100,6 +102,7 @@ class PaperTable:
     marked: bool = False  # whether figures within a standard deviation of the best are marked
     reference: str = ""  # the row from which the others' distance is shown; by default the baseline
     figure: str = ""  # of the columns that name none; by default the task's first
+    along: str = ""  # one of the task's own choices, by which the picture shows the columns; by default validations
     corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
     notes: Sequence[str] = ()  # what a reader must know
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, where the paper's differs from the named one
@@ -138,7 +141,7 @@ class PaperTable:
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.timed:
             figure = TIMED[self.kind]
-        view = View(column.split, column.multiple, column.scored)
+        view = View(column.split, column.multiple, column.scored, own=tuple(column.view.items()))
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)
 
@@ -252,9 +255,14 @@ def _check(table: PaperTable) -> None:
         expect(f"{column.title}: corpus", column.corpus, known)
         if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 <= column.scored < 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
-        view = table.metric(column).view
+        metric, task = table.metric(column), table.task_of(column.corpus)
         if table.kind == "scores":
-            table.task_of(column.corpus).check_view(view)
+            task.check_view(metric.view)
+        main = task.metrics[0]
+        if not 0 < column.after <= 1 or (column.after < 1 and (metric.figure, metric.view) != (main.figure, main.view)):
+            raise ValueError(f"{column.title}: expected after from 0 to 1, and below 1 for {main.title}, got {column.after}")
+        if table.along and table.along not in column.view:
+            raise ValueError(f"{column.title}: expected a view with {table.along}, by which the picture shows columns")
 
 
 def cell_name(corpus: str, scheme: str, seed: int) -> str:
