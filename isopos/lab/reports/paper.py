@@ -409,7 +409,7 @@ def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -
 
 def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
     figure = Figure(figsize=(8 if len(table.columns) == 1 else 4 * len(table.columns) + 3, 4), layout="constrained")
-    panels, names = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0], [row.line.name for row in rows]
+    panels = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0]
     for at, (axes, column) in enumerate(zip(panels, table.columns, strict=True)):
         drawn = [(n, row) for n, row in enumerate(rows) if row.values[column.title]]
         for shown, (n, row) in enumerate(drawn):
@@ -418,7 +418,7 @@ def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str,
             if row.line.figures:
                 axes.plot(row.line.figures[at], -n, "x", color="C1", label=None if shown else "paper")
         axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
-        axes.set_yticklabels([literal(name) for name, row in zip(names, rows, strict=True) if any(row.values.values())])
+        axes.set_yticklabels([literal(row.line.name) for row in rows if any(row.values.values())])
         axes.set(xlabel=literal(column.title))
         if drawn:
             axes.legend(frameon=False)
