@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from isopos.lab.data import texts
+from isopos.lab.data.labelled import parts
 from isopos.lab.data.tokenizers import Bytes
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.folders import read_rows
@@ -99,6 +100,14 @@ def test_names_make_splits_and_test_files_without_labels_are_counted(tmp_path):
     assert "test.tsv left out, which has no labels" in data.summary
     assert recipe.task.classes == 2
     assert data.splits == ("validation",)
+
+
+def test_splits_are_named_by_files_or_by_whole_names_of_folders():
+    names = ["a/train/1.csv", "a/valid/pos/1.txt", "my-test/b.csv", "x/test.csv", "x/y.csv"]
+    split = parts(names)
+    assert [split(name, "") for name in names] == ["train", "validation", "train", "test", "train"]
+    tenths = parts(["my-test/b.csv"])
+    assert {tenths("my-test/b.csv", str(n)) for n in range(100)} == {"train", "validation", "test"}
 
 
 def test_the_layout_of_film_reviews(tmp_path):

@@ -10,15 +10,29 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopos.lab.data.prepare import SPLITS, named_split
-from isopos.lab.data.sources import Source
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import key_of
+from isopos.lab.data.prepare import SPLITS, Progressing, named_split
+from isopos.lab.data.sources import Source, survey
 
-__all__ = ["TABLES", "Classes", "Row", "json_rows", "lines_of", "parts", "rows", "table_rows", "wrong"]
+__all__ = [
+    "Classes",
+    "Row",
+    "Surveyed",
+    "check_same",
+    "json_rows",
+    "lines_of",
+    "parts",
+    "rows",
+    "surveyed",
+    "table_rows",
+    "wrong",
+]
 
 TABLES = (".csv", ".tsv", ".jsonl")
 UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
@@ -39,6 +53,32 @@ def wrong(file: str, line: int, said: str, column: int | None = None) -> ValueEr
     """The one error of a row."""
     at = f"line {line}" + (f", column {column}" if column is not None else "")
     return ValueError(f"data: {file}, {at}: {said}; repair or remove the line")
+
+
+class Surveyed(NamedTuple):
+    """What is known of a source that was read once: names of its documents, a hash of all that it holds, and its files."""
+
+    names: list[str]
+    key: str
+    stamp: list[list[str | int]]
+
+
+def surveyed(source: Source, root: Path, progressing: Progressing) -> Surveyed:
+    """The names and the hash of a source, of the cache while its files' sizes and times of change stay."""
+    stamp = source.stamp()
+
+    def read() -> tuple[str, list[tuple[str, int]]]:
+        return survey(source, False, lambda done: progressing("reading", done, 0))
+
+    index = f"index-{key_of('labelled', source.name, [path for path, _, _ in stamp])[:32]}"
+    sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read)
+    return Surveyed([name for name, _ in sizes], key_of(sha256, [[Path(name).name, size] for name, size in sizes]), stamp)
+
+
+def check_same(source: Source, before: Surveyed) -> None:
+    """Raise a ValueError where the files of a source have changed since it was surveyed."""
+    if source.stamp() != before.stamp:
+        raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
 
 
 def rows(
@@ -184,7 +224,13 @@ def _label(value: Any, file: str, line: int) -> str:
 
 def parts(names: Iterable[str]) -> Callable[[str, str], str]:
     """The split of a row: a function of the name of its file and of what it holds, as text."""
-    named = {name: named_split(name) or named_split(PurePosixPath(name).parent.parent.name) for name in names}
+    named = {}
+    for name in names:
+        path = PurePosixPath(name.replace("\\", "/"))
+        folders = (
+            folder for folder in (path.parent.name, path.parent.parent.name) if folder.isalpha()
+        )  # train, not my-test
+        named[name] = next(filter(None, map(named_split, (name, *folders))), None)
     by_name, held_out = "train" in named.values(), "validation" in named.values()
 
     def split(name: str, content: str) -> str:
