@@ -125,6 +125,11 @@ def test_the_layout_of_film_reviews(tmp_path):
     assert len(test) == 20
     assert 0 < len(validation) < 20
     assert "train/unsup left out" in data.summary
+    (tmp_path / "train" / "pos").rename(tmp_path / "train" / "x")
+    (tmp_path / "train" / "neg").rename(tmp_path / "train" / "pos")
+    (tmp_path / "train" / "x").rename(tmp_path / "train" / "neg")
+    other = texts.load(str(tmp_path))
+    assert sorted(read(other, "train")) == sorted((text, {"pos": "neg", "neg": "pos"}[c]) for text, c in train)
 
 
 def test_columns_by_number_where_there_are_no_names(tmp_path):

@@ -72,7 +72,8 @@ def surveyed(source: Source, root: Path, progressing: Progressing) -> Surveyed:
 
     index = f"index-{key_of('labelled', source.name, [path for path, _, _ in stamp])[:32]}"
     sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read)
-    return Surveyed([name for name, _ in sizes], key_of(sha256, [[Path(name).name, size] for name, size in sizes]), stamp)
+    about = [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]  # folders are splits and classes
+    return Surveyed([name for name, _ in sizes], key_of(sha256, about), stamp)
 
 
 def check_same(source: Source, before: Surveyed) -> None:
@@ -105,7 +106,7 @@ def rows(
             for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
                 found += 1
                 yield row
-        elif not tables and suffix == ".txt" and not named_split(path.parent.name):
+        elif not tables and suffix == ".txt" and not _split_of_folder(path.parent):
             if path.parent.name == UNLABELLED:
                 unlabelled(f"{path.parent.parent.name}/{UNLABELLED}")
                 continue
@@ -241,6 +242,11 @@ def parts(names: Iterable[str]) -> Callable[[str, str], str]:
         return "validation" if own == "train" and not held_out and tenth == 1 else own
 
     return split
+
+
+def _split_of_folder(folder: PurePosixPath) -> str | None:
+    """That of train, but none of my-test."""
+    return named_split(folder.name) if folder.name.isalpha() else None
 
 
 class Classes:
