@@ -106,7 +106,7 @@ def test_splits_are_named_by_files_or_by_whole_names_of_folders():
     names = ["a/train/1.csv", "a/valid/pos/1.txt", "my-test/b.csv", "x/test.csv", "x/y.csv"]
     split = parts(names)
     assert [split(name, "") for name in names] == ["train", "validation", "train", "test", "train"]
-    tenths = parts(["my-test/b.csv"])
+    tenths = parts(["my-test/b.csv", "train.log"])
     assert {tenths("my-test/b.csv", str(n)) for n in range(100)} == {"train", "validation", "test"}
 
 

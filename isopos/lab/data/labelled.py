@@ -21,6 +21,7 @@ from isopos.lab.data.prepare import SPLITS, Progressing, named_split
 from isopos.lab.data.sources import Source, survey
 
 __all__ = [
+    "LINES",
     "Classes",
     "Row",
     "Surveyed",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 TABLES = (".csv", ".tsv", ".jsonl")
+LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
 UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
 FIELD = 1 << 24  # characters of a cell at most
 
@@ -99,6 +101,7 @@ def rows(
         ValueError: Where there is no row, a column or a label is missing, or a row is broken (with file and line).
     """
     found, tables = 0, any(name.lower().endswith(TABLES) for name in names)
+    top = PurePosixPath(source.name.replace("\\", "/"))
     for name, blocks in source.read(raw=False):
         path, suffix = PurePosixPath(name.replace("\\", "/")), PurePosixPath(name).suffix.lower()
         if tables and suffix in TABLES:
@@ -106,7 +109,7 @@ def rows(
             for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
                 found += 1
                 yield row
-        elif not tables and suffix == ".txt" and not _split_of_folder(path.parent):
+        elif not tables and suffix == ".txt" and path.parent not in (top, top.parent) and not _split_of_folder(path.parent):
             if path.parent.name == UNLABELLED:
                 unlabelled(f"{path.parent.parent.name}/{UNLABELLED}")
                 continue
@@ -224,15 +227,19 @@ def _label(value: Any, file: str, line: int) -> str:
 
 
 def parts(names: Iterable[str]) -> Callable[[str, str], str]:
-    """The split of a row: a function of the name of its file and of what it holds, as text."""
-    named = {}
+    """The split of a row: a function of the name of its file and of what it holds, as text.
+
+    Files beside that hold no rows, by their endings, say nothing.
+    """
+    named: dict[str, str | None] = {}
     for name in names:
         path = PurePosixPath(name.replace("\\", "/"))
         folders = (
             folder for folder in (path.parent.name, path.parent.parent.name) if folder.isalpha()
         )  # train, not my-test
         named[name] = next(filter(None, map(named_split, (name, *folders))), None)
-    by_name, held_out = "train" in named.values(), "validation" in named.values()
+    said = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
+    by_name, held_out = "train" in said, "validation" in said
 
     def split(name: str, content: str) -> str:
         tenth = hashlib.sha256(content.encode()).digest()[0] % 10

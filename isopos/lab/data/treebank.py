@@ -19,7 +19,7 @@ import numpy as np
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
 from isopos.lab.data.corpora import shown
-from isopos.lab.data.labelled import Classes, Row, check_same, json_rows, lines_of, parts, surveyed, table_rows, wrong
+from isopos.lab.data.labelled import LINES, Classes, Row, check_same, json_rows, lines_of, parts, surveyed, table_rows, wrong
 from isopos.lab.data.prepare import SPLITS
 from isopos.lab.data.sources import Source, find
 from isopos.trees import Unread, read
@@ -27,7 +27,6 @@ from isopos.trees import Unread, read
 __all__ = ["NODE", "UNKNOWN", "Bank", "load", "loads", "text"]
 
 FORMAT = 1
-LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # of the trees that come with isopos
 DEPTH, NODES = 6, (6, 30)
