@@ -121,7 +121,8 @@ def _found(shown: Shown) -> Iterator[str]:
             yield _ranks(shown, column, both)
             yield _pairs(shown, column, both)
     if learned := list(_learned(shown)):
-        yield "Learned angles less fixed ones (negative is better): " + "; ".join(learned) + "."
+        sign = "negative" if shown.better == "lower" else "positive"
+        yield f"Learned angles less fixed ones ({sign} is better): " + "; ".join(learned) + "."
     if not shown.paper and len(shown.ours) > 1:
         first, *_, last = shown.ours
         rises = {row: shown.ours[last][row][0] / shown.ours[first][row][0] - 1 for row in shown.ours[last]}
