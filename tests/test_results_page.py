@@ -73,6 +73,12 @@ def test_higher_is_better_turns_every_order(shown):
     lines = results_page.findings(shown("higher")).splitlines()
     assert lines[3] == "- left: Type1 with fixed angles leads, ahead of Type1 by 0.5, of one seed."
     assert lines[4] == "- right: Base leads, ahead of a|b by 1e+03, outside the spread."
+    assert lines[-1] == "- Learned angles less fixed ones (positive is better): Type1, left -0.500, of one seed."
+
+
+def test_percentages_and_marks_are_figures():
+    assert results_page._figure("56.90% ± 1.20% *") == (56.9, 1.2)
+    assert results_page._figure("missing") is None
 
 
 def test_distances_paired_by_seed_decide_where_there_are_some(shown):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from isopos.lab.data import texts
+from isopos.lab.data.labelled import parts
 from isopos.lab.data.tokenizers import Bytes
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.folders import read_rows
@@ -101,6 +102,14 @@ def test_names_make_splits_and_test_files_without_labels_are_counted(tmp_path):
     assert data.splits == ("validation",)
 
 
+def test_splits_are_named_by_files_or_by_whole_names_of_folders():
+    names = ["a/train/1.csv", "a/valid/pos/1.txt", "my-test/b.csv", "x/test.csv", "x/y.csv"]
+    split = parts(names)
+    assert [split(name, "") for name in names] == ["train", "validation", "train", "test", "train"]
+    tenths = parts(["my-test/b.csv", "train.log"])
+    assert {tenths("my-test/b.csv", str(n)) for n in range(100)} == {"train", "validation", "test"}
+
+
 def test_the_layout_of_film_reviews(tmp_path):
     rows = samples(80)
     for n, (text, label) in enumerate(rows):
@@ -116,6 +125,11 @@ def test_the_layout_of_film_reviews(tmp_path):
     assert len(test) == 20
     assert 0 < len(validation) < 20
     assert "train/unsup left out" in data.summary
+    (tmp_path / "train" / "pos").rename(tmp_path / "train" / "x")
+    (tmp_path / "train" / "neg").rename(tmp_path / "train" / "pos")
+    (tmp_path / "train" / "x").rename(tmp_path / "train" / "neg")
+    other = texts.load(str(tmp_path))
+    assert sorted(read(other, "train")) == sorted((text, {"pos": "neg", "neg": "pos"}[c]) for text, c in train)
 
 
 def test_columns_by_number_where_there_are_no_names(tmp_path):
@@ -297,14 +311,14 @@ def test_passages_are_told_apart_by_order_alone():
                 assert re.sub(rf"[^{re.escape(pair)}]", "", text) == (pair[::-1] if way else pair)
 
 
-def test_pairs_of_passages_are_alike_where_the_same_brackets_are_turned():
+def test_of_a_pair_of_passages_one_has_turned_brackets():
     found = texts.load("", ("text", "other"))
-    assert (found.classes, found.each) == (("alike", "different"), 2)
+    assert (found.classes, found.each) == (("the first is turned", "the second is turned"), 2)
     rows = [row for split in ("train", "test") for row in read(found, split)[::20]]
     for first, second, label in rows:
-        ways = [[re.sub(rf"[^{re.escape(pair)}]", "", text) for pair in ("()", "[]")] for text in (first, second)]
-        assert (ways[0] == ways[1]) == (label == "alike")
-    assert 0.4 < np.mean([label == "alike" for *_, label in rows]) < 0.6
+        ways = ["".join(re.sub(rf"[^{re.escape(pair)}]", "", text) for pair in ("()", "[]")) for text in (first, second)]
+        assert ways == ([")(][", "()[]"] if label == "the first is turned" else ["()[]", ")(]["])
+    assert 0.4 < np.mean([label == "the first is turned" for *_, label in rows]) < 0.6
 
 
 def test_every_command_knows_it(isopos, tmp_path):

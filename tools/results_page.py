@@ -77,8 +77,8 @@ def _cells(line: str) -> list[str]:
 
 
 def _figure(cell: str) -> tuple[float, float] | None:
-    """A number and its spread, of percents as they are; None where the cell says why there is none."""
-    value, _, spread = cell.replace(",", "").replace("%", "").partition(" ± ")
+    """A number, perhaps a percentage or marked, and its spread; None where the cell says why there is none."""
+    value, _, spread = cell.replace(",", "").replace("%", "").removesuffix(" *").partition(" ± ")
     try:
         return float(value), float(spread or "nan")
     except ValueError:
@@ -121,7 +121,8 @@ def _found(shown: Shown) -> Iterator[str]:
             yield _ranks(shown, column, both)
             yield _pairs(shown, column, both)
     if learned := list(_learned(shown)):
-        yield "Learned angles less fixed ones (negative is better): " + "; ".join(learned) + "."
+        sign = "negative" if shown.better == "lower" else "positive"
+        yield f"Learned angles less fixed ones ({sign} is better): " + "; ".join(learned) + "."
     if not shown.paper and len(shown.ours) > 1 and all(title.replace(",", "").isdigit() for title in shown.ours):
         first, *_, last = shown.ours
         rises = {row: shown.ours[last][row][0] / shown.ours[first][row][0] - 1 for row in shown.ours[last]}

@@ -28,7 +28,6 @@ from isopos.lab.tables.loader import (
     ASK,
     SCORES,
     TABLES,
-    TIMING,
     Cell,
     Line,
     PaperTable,
@@ -36,6 +35,7 @@ from isopos.lab.tables.loader import (
     load_table,
     read_about,
     speed_rounds,
+    timing,
 )
 from isopos.lab.tasks.task import Data, Scored, View, expect
 
@@ -91,10 +91,13 @@ def run(options: Options, console: Console) -> int:
         for seed, name in itertools.product(range(options.seeds), recipes)
         for scheme in dict.fromkeys(row.on(name) for row in rows if row.on(name))
     ]
-    cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
+    cells = [_cell(folder, table, name, recipe) for name, recipe in planned if not table.timed]
     if options.dry_run:
-        lacking = _lacking(rows, folder) if table.kind == "speed" else [cell.folder.name for cell in cells if not cell.done]
-        said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
+        untimed = [
+            cell_name(name, row, 0).removesuffix("-seed0") for name in recipes for row in _lacking(rows, folder, name)
+        ]
+        lacking = untimed if table.timed else [cell.folder.name for cell in cells if not cell.done]
+        said = f"{len(lacking)} of {len(cells) or len(rows) * len(recipes)} cells are missing in {folder}"
         grids.say(console, *lacking, said)
         return 0
     for _, recipe in planned[: len(planned) // options.seeds]:
@@ -108,8 +111,9 @@ def run(options: Options, console: Console) -> int:
     _note(folder, table, options, sets, device)
     status = 0
     try:
-        if table.kind == "speed":
-            _time(folder, table, recipes[""], sets[""], rows, console)
+        if table.timed:
+            for name, recipe in recipes.items():
+                _time(folder, table, name, recipe, sets[name], rows, console)
         else:
             _train_cells([cell for cell in cells if not cell.done], sets, console)
     except KeyboardInterrupt as stop:
@@ -178,7 +182,7 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
 
     path = folder / "about.json"
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
-    names = {name: data.name for name, data in sets.items() if table.kind == "scores"}
+    names = {name: data.name for name, data in sets.items() if name or not table.timed}
     for _ in range(PATIENCE):
         with claimed(folder / "claims" / "about.claim") as mine:
             if mine:
@@ -197,10 +201,12 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     raise ValueError(f"claim: expected {path} to be free within seconds, but another process holds it; start again")
 
 
-def _lacking(rows: Sequence[Line], folder: Path) -> dict[str, int]:
-    """Rounds that are missing, by row."""
-    rounds = speed_rounds(folder)
-    return {row.name: count for row in rows if (count := ROUNDS - sum(row.name in one for one in rounds)) > 0}
+def _lacking(rows: Sequence[Line], folder: Path, corpus: str) -> dict[str, int]:
+    """Rounds that are missing of a corpus, by row."""
+    rounds = speed_rounds(folder, corpus)
+    return {
+        row.name: count for row in rows if row.on(corpus) and (count := ROUNDS - sum(row.name in one for one in rounds)) > 0
+    }
 
 
 def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
@@ -242,19 +248,22 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
     return found
 
 
-def _time(folder: Path, table: PaperTable, recipe: Recipe, data: Data, rows: Sequence[Line], console: Console) -> None:
-    """Rounds of training steps, of all schemes that lack some and the baseline, until each has enough."""
-    from isopos.lab.training.run import step_times
+def _time(
+    folder: Path, table: PaperTable, corpus: str, recipe: Recipe, data: Data, rows: Sequence[Line], console: Console
+) -> None:
+    """Rounds of steps or answers, of all schemes that lack some and the baseline, until each has enough."""
+    from isopos.lab.training.run import answer_times, step_times
 
+    times = answer_times if table.kind == "latency" else step_times
     with claimed(folder / "claims" / "timing.claim") as mine:
-        rounds, lacking = speed_rounds(folder), _lacking(rows, folder)
+        rounds, lacking = speed_rounds(folder, corpus), _lacking(rows, folder, corpus)
         if not mine or not lacking:
             return
-        left, timed = max(lacking.values()), {name: table.row(name).scheme for name in (table.baseline, *lacking)}
+        left, timed = max(lacking.values()), {name: table.row(name).on(corpus) for name in (table.baseline, *lacking)}
         with Bars(console, total=left) as bars:
-            show = bars.add("rounds of all schemes", left)
-            for n, seconds in enumerate(step_times(recipe, data, timed, left), 1):
+            show = bars.add(f"rounds of all schemes{', ' * bool(corpus)}{corpus}", left)
+            for n, seconds in enumerate(times(recipe, data, timed, left), 1):
                 signals.heed()
                 rounds.append(seconds)
-                write_json(folder / TIMING, rounds)
+                write_json(timing(folder, corpus), rounds)
                 show(n)

@@ -10,17 +10,33 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopos.lab.data.prepare import SPLITS, named_split
-from isopos.lab.data.sources import Source
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import key_of
+from isopos.lab.data.prepare import SPLITS, Progressing, named_split
+from isopos.lab.data.sources import Source, survey
 
-__all__ = ["TABLES", "Classes", "Row", "json_rows", "lines_of", "parts", "rows", "table_rows", "wrong"]
+__all__ = [
+    "LINES",
+    "Classes",
+    "Row",
+    "Surveyed",
+    "check_same",
+    "json_rows",
+    "lines_of",
+    "parts",
+    "rows",
+    "surveyed",
+    "table_rows",
+    "wrong",
+]
 
 TABLES = (".csv", ".tsv", ".jsonl")
+LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
 UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
 FIELD = 1 << 24  # characters of a cell at most
 
@@ -41,6 +57,33 @@ def wrong(file: str, line: int, said: str, column: int | None = None) -> ValueEr
     return ValueError(f"data: {file}, {at}: {said}; repair or remove the line")
 
 
+class Surveyed(NamedTuple):
+    """What is known of a source that was read once: names of its documents, a hash of all that it holds, and its files."""
+
+    names: list[str]
+    key: str
+    stamp: list[list[str | int]]
+
+
+def surveyed(source: Source, root: Path, progressing: Progressing) -> Surveyed:
+    """The names and the hash of a source, of the cache while its files' sizes and times of change stay."""
+    stamp = source.stamp()
+
+    def read() -> tuple[str, list[tuple[str, int]]]:
+        return survey(source, False, lambda done: progressing("reading", done, 0))
+
+    index = f"index-{key_of('labelled', source.name, [path for path, _, _ in stamp])[:32]}"
+    sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read)
+    about = [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]  # folders are splits and classes
+    return Surveyed([name for name, _ in sizes], key_of(sha256, about), stamp)
+
+
+def check_same(source: Source, before: Surveyed) -> None:
+    """Raise a ValueError where the files of a source have changed since it was surveyed."""
+    if source.stamp() != before.stamp:
+        raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
+
+
 def rows(
     source: Source, names: Sequence[str], columns: Sequence[str], label: str, unlabelled: Callable[[str], None]
 ) -> Iterator[Row]:
@@ -58,6 +101,7 @@ def rows(
         ValueError: Where there is no row, a column or a label is missing, or a row is broken (with file and line).
     """
     found, tables = 0, any(name.lower().endswith(TABLES) for name in names)
+    top = PurePosixPath(source.name.replace("\\", "/"))
     for name, blocks in source.read(raw=False):
         path, suffix = PurePosixPath(name.replace("\\", "/")), PurePosixPath(name).suffix.lower()
         if tables and suffix in TABLES:
@@ -65,7 +109,7 @@ def rows(
             for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
                 found += 1
                 yield row
-        elif not tables and suffix == ".txt" and not named_split(path.parent.name):
+        elif not tables and suffix == ".txt" and path.parent not in (top, top.parent) and not _split_of_folder(path.parent):
             if path.parent.name == UNLABELLED:
                 unlabelled(f"{path.parent.parent.name}/{UNLABELLED}")
                 continue
@@ -183,9 +227,19 @@ def _label(value: Any, file: str, line: int) -> str:
 
 
 def parts(names: Iterable[str]) -> Callable[[str, str], str]:
-    """The split of a row: a function of the name of its file and of what it holds, as text."""
-    named = {name: named_split(name) or named_split(PurePosixPath(name).parent.parent.name) for name in names}
-    by_name, held_out = "train" in named.values(), "validation" in named.values()
+    """The split of a row: a function of the name of its file and of what it holds, as text.
+
+    Files beside that hold no rows, by their endings, say nothing.
+    """
+    named: dict[str, str | None] = {}
+    for name in names:
+        path = PurePosixPath(name.replace("\\", "/"))
+        folders = (
+            folder for folder in (path.parent.name, path.parent.parent.name) if folder.isalpha()
+        )  # train, not my-test
+        named[name] = next(filter(None, map(named_split, (name, *folders))), None)
+    said = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
+    by_name, held_out = "train" in said, "validation" in said
 
     def split(name: str, content: str) -> str:
         tenth = hashlib.sha256(content.encode()).digest()[0] % 10
@@ -195,6 +249,11 @@ def parts(names: Iterable[str]) -> Callable[[str, str], str]:
         return "validation" if own == "train" and not held_out and tenth == 1 else own
 
     return split
+
+
+def _split_of_folder(folder: PurePosixPath) -> str | None:
+    """That of train, but none of my-test."""
+    return named_split(folder.name) if folder.name.isalpha() else None
 
 
 class Classes:

@@ -17,9 +17,9 @@ from isopos.catalog import expect
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
 from isopos.lab.data.corpora import shown
-from isopos.lab.data.labelled import Classes, Row, parts, rows, wrong
+from isopos.lab.data.labelled import Classes, Row, check_same, parts, rows, surveyed, wrong
 from isopos.lab.data.prepare import SPLITS, Progressing
-from isopos.lab.data.sources import Source, find, survey
+from isopos.lab.data.sources import Source, find
 from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
 
 __all__ = ["Texts", "load"]
@@ -75,8 +75,8 @@ def load(
 
     Args:
         source: A path; empty: passages of the Python language reference with some words in round brackets and some in square
-            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of pairs whether the
-            same ones are turned.
+            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of a pair, which
+            one has turned ones.
         columns: Of a text, or of two that are a pair.
         label: The column of the class.
         tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
@@ -133,12 +133,12 @@ def _passages(pairs: bool) -> Iterator[Row]:
         split = {0: "validation", 1: "test"}.get(n % 10, "train")
         for _ in range(int(EACH * len(words) / WORDS)):
             turned = int(random.integers(len(TURNED)))
-            if not pairs:
+            if pairs:
+                first = 3 * (turned % 2)
+                label = "the first is turned" if first else "the second is turned"
+                yield Row((passage(words, first), passage(words, 3 - first)), label, split, 1)
+            else:
                 yield Row((passage(words, turned),), TURNED[turned], split, 1)
-                continue
-            other = turned if random.random() < 0.5 else (turned + int(random.integers(1, len(TURNED)))) % len(TURNED)
-            both = passage(words, turned), passage(words, other)
-            yield Row(both, "alike" if turned == other else "different", split, 1)
 
 
 @dataclass(frozen=True)
@@ -153,15 +153,8 @@ class _Read:
 
     def texts(self, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
         """Those of the cache, prepared before or now."""
-        stamp = self.source.stamp()
-
-        def survey_all() -> tuple[str, list[tuple[str, int]]]:
-            return survey(self.source, False, lambda done: self.progressing("reading", done, 0))
-
-        index = f"index-{key_of(FORMAT, 'texts', self.source.name, [path for path, _, _ in stamp])[:32]}"
-        sha256, sizes = cache.remembered(self.root, index, stamp, tuple[str, list[tuple[str, int]]], survey_all)
-        names = [name for name, _ in sizes]
-        key = key_of(FORMAT, sha256, [[Path(name).name, size] for name, size in sizes], self.columns, self.label)
+        before = surveyed(self.source, self.root, self.progressing)
+        names, key = before.names, key_of(FORMAT, before.key, self.columns, self.label)
         if tokenizer == "bytes":
             tokenizer = Bytes()
         elif isinstance(tokenizer, str):
@@ -170,8 +163,7 @@ class _Read:
         def fill(writer: Writer) -> dict[str, object]:
             left: list[str] = []
             facts = _fill(writer, self._rows(names, left, "writing tokens"), parts(names), tokenizer, left)
-            if self.source.stamp() != stamp:
-                raise ValueError(f"data: expected {self.source.name} to stay as it is while it is read, but it changed")
+            check_same(self.source, before)
             return facts
 
         found = prepared(self.root, f"texts-{key_of(key, tokenizer.fingerprint)[:32]}", fill)

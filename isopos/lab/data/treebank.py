@@ -19,15 +19,14 @@ import numpy as np
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
 from isopos.lab.data.corpora import shown
-from isopos.lab.data.labelled import Classes, Row, json_rows, lines_of, parts, table_rows, wrong
+from isopos.lab.data.labelled import LINES, Classes, Row, check_same, json_rows, lines_of, parts, surveyed, table_rows, wrong
 from isopos.lab.data.prepare import SPLITS
-from isopos.lab.data.sources import Source, find, survey
+from isopos.lab.data.sources import Source, find
 from isopos.trees import Unread, read
 
 __all__ = ["NODE", "UNKNOWN", "Bank", "load", "loads", "text"]
 
 FORMAT = 1
-LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # of the trees that come with isopos
 DEPTH, NODES = 6, (6, 30)
@@ -118,14 +117,7 @@ def load(
         )
     found, root = find(source, tables=True), cache.default_root() if root is None else root
     with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        stamp = found.stamp()
-
-        def survey_all() -> tuple[str, list[tuple[str, int]]]:
-            return survey(found, False, lambda done: progressing("reading", done, 0))
-
-        index = f"index-{key_of(FORMAT, 'trees', found.name, [path for path, _, _ in stamp])[:32]}"
-        sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], survey_all)
-        names = [name for name, _ in sizes]
+        before = surveyed(found, root, progressing)
 
         def reading() -> Iterator[Read]:
             for n, one in enumerate(_trees(found, column, label, inner)):
@@ -133,9 +125,13 @@ def load(
                     progressing("reading trees", n, 0)
                 yield one
 
-        about = [[Path(name).name, size] for name, size in sizes]
-        key = key_of(FORMAT, sha256, about, column, label, inner, vocabulary, list(words))
-        arrays = prepared(root, f"trees-{key[:32]}", lambda writer: _fill(writer, reading, parts(names), vocabulary, words))
+        def fill(writer: Writer) -> dict[str, object]:
+            facts = _fill(writer, reading, parts(before.names), vocabulary, words)
+            check_same(found, before)
+            return facts
+
+        key = key_of(FORMAT, before.key, column, label, inner, vocabulary, list(words))
+        arrays = prepared(root, f"trees-{key[:32]}", fill)
     return Bank(found.name, arrays)
 
 

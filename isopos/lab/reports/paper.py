@@ -16,7 +16,17 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
-from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, read_about, read_scores, speed_rounds
+from isopos.lab.tables.loader import (
+    SCORES,
+    TIMED,
+    Column,
+    Line,
+    PaperTable,
+    cell_name,
+    read_about,
+    read_scores,
+    speed_rounds,
+)
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Metric
 
@@ -84,7 +94,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += _apart(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
-    draw = _speed_picture if table.kind == "speed" else _along if table.along else _curves
+    draw = _speed_picture if table.timed else _along if table.along else _curves
     figure = draw(table, rows, about["corpora"])
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
@@ -92,10 +102,10 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
 
 
 def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]) -> Found:
-    if table.kind == "speed":
-        rounds = [one for one in speed_rounds(folder) if line.name in one]
-        ratios = {n: one[table.baseline] / one[line.name] for n, one in enumerate(rounds)}
-        return Found(line, {table.columns[0].title: ratios}, {}, {})
+    if table.timed:
+        rounds = {one.title: [r for r in speed_rounds(folder, one.corpus) if line.name in r] for one in table.columns}
+        ratios = {title: {n: table.ratio(one, line.name) for n, one in enumerate(some)} for title, some in rounds.items()}
+        return Found(line, ratios, {}, {})
     values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
     curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
     reasons, stand_in = {}, False
@@ -128,7 +138,9 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     titles = ["row", "scheme"]
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
-    reached = {name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in about["corpora"]}
+    reached = {
+        name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in about["corpora"] if not table.timed
+    }
     titles += [text + f", {name}" * (len(reached) > 1) for name, text in reached.items()]
     grid = []
     for row in rows:
@@ -137,8 +149,9 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
         for column in columns:
             at = table.columns.index(column)
             cells += [table.metric(column).text(row.line.figures[at] if row.line.figures else None)] * papers
-            cells.append(_ours(table, row, column) if row.line.on(column.corpus) else "-")
-        cells += [_updates(table, rows, row, corpus) for corpus in about["corpora"]]
+            mark = " *" * (table.marked and _leads(table, rows, row, column))
+            cells.append(_ours(table, row, column) + mark if row.line.on(column.corpus) else "-")
+        cells += [_updates(table, rows, row, corpus) for corpus in reached]
         grid.append(cells)
     return titles, grid
 
@@ -150,7 +163,7 @@ def _reference(table: PaperTable, rows: Sequence[Found]) -> Found:
 def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> list[str]:
     """Lines with a table of the differences to the reference row, of the rows that share seeds with it; or none."""
     reference, grid = _reference(table, rows), []
-    columns = [column for column in table.columns if table.kind == "scores" and column.corpus in about["corpora"]]
+    columns = [column for column in table.columns if not table.timed and column.corpus in about["corpora"]]
     for row in rows:
         cells = []
         for column in columns:
@@ -175,11 +188,21 @@ def _ours(table: PaperTable, row: Found, column: Column) -> str:
     values, metric = list(row.values[column.title].values()), _finer(table.metric(column))
     if not values:
         return "none" if column.title in row.reasons else "missing"
-    if table.kind == "speed":  # ratios of rounds
+    if table.timed:  # ratios of rounds
         ratio = Spread.of(values)
         return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
     spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
     return metric.text(statistics.mean(values)) + spread
+
+
+def _leads(table: PaperTable, rows: Sequence[Found], row: Found, column: Column) -> bool:
+    """Whether a row's mean is within one standard deviation of the best row's, by the best row's deviation over seeds."""
+    rank, found = table.metric(column).rank, [[*one.values[column.title].values()] for one in rows]
+    best = min((values for values in found if len(values) > 1), key=lambda values: rank(statistics.mean(values)), default=())
+    own = row.values[column.title].values()
+    if not best or not own:
+        return False
+    return rank(statistics.mean(own)) <= rank(statistics.mean(best)) + statistics.stdev(best)
 
 
 def _finer(metric: Metric) -> Metric:
@@ -224,7 +247,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
         yield f"Scale{f' of {corpus.name}' if len(pairs) > 1 and corpus else ''}: {differences(original, ours)}"
-    if table.kind == "scores":
+    if not table.timed:
         for corpus, (original, ours) in zip(chosen, pairs, strict=True):
             own = corpus is not None and corpus.recipe
             if corpus is not chosen[0] and not own:
@@ -245,6 +268,9 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
             yield "Data without a test split are scored on their validation split in the columns of the test."
     else:
         yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
+        yield from _seconds(table, folder)
+    if table.marked:
+        yield "Marked (*) are figures within one standard deviation, over seeds, of the best."
     yield from _ranks(table, rows, about)
     yield from _settling(table, rows, about)
     yield from table.notes
@@ -254,13 +280,24 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     if missing := "; ".join(_missing(table, rows, about)):
         yield f"Missing: {missing}."
     seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
-    seconds += [sum(one.values()) for one in speed_rounds(folder)]
-    count = f"{len(seconds)} {'rounds' if table.kind == 'speed' else 'cells'}"
+    corpora = [corpus.name for corpus in table.corpora] or [""]
+    seconds += [sum(one.values()) for corpus in corpora for one in speed_rounds(folder, corpus)]
+    count = f"{len(seconds)} {'rounds' if table.timed else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
 
 
 def _millions(count: float) -> str:
     return f"{count:,.1f} million" if count >= 0.1 else f"{count:.2g} million"
+
+
+def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
+    """What the baseline took, where ratios are of times."""
+    if TIMED[table.kind].better == "higher":
+        return
+    for column in table.columns:
+        if taken := [one[table.baseline] for one in speed_rounds(folder, column.corpus) if table.baseline in one]:
+            middle = f"{statistics.median(taken) * 1e3:,.2f} ms"
+            yield f"{column.title}: {table.baseline} takes {middle}, the median of {len(taken)} rounds."
 
 
 def _short(name: str) -> str:
@@ -275,7 +312,7 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         return
     for at, column in enumerate(table.columns):
         both = [(row.line.name, row.line.figures[at], row.values[column.title]) for row in rows if row.line.figures]
-        middle = statistics.median if table.kind == "speed" else statistics.mean  # as the table shows
+        middle = statistics.median if table.timed else statistics.mean  # as the table shows
         pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours]
         if len(pairs) < FEW:
             continue
@@ -314,12 +351,13 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
     for row in rows:
         if not row.line.scheme:
             yield f"{row.line.name}, whose scheme is not here"
-        for corpus in about["corpora"]:
+        for corpus in () if table.timed else about["corpora"]:
             lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
             if row.line.on(corpus) and lacking:
                 yield f"{row.line.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
-        if table.kind == "speed" and row.line.scheme and not row.values[table.columns[0].title]:
-            yield row.line.name
+        for column in table.columns if table.timed else ():
+            if row.line.on(column.corpus) and not row.values[column.title]:
+                yield f"{row.line.name}{f' on {column.corpus}' if column.corpus else ''}"
     for corpus in table.corpora:
         if corpus.name not in about["corpora"]:
             yield f"{corpus.name}, for which --data {corpus.name}=PATH gives one"
@@ -377,18 +415,19 @@ def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -
 
 
 def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes, title = figure.subplots(), table.columns[0].title
-    drawn = [row for row in rows if row.values[title]]
-    for n, row in enumerate(drawn):
-        low, median, high = Spread.of([*row.values[title].values()])
-        half = (high - low) / 2
-        axes.errorbar(median, -n, xerr=half, fmt="o", color="C0", label="ours" if n == 0 else None)
-        if row.line.figures:
-            axes.plot(row.line.figures[0], -n, "x", color="C1", label="paper" if n == 0 else None)
-    axes.set_yticks([-n for n in range(len(drawn))], [literal(row.line.name) for row in drawn])
-    axes.set(xlabel=literal(title))
-    if drawn:
-        axes.legend(frameon=False)
-    plain(axes)
+    figure = Figure(figsize=(8 if len(table.columns) == 1 else 4 * len(table.columns) + 3, 4), layout="constrained")
+    panels = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0]
+    for at, (axes, column) in enumerate(zip(panels, table.columns, strict=True)):
+        drawn = [(n, row) for n, row in enumerate(rows) if row.values[column.title]]
+        for shown, (n, row) in enumerate(drawn):
+            low, median, high = Spread.of([*row.values[column.title].values()])
+            axes.errorbar(median, -n, xerr=(high - low) / 2, fmt="o", color="C0", label=None if shown else "ours")
+            if row.line.figures:
+                axes.plot(row.line.figures[at], -n, "x", color="C1", label=None if shown else "paper")
+        axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
+        axes.set_yticklabels([literal(row.line.name) for row in rows if any(row.values.values())])
+        axes.set(xlabel=literal(column.title))
+        if drawn:
+            axes.legend(frameon=False)
+        plain(axes)
     return figure

@@ -19,7 +19,7 @@ __all__ = [
     "ASK",
     "SCORES",
     "TABLES",
-    "TIMING",
+    "TIMED",
     "Cell",
     "Column",
     "Corpus",
@@ -30,10 +30,17 @@ __all__ = [
     "read_about",
     "read_scores",
     "speed_rounds",
+    "timing",
 ]
 
 FOLDER = Path(__file__).parent
-SCORES, TIMING = "scores.json", "timing.json"
+SCORES = "scores.json"
+TIMED = {
+    "speed": Metric("relative speed", "", "higher", ".2f"),
+    "cost": Metric("relative time of a training step", "", "lower", ".2f"),
+    "latency": Metric("relative time of one answer", "", "lower", ".2f"),
+}
+"""Kinds of tables in which nothing is trained, and what they show: ratios of a row to the baseline."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 ASK = "ask"  # a source that cannot be had freely, so that --data must name a stand-in
 
@@ -91,7 +98,8 @@ class PaperTable:
     scales: Mapping[str, Mapping[str, Any]]  # edits of the recipe by scale
     columns: Sequence[Column]  # the figures
     rows: Sequence[Line]  # in the paper's order, then ours
-    kind: str = "scores"  # of trained models; or speed, of training steps
+    kind: str = "scores"  # of trained models; or one of `TIMED`
+    marked: bool = False  # whether figures within a standard deviation of the best are marked
     reference: str = ""  # the row from which the others' distance is shown; by default the baseline
     figure: str = ""  # of the columns that name none; by default the task's first
     along: str = ""  # one of the task's own choices, by which the picture shows the columns; by default validations
@@ -116,7 +124,7 @@ class PaperTable:
         """
         if not steps:
             return self
-        if self.kind == "speed":
+        if self.timed:
             raise ValueError(f"steps: expected none, since {self.name} times steps without training, got {steps}")
 
         def longer(scales: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
@@ -131,8 +139,8 @@ class PaperTable:
         """What a column shows, and how."""
         task = self.task_of(column.corpus)
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
-        if self.kind == "speed":
-            figure = Metric("relative speed", "", "higher", ".2f")
+        if self.timed:
+            figure = TIMED[self.kind]
         view = View(column.split, column.multiple, column.scored, own=tuple(column.view.items()))
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)
@@ -140,6 +148,16 @@ class PaperTable:
     def corpus(self, name: str) -> Corpus | None:
         """The corpus of that name; none of an empty one, by which a table without corpora goes."""
         return next(corpus for corpus in self.corpora if corpus.name == name) if name else None
+
+    @property
+    def timed(self) -> bool:
+        """Whether it shows seconds, not scores."""
+        return self.kind in TIMED
+
+    def ratio(self, seconds: Mapping[str, float], row: str) -> float:
+        """What a round shows of a row."""
+        slower = seconds[row] / seconds[self.baseline]
+        return 1 / slower if TIMED[self.kind].better == "higher" else slower
 
     def task_of(self, corpus: str) -> Task:
         """What the models of a corpus learn."""
@@ -212,7 +230,7 @@ def _check(table: PaperTable) -> None:
     for what, found in (("rows", names), ("columns", [column.title for column in table.columns])):
         if not found or len(set(found)) < len(found):
             raise ValueError(f"{what}: expected different names, got {found}")
-    expect("kind", table.kind, ("scores", "speed"))
+    expect("kind", table.kind, ("scores", *TIMED))
     if set(table.scales) != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
     for corpus in table.corpora or (Corpus(""),):
@@ -257,9 +275,14 @@ def cell_name(corpus: str, scheme: str, seed: int) -> str:
     return f"{corpus}-{scheme}-seed{seed}".replace(":", "+").removeprefix("-")
 
 
-def speed_rounds(folder: Path) -> list[dict[str, float]]:
-    """Seconds of a training step by row, in each round so far."""
-    path = folder / TIMING
+def timing(folder: Path, corpus: str = "") -> Path:
+    """Where the seconds of a corpus are."""
+    return folder / f"timing{'-' * bool(corpus)}{corpus}.json"
+
+
+def speed_rounds(folder: Path, corpus: str = "") -> list[dict[str, float]]:
+    """Seconds of a training step, or of an answer, by row, in each round so far."""
+    path = timing(folder, corpus)
     return read_json(path, list[dict[str, float]], "remove it, and steps are timed again") if path.exists() else []
 
 

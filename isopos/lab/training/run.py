@@ -27,7 +27,7 @@ from isopos.lab.tasks.task import Data, Metric, Scored, View
 if TYPE_CHECKING:
     from isopos.lab.training.trainer import Fitted
 
-__all__ = ["OnStep", "check_recipe", "evaluate", "is_first_process", "step_times", "train", "usable_device"]
+__all__ = ["OnStep", "answer_times", "check_recipe", "evaluate", "is_first_process", "step_times", "train", "usable_device"]
 
 SHOWN = 5  # examples in a report
 
@@ -190,6 +190,24 @@ def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: i
     """Seconds of forward and backward of the same samples by the names of `schemes`, a round; one before warms up."""
     works = {name: _step(recipe.edit(scheme=scheme), data) for name, scheme in schemes.items()}
     yield from turns(works, rounds, recipe.training.device)
+
+
+def answer_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
+    """Seconds of the forward pass of one sample, the same for all, by the names of `schemes`, a round, as `step_times`."""
+    works = {name: _answer(recipe.edit(scheme=scheme, batch=1), data) for name, scheme in schemes.items()}
+    yield from turns(works, rounds, recipe.training.device)
+
+
+def _answer(recipe: Recipe, data: Data) -> Callable[[], None]:
+    device, narrow = recipe.training.device, recipe.training.precision == "bfloat16"
+    batch = [tensor.to(device) for tensor in data.batch(recipe, 1)]
+    model = recipe.task.model(recipe).to(device).eval()
+
+    def answer() -> None:
+        with torch.no_grad(), torch.autocast(torch.device(device).type, torch.bfloat16, enabled=narrow):
+            data.loss(model, *batch)
+
+    return answer
 
 
 def _step(recipe: Recipe, data: Data) -> Callable[[], None]:
