@@ -17,7 +17,7 @@ from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.loader import SCORES, Column, Line, PaperTable, cell_name, read_about, read_scores, speed_rounds
-from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.language import TextTask
 from isopos.lab.tasks.task import Metric
 
 __all__ = ["PAIRED", "differences", "spearman", "write"]
@@ -220,7 +220,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     original, ours = pairs[0]
     if table.kind == "scores":
         seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
-        units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, Language) else r.task.unit for r in pairs[0]]
+        units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, TextTask) else r.task.unit for r in pairs[0]]
         yield f"A model sees {seen:,.1f} million {units[1]}, the paper's {paper:,.1f} million {units[0]}."
         figures = [(ours.task.figure(metric.figure), metric.better) for metric in map(table.metric, table.columns)]
         for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
