@@ -23,6 +23,7 @@ RECIPES = {
     "quickstart": "language:quickstart",
     "lrpe-alm": "language:lrpe_alm",
     "permuteformer-lm": "language:permuteformer_lm",
+    "lrpe-blm": "masked:lrpe_blm",
     "listops": "listops:listops",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""

@@ -8,6 +8,7 @@ __all__ = ["TASKS", "find", "spec"]
 TASKS = {
     "language": "isopos.lab.tasks.language:Language",
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
+    "masked": "isopos.lab.tasks.masked:Masked",
     "listops": "isopos.lab.tasks.listops:ListOps",
 }
 """Where each task is; imported when it is first used."""
