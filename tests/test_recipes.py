@@ -9,6 +9,7 @@ from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.bidirectional import Bidirectional
+from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.masked import Masked
@@ -77,6 +78,7 @@ OF_TASKS = {
     Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
     Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
     Masked: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
+    Glue: {"length": (4, 10**9), "vocabulary": (0, 10**9), "validation_rows": (0, 10**9)},
     ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
 }
 ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
@@ -176,6 +178,18 @@ DECLARED = """
         tokenizer=bpe vocabulary=50264 length=512 tied=True validation_tokens=1000000 layers=12 model_dim=768 heads=12
         hidden_dim=3072 activation=gelu dropout=0.1 steps=23000 batch=512 learning_rate=0.0005
         schedule=polynomial warmup=3000 beta2=0.98 epsilon=1e-06 clip=0.0 validate_every=1000 save_every=1000 device=auto
+    lrpe-glue tiny: task=glue scheme=lrpe-orthogonal subset= start=runs/lrpe-blm length=128 validation_rows=0 layers=2
+        model_dim=64 hidden_dim=256 activation=gelu dropout=0.1 steps=60 batch=16 learning_rate=0.001
+        schedule=polynomial warmup=6 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=30 save_every=30
+        device=auto
+    lrpe-glue small: task=glue scheme=lrpe-orthogonal subset= start=runs/lrpe-blm validation_rows=0 layers=4
+        model_dim=256 hidden_dim=1024 activation=gelu dropout=0.1 steps=2000 batch=32 learning_rate=0.0001
+        schedule=polynomial warmup=200 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=500
+        save_every=500 device=auto
+    lrpe-glue paper: task=glue scheme=lrpe-orthogonal subset= start=runs/lrpe-blm length=512 validation_rows=0 layers=12
+        model_dim=768 heads=12 hidden_dim=3072 activation=gelu dropout=0.1 steps=5000 batch=16 learning_rate=2e-05
+        schedule=polynomial warmup=300 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=500
+        save_every=500 device=auto
     listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
         learning_rate=0.002 device=auto
     listops small: task=listops longest=0 branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32

@@ -24,6 +24,7 @@ RECIPES = {
     "lrpe-alm": "language:lrpe_alm",
     "permuteformer-lm": "language:permuteformer_lm",
     "lrpe-blm": "masked:lrpe_blm",
+    "lrpe-glue": "masked:lrpe_glue",
     "listops": "listops:listops",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""

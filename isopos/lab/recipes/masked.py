@@ -1,9 +1,12 @@
-"""Recipes of masked language models."""
+"""Recipes of masked language models, and of what they learn afterwards."""
+
+from dataclasses import replace
 
 from isopos.lab.recipes.recipe import Recipe
+from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.masked import Masked
 
-__all__ = ["lrpe_blm"]
+__all__ = ["lrpe_blm", "lrpe_glue"]
 
 
 def lrpe_blm(scale: str) -> Recipe:
@@ -44,4 +47,18 @@ def lrpe_blm(scale: str) -> Recipe:
     small = small.edit(steps=10_000, warmup=1000, validation_tokens=100_000)
     tiny = small.edit(layers=2, model_dim=64, hidden_dim=256, data="", tokenizer="bytes", vocabulary=0, length=64, batch=8)
     tiny = tiny.edit(steps=100, warmup=10, learning_rate=3e-3, validation_tokens=4096, validate_every=50, save_every=50)
+    return {"tiny": tiny, "small": small, "paper": paper}[scale]
+
+
+def lrpe_glue(scale: str) -> Recipe:
+    """A task of GLUE, --data FOLDER, which begins with the weights of the run lrpe-blm at the same scale.
+
+    LRPE says nothing of its fine-tuning: RoBERTa's numbers here (Liu et al. 2019, Table 10), 5000 updates for its 10 epochs.
+    """
+    before = lrpe_blm(scale)
+    paper = replace(before, task=Glue(start="runs/lrpe-blm", length=512)).edit(
+        steps=5000, batch=16, learning_rate=2e-5, warmup=300, weight_decay=0.1, validate_every=500, save_every=500
+    )
+    small = paper.edit(length=256, steps=2000, batch=32, learning_rate=1e-4, warmup=200)
+    tiny = paper.edit(length=128, steps=60, learning_rate=1e-3, warmup=6, validate_every=30, save_every=30)
     return {"tiny": tiny, "small": small, "paper": paper}[scale]

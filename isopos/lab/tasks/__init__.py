@@ -9,6 +9,7 @@ TASKS = {
     "language": "isopos.lab.tasks.language:Language",
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
     "masked": "isopos.lab.tasks.masked:Masked",
+    "glue": "isopos.lab.tasks.glue:Glue",
     "listops": "isopos.lab.tasks.listops:ListOps",
 }
 """Where each task is; imported when it is first used."""

@@ -153,7 +153,7 @@ def hide(tokens: np.ndarray, random: np.random.Generator, share: float, vocabula
     Example:
         >>> shown, places = hide(np.zeros(1000, int), np.random.default_rng(0), 0.4, 256)
         >>> len(places), int((shown == 256).sum()), int(((shown > 0) & (shown < 256)).sum())
-        (400, 316, 39)
+        (400, 316, 53)
     """
     places = np.sort(random.permutation(len(tokens))[: max(1, round(share * len(tokens)))])
     draw, others = random.random(len(places)), random.integers(vocabulary, size=len(places))
