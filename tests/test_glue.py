@@ -16,6 +16,7 @@ from isopos.lab.data.glue import SUBSETS, phrases, read, subset_of
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import read_rows
+from isopos.lab.tables.loader import FOLDER, load_table
 from isopos.lab.tasks.glue import Glue, _figure
 from isopos.lab.tasks.task import View
 
@@ -291,6 +292,97 @@ def test_a_comparison_of_what_several_runs_learn_ranks_by_the_tasks_own_figure(i
     (pretrained / "none-seed0" / "model.safetensors").unlink()
     err = isopos("compare", "--task=glue", "--schemes=none", "--name=d", *options)[2]
     assert "start: expected a run that has ended, with model.safetensors, got runs/pre/none-seed0" in err
+
+
+def test_the_table_holds_what_the_paper_says():
+    table, text = (
+        load_table("lrpe-1"),
+        """
+        Base 5.35 76.10/76.39 85.47 88.44 53.43 89.33 70.59 - 48.08
+        Rope 5.17 76.53/77.08 82.77 83.30 55.96 90.48 69.36 38.84 49.28
+        SPE 6.07 67.92/68.12 73.70 87.27 53.43 84.75 70.34 - 17.88
+        PER 5.32 77.30/77.37 84.09 89.03 55.96 90.25 71.08 29.04 68.10
+        Type1 5.18 79.18/78.76 87.75 89.55 55.96 90.48 73.04 48.27 82.09
+        Type2 5.12 80.28/80.68 87.17 89.68 59.21 91.97 73.77 49.34 79.28
+        Type3 5.28 77.34/77.55 86.22 88.99 58.48 90.48 71.08 36.67 74.66""",
+    )  # as it stands there
+    for line in text.strip().splitlines():
+        name, loss, *shares = line.replace("/", " ").replace("-", "nan").split()
+        expected = [float(loss), *(float(share) / 100 for share in shares)]
+        assert table.row(name).figures == pytest.approx(expected, nan_ok=True)
+    corpora = ["wikibook", "MNLI", "MNLI", "QNLI", "QQP", "RTE", "SST-2", "MRPC", "CoLA", "STS-B"]
+    assert [column.corpus for column in table.columns] == corpora
+    main = {column.title: table.metric(column).figure for column in table.columns}
+    assert main.pop("Loss") == "loss"
+    assert {title for title, figure in main.items() if figure != "accuracy"} == {"CoLA", "STS-B"}
+    assert (main["CoLA"], main["STS-B"]) == ("matthews", "spearman")
+
+
+TABLE = ("table", "lrpe-1", "--scale=tiny", "--device=cpu", "--rows=Base,Rope")
+
+
+def test_a_table_trains_once_and_fine_tunes_a_copy_a_column(isopos, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("phrases end with a or b, and nothing else.\n" * 200)
+    command = (*TABLE, "--data", "wikibook=text.txt", f"CoLA={cola(tmp_path)}", f"RTE={rte(tmp_path)}")
+    assert "6 of 6 cells are missing" in isopos(*command, "--dry-run")[1]
+    status, _, err = isopos(*command)
+    assert (status, err) == (0, "")
+    folder = tmp_path / "runs" / "tables" / "lrpe-1-tiny"
+    cells = {path.name: path for path in (folder / "cells").iterdir()}
+    names = [f"{corpus}-{scheme}-seed0" for corpus in ("CoLA", "RTE", "wikibook") for scheme in ("rope", "sinusoidal")]
+    assert sorted(cells) == names
+    for corpus in ("CoLA", "RTE"):
+        recipe = json.loads((cells[f"{corpus}-rope-seed0"] / "recipe.json").read_text())
+        assert (recipe["task"], recipe["subset"], recipe["steps"], recipe["layers"]) == ("glue", corpus, 10, 1)
+        assert tmp_path / recipe["start"] == cells["wikibook-rope-seed0"]
+        (column,) = json.loads((cells[f"{corpus}-rope-seed0"] / "scores.json").read_text())["columns"].values()
+        assert column["value"] == column[{"CoLA": "matthews", "RTE": "accuracy"}[corpus]]
+    page = (folder / "table.md").read_text()
+    assert "| Rope | rope | 5.17 | " in page
+    assert "| 55.96% | " in page
+    assert "Base on" not in page  # nothing of what was asked for is missing
+    assert "updates to Base's loss" in page
+    assert "MNLI, for which --data MNLI=PATH gives one" in page
+    assert "Scale of CoLA and RTE: " in page
+    assert "5 rows without labels" not in page
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
+    del before[folder / "about.json"]
+    (cells["RTE-rope-seed0"] / "scores.json").unlink()
+    shutil.rmtree(cells["RTE-rope-seed0"])
+    assert isopos(*command)[0] == 0  # a cell that is lost begins again with the weights that are there
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items() if "RTE-rope" not in str(path))
+    assert (cells["RTE-rope-seed0"] / "scores.json").exists()
+
+
+def test_a_table_says_what_a_column_begins_with(isopos, tmp_path):
+    small = [word.replace("tiny", "small") for word in TABLE]
+    status, _, err = isopos(*small, "--data", f"RTE={rte(tmp_path)}")
+    assert (status, err) == (2, "isopos: data: expected wikibook=PATH, with whose runs those of RTE begin, got none\n")
+    assert "2 of 2 cells are missing" in isopos(*small, "--data", "wikibook=x", "--dry-run")[1]
+    assert "4 of 4 cells are missing" in isopos(*TABLE, "--dry-run")[1]  # CoLA's like, without its data
+    Path("RTE/dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n")
+    status, _, err = isopos(*TABLE, "--data", "RTE=RTE")
+    assert (status, "dev.tsv, line 2: column 4: expected one of entailment" in err) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('start = "wikibook"', 'start = "wikiboek"', "CoLA: start: expected one of wikibook, got 'wikiboek'"),
+        ("[after.paper]", "", "after: expected tiny, small, paper, got small, tiny"),
+        ("validation_rows = 64", "validation_row = 64", "field of a recipe: expected one of"),
+        ('recipe = "lrpe-glue"', 'recipe = "lrpe-alm"', "field of a recipe: expected one of"),
+    ],
+)
+def test_a_damaged_table_is_one_clear_error(tmp_path, old, new, message):
+    text = (FOLDER / "lrpe-1.toml").read_text()
+    assert old in text
+    (tmp_path / "lrpe-1.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"^lrpe-1\.toml: ") as error:
+        load_table(str(tmp_path / "lrpe-1.toml"))
+    assert message in str(error.value)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published files are not beside this project")

@@ -1,5 +1,6 @@
 """What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += _apart(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
-    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(table, rows, about["corpora"])
+    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(table, rows, _alone(table, about))
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
     return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
@@ -122,18 +123,29 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     titles = ["row", "scheme"]
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
-    reached = f"updates to {table.baseline}'s {_main(table).title}"
-    titles += [reached + f", {name}" * (len(about["corpora"]) > 1) for name in about["corpora"]]
+    reached, alone = f"updates to {table.baseline}'s {_main(table).title}", _alone(table, about)
+    titles += [reached + f", {name}" * (len(alone) > 1) for name in alone]
     grid = []
     for row in rows:
         cells = [row.line.name, row.line.scheme or "not here"]
         for column in columns:
             at = table.columns.index(column)
-            cells += [table.metric(column).text(row.line.figures[at] if row.line.figures else None)] * papers
+            cells += [table.metric(column).text(_papers(row.line, at))] * papers
             cells.append(_ours(table, row, column) if row.line.scheme else "-")
-        cells += [_updates(table, rows, row, corpus) for corpus in about["corpora"]]
+        cells += [_updates(table, rows, row, corpus) for corpus in alone]
         grid.append(cells)
     return titles, grid
+
+
+def _alone(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
+    """The corpora that were trained on from random weights, and what they are here."""
+    begun = {corpus.name for corpus in table.corpora if corpus.start}
+    return {name: text for name, text in about["corpora"].items() if name not in begun}
+
+
+def _papers(line: Line, at: int) -> float | None:
+    """The paper's figure in a column; none where it has none, which a table calls nan."""
+    return line.figures[at] if line.figures and not math.isnan(line.figures[at]) else None
 
 
 def _reference(table: PaperTable, rows: Sequence[Found]) -> Found:
@@ -215,14 +227,19 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
+    alike: dict[str, list[str]] = {}
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-        yield f"Scale{f' of {corpus.name}' if len(pairs) > 1 and corpus else ''}: {differences(original, ours)}"
+        alike.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
+    for text, names in alike.items():
+        yield f"Scale{f' of {_listed(names)}' if len(pairs) > 1 else ''}: {text}"
     original, ours = pairs[0]
     if table.kind == "scores":
         seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
         units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, TextTask) else r.task.unit for r in pairs[0]]
         yield f"A model sees {seen:,.1f} million {units[1]}, the paper's {paper:,.1f} million {units[0]}."
-        figures = [(ours.task.figure(metric.figure), metric.better) for metric in map(table.metric, table.columns)]
+        columns = [column for column in table.columns if column.corpus in about["corpora"]]
+        metrics = [(table.task(column, about["scale"]), table.metric(column)) for column in columns]
+        figures = [(task.figure(metric.figure), metric.better) for task, metric in metrics]
         for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
             yield f"Figures are {note}; means and standard deviations of up to {about['seeds']} seeds."
         if any(row.stand_in for row in rows):
@@ -243,6 +260,10 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
 
 
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _short(name: str) -> str:
     return name if name.startswith("hf:") or " " in name else Path(name).name
 
@@ -254,9 +275,9 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
             yield "This scale shows that the table runs; it says nothing about the order of the schemes."
         return
     for at, column in enumerate(table.columns):
-        both = [(row.line.name, row.line.figures[at], row.values[column.title]) for row in rows if row.line.figures]
+        both = [(row.line.name, _papers(row.line, at), row.values[column.title]) for row in rows]
         middle = statistics.median if table.kind == "speed" else statistics.mean  # as the table shows
-        pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours]
+        pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours and paper is not None]
         if len(pairs) < FEW:
             continue
         rank = table.metric(column).rank
@@ -271,7 +292,7 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
 def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
     """Whether the order of rows changes with training: validations after a tenth of the updates beside the last ones."""
     rank = _main(table).rank
-    for corpus in about["corpora"] if about["scale"] != "tiny" else ():
+    for corpus in _alone(table, about) if about["scale"] != "tiny" else ():
         curves = {row.line.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)

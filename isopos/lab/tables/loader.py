@@ -4,6 +4,7 @@ Another table is another file, which may lie anywhere: its path is its name then
 schemes that do not parse are errors. What fills a table is a cell: one run, which may fill several columns. No torch here.
 """
 
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,7 +14,7 @@ from typing import Any, get_type_hints
 from isopos.catalog import expect
 from isopos.lab.recipes import SCALES, Recipe, preset, split_spec
 from isopos.lab.runs.files import mismatch, read_json, read_text
-from isopos.lab.tasks.task import Metric, View
+from isopos.lab.tasks.task import Metric, Task, View
 
 __all__ = [
     "ASK",
@@ -45,6 +46,8 @@ class Corpus:
     name: str  # what --data calls it
     source: str = ASK  # as `isopos train --data` takes it, or ASK
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, that the paper made for it
+    start: str = ""  # the corpus whose run training begins with: that of the same row and seed
+    recipe: str = ""  # the paper's of what begins so: a task that has `start` among its fields
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,18 @@ class PaperTable:
     corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
     notes: Sequence[str] = ()  # what a reader must know
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, where the paper's differs from the named one
+    after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, of the recipes that begin with a run
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
-        recipe = preset(self.recipe, "paper").edit(**self.edits)
+        if corpus is not None and corpus.start:
+            before = self.recipe_at(scale, self.corpus(corpus.start))
+            recipe, scales = replace(preset(corpus.recipe, "paper").edit(start=""), model=before.model), self.after
+        else:
+            recipe, scales = preset(self.recipe, "paper").edit(**self.edits), self.scales
         if corpus is not None:
             recipe = recipe.edit(**{"data": corpus.source, **corpus.edits})
-        return recipe if scale == "original" else recipe.edit(**self.scales[scale])
+        return recipe if scale == "original" else recipe.edit(**scales[scale])
 
     def with_steps(self, scale: str, steps: int) -> "PaperTable":
         """With so many updates at a scale; 0: with as many as it has.
@@ -112,13 +120,17 @@ class PaperTable:
 
     def metric(self, column: Column) -> Metric:
         """What a column shows, and how."""
-        task = self.recipe_at("original").task
+        task = self.task(column)
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.kind == "speed":
             figure = Metric("relative speed", "", "higher", ".2f")
         view = View(column.split, column.multiple, column.scored)
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)
+
+    def task(self, column: Column, scale: str = "original") -> Task:
+        """That of the models that a column shows."""
+        return self.recipe_at(scale, self.corpus(column.corpus) if column.corpus else None).task
 
     def corpus(self, name: str) -> Corpus:
         """The corpus of that name."""
@@ -137,6 +149,12 @@ class Cell:
     corpus: str
     recipe: Recipe
     metrics: Sequence[Metric]
+    start: Path | None = None  # the cell with whose weights it begins
+
+    @property
+    def ready(self) -> bool:
+        """Whether what it begins with is there."""
+        return self.start is None or ((self.start / SCORES).exists() and read_scores(self.start)["status"] == "finished")
 
     @property
     def claim(self) -> Path:
@@ -195,9 +213,17 @@ def _check(table: PaperTable) -> None:
     recipe = preset(table.recipe, "paper")
     if set(table.scales) != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
-    for edits in (table.edits, *table.scales.values(), *(corpus.edits for corpus in table.corpora)):
-        known = [name for name in recipe.names if name not in ("scheme", "seed")]
-        for name in edits:
+    alone = [corpus for corpus in table.corpora if not corpus.start]
+    given = [(recipe, (table.edits, *table.scales.values(), *(corpus.edits for corpus in alone)))]
+    for corpus in table.corpora:
+        if corpus not in alone:
+            expect(f"{corpus.name}: start", corpus.start, [other.name for other in alone])
+            if set(table.after) != set(SCALES):
+                raise ValueError(f"after: expected {', '.join(SCALES)}, got {', '.join(table.after) or 'none'}")
+            given.append((preset(corpus.recipe, "paper"), ({"start": ""}, corpus.edits, *table.after.values())))
+    for one, changes in given:
+        known = [name for name in one.names if name not in ("scheme", "seed")]
+        for name in itertools.chain(*changes):
             expect("field of a recipe", name, known)
     for what, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
         if row not in names or not table.row(row).scheme:
@@ -215,7 +241,7 @@ def _check(table: PaperTable) -> None:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
         view = table.metric(column).view
         if table.kind == "scores":
-            recipe.task.check_view(view)
+            table.task(column).check_view(view)
 
 
 def cell_name(corpus: str, scheme: str, seed: int) -> str:
