@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import SCHEMES, inputs_of, ordered
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -20,6 +21,7 @@ from isopos.feature_maps import FEATURE_MAPS, Favor
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import library
 from isopos.ops.linear import Clamped, cpu
+from isopos.ops.linear.walk import Operand
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
 from isopos.state import State
 
@@ -120,6 +122,41 @@ def test_every_scheme_agrees(monkeypatch, case):
         ours = linear_attention(*inputs, **given)
         monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
         torch.testing.assert_close(ours, linear_attention(*inputs, **given), rtol=1e-4, atol=1e-4)
+
+
+@NEEDED
+@pytest.mark.parametrize("lifted", [False, True])
+@pytest.mark.parametrize("axes", [(), (1,), (3,), (2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("more", ["", "plain", "reflected", "masked", "packed", "decay", "both ways", "identity"])
+def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, more):
+    """Those of tables that heads, samples or none share; the features are not made by PyTorch for them."""
+    t, d, draw = 133, 32, torch.Generator().manual_seed(4)
+    angles, inputs = (
+        torch.randn(*axes, t, d if lifted else d // 2, generator=draw),
+        torch.randn(3, 2, 3, t, d, generator=draw),
+    )
+    table, normal = torch.stack((angles.cos(), angles.sin()), -1), F.normalize(torch.randn(3, 1, d, generator=draw), dim=-1)
+    given = {"causal": more != "both ways", "feature_map": FEATURE_MAPS["identity" if more == "identity" else "elu+1"]}
+    given["denominator"] = "plain" if more == "plain" else None
+    given |= {"mask": torch.arange(2 * t).view(2, t) % 3 > 0} if more == "masked" else {}
+    given |= {"segment_ids": (torch.arange(t) // 50).expand(2, t)} if more == "packed" else {}
+    if more in ("decay", "both ways"):
+        given["decay"] = torch.arange(t) * torch.linspace(-0.01, -0.1, 3, dtype=torch.float64)[:, None]
+
+    def gradients(dtype):
+        a, learned = inputs.to(dtype).requires_grad_(), table.to(dtype).requires_grad_()
+        own = (Reflection(normal.to(dtype)),) if more == "reflected" else ()
+        rho = Chain(*own, Rotation(learned, lifted)) if own else Rotation(learned, lifted)
+        out = linear_attention(*a, isometry=rho, **given)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+        return torch.autograd.grad((out * weight).sum(), [learned, a])
+
+    calls, read = [], Operand.read
+    monkeypatch.setattr(Operand, "read", lambda *args: calls.append(1) or read(*args))
+    found, pulled = gradients(torch.float32), bool(calls)
+    for x, exact in zip(found, gradients(torch.float64), strict=True):
+        assert ((x - exact).abs().max() / exact.abs().max()).item() < 2e-5
+    assert pulled == (more == "both ways"), "only the walk back is PyTorch's"
 
 
 STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "cosformer", "none"]

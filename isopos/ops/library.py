@@ -32,7 +32,7 @@ class Input(ctypes.Structure):
     """An input of the sums, and what makes features of it."""
 
     _fields_ = (
-        *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table")),
+        *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
         *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add")),
         *((name, ctypes.c_void_p) for name in ("rows", "own_rows", "grad_decay")),
     )

@@ -40,7 +40,7 @@ enum { NONE, ROTATION, LIFT, GATHER };
 
 /* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. */
 typedef struct {
-    View x, own, grad, grad_own, mask, normal, table; /* mask: bytes, tokens that take part; or null, as others may be */
+    View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; or null, as others may be */
     long phi, kind, width, add; /* add: to gradients that are there */
     float *rows, *own_rows;     /* buffers [n, tokens up to whole blocks, .] */
     double *grad_decay;         /* [n c] or null */
@@ -415,6 +415,28 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
         }
 }
 
+/* The gradient of a token's table [2 a pair], from features before it and gradients after it. */
+INLINE void pull_table(const Input *o, const float *x, const float *grad, float *out)
+{
+#define ODD_OF_SECOND(l) ((l) & 1 ? LANES + (l) : (l))
+#define FROM_LOW(l) (((l) & 1 ? LANES : 0) + (l) / 2)
+#define FROM_HIGH(l) (((l) & 1 ? LANES : 0) + LANES / 2 + (l) / 2)
+    const lanes signs = LANES_LIST(SIGN);
+    for (long m = 0; m < o->width; m += LANES) {
+        const lanes a = *(const lanes *)(x + m), g = *(const lanes *)(grad + m);
+        if (o->kind == ROTATION) {
+            const lanes same = a * g, crossed = __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * g * signs;
+            const lanes cosine = same + __builtin_shuffle(same, (order)LANES_LIST(OTHER));
+            const lanes sine = crossed + __builtin_shuffle(crossed, (order)LANES_LIST(OTHER));
+            *(lanes *)(out + m) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(ODD_OF_SECOND));
+        } else {
+            const lanes cosine = a * g, sine = a * *(const lanes *)(grad + o->width + m);
+            *(lanes *)(out + 2 * m) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(FROM_LOW));
+            *(lanes *)(out + 2 * m + LANES) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(FROM_HIGH));
+        }
+    }
+}
+
 /* The token i of a chunk in the table of an input: numbers are of 4 bytes, indices of 8. */
 INLINE const void *table_of(const Call *call, const Input *o, long n, long i)
 {
@@ -494,6 +516,26 @@ static void make_features(const Call *call, const Input *o, long n, long d)
     memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
 }
 
+/* Gradients of a learned table from those of features [c d], given phi's own where they are. */
+static void pull_tables(const Call *call, const Input *o, long n, long d, const float *grad, const float *saved)
+{
+    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
+    float *out = rows_of(call, &o->grad_table, n), buffer[MOST] ALIGNED;
+    for (long i = 0; i < call->c; i++, grad += d, out += o->grad_table.token) {
+        if (dropped(call, o, n, i)) {
+            memset(out, 0, (o->kind == LIFT ? 2 : 1) * o->width * sizeof(float));
+            continue;
+        }
+        if (saved)
+            memcpy(buffer, saved + i * o->width, o->width * sizeof(float));
+        else
+            map(o->phi, rows_of(call, &o->x, n) + i * o->x.token, buffer, o->width);
+        if (normal)
+            reflect(normal, buffer, o->width);
+        pull_table(o, buffer, grad, out);
+    }
+}
+
 /* Gradients of x from those of its features [c d] and of its own ones [c own], which are overwritten. */
 static void pull(const Call *call, const Input *o, long n, long d, float *grad, float *grad_own)
 {
@@ -505,6 +547,8 @@ static void pull(const Call *call, const Input *o, long n, long d, float *grad, 
     }
     const float *saved = moves(o) ? o->own_rows : o->rows; /* phi's features, if they were */
     saved = saved ? saved + n * blocks(call->c) * o->width : 0;
+    if (o->grad_table.first)
+        pull_tables(call, o, n, d, grad, saved);
     for (long i = 0; i < call->c; i++, grad += d) {
         const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
         float *out = rows_of(call, &o->grad, n) + i * o->grad.token, buffer[MOST] ALIGNED;

@@ -1,7 +1,8 @@
 """The compiled sums of cpu.c, for float32 on a CPU: features, positions, decay, sums and division of a chunk in one go.
 
-Features in closed form are made on the way. Those of `ROWS`, of opaque maps, of learned tables and of narrower dtypes are
-made by PyTorch and read as they are. What sums over later tokens is left to PyTorch's walk.
+Features in closed form are made on the way, with gradients of tables that are learned. Those of `ROWS`, of opaque maps, of
+learned normals and of narrower dtypes are made by PyTorch and read as they are. What sums over later tokens is left to
+PyTorch's walk.
 """
 
 import math
@@ -82,7 +83,8 @@ class Closed(NamedTuple):
 
 def _widths(features: Features, x: Tensor) -> list[int]:
     """Numbers of features of x that cpu.c meets: those of the map, phi's own where they count, those of its input."""
-    closed = None if torch.is_grad_enabled() and any(a.requires_grad for a in features.tensors) else Closed.of(features, x)
+    needs = [torch.is_grad_enabled() and a.requires_grad for a in features.tensors]
+    closed = Closed.of(features, x) if not any(needs) or features.table(needs) is not None else None
     if closed is not None:
         return [x.shape[-1] * closed.doubled, *[x.shape[-1]] * closed.own, x.shape[-1]]
     if features.ready(x):
@@ -200,17 +202,24 @@ class Group:
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
         library.run(self.library.isopos_backward, call)
-        for operand, own in zip(self.operands, pulled, strict=True):
-            if own:
+        for operand, own, rows in zip(self.operands, pulled, self.rows, strict=True):
+            if rows is not None:
                 operand.pull(self.n, self.span, own)
+            for table in own if rows is None else ():
+                operand.pull_table(self.span, table)
         return grad_g
 
     def _grads(self, operand: Operand, part: Input, rows: list[Tensor] | None) -> list[Tensor]:
-        """Say where gradients of an operand go: into its own, or those of its rows into the buffers returned."""
+        """Say where gradients of an operand go: into its own; of its table, or of its rows, into buffers returned."""
         if rows is None:
             assert operand.grad_xs is not None
             part.grad, part.add = view(operand.grad_xs[self.n]), not operand.first
-            return []
+            if operand.table is None:
+                return []
+            width = part.width * (2 if part.kind == KIND["lift"] else 1)
+            table = operand.buffers("cpu grad table", *self.leading, self.span.stop - self.span.start, width)
+            part.grad_table = view(table)
+            return [table]
         own = [operand.buffers(f"cpu grad {m}", *x.shape) for m, x in enumerate(rows)]
         part.grad, part.grad_own = view(own[0]), view(own[1]) if len(own) > 1 else View()
         return own

@@ -97,6 +97,12 @@ class Features(NamedTuple):
         direct = isinstance(self.phi, FeatureMap) and self.phi.write is not None and self.phi.slope is not None
         return direct and (self.map is None or self.map.linear)
 
+    def table(self, needs: Sequence[bool]) -> int | None:
+        """The place in `tensors` of the table of a rotation or a lift, where no other needs a gradient."""
+        found, kinds = [n for n, need in enumerate(needs) if need], self.kinds or ()
+        known = self.direct and len(found) == 1 and found[0] < len(kinds) and kinds[found[0]] in ("rotation", "lift")
+        return found[0] if known else None
+
     def ready(self, x: Tensor) -> bool:
         """Whether the features of x are x."""
         return self.phi is identity and self.map is None and self.mask is None and self.dtype in (None, x.dtype)

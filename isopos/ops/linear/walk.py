@@ -92,6 +92,7 @@ class Operand:
         self.grads: Sequence[Tensor | None] = [None] * len(needs)
         self.first = True  # whether no gradient has been written yet
         self.direct = features.direct and not any(needs)
+        self.table = features.table(needs)  # the one tensor that needs a gradient, if closed forms have it
 
     def open(self) -> None:
         """Make buffers for gradients."""
@@ -120,8 +121,8 @@ class Operand:
         self.grad_xs = None if self.grad is None else self.grad.split(sizes, -2)
 
     def described(self, span: Span) -> Features | None:
-        """What makes the features of these tokens, if it is direct and in closed form."""
-        if not self.direct or self.features.kinds is None:
+        """What makes the features of these tokens, and gradients of all that needs one, if it is in closed form."""
+        if self.features.kinds is None or not (self.direct or self.table is not None):
             return None
         return self.features.part(span.place).without_idle_mask()
 
@@ -139,6 +140,13 @@ class Operand:
         with torch.set_grad_enabled(back):
             self.outputs = self.here.replace(tensors)(self.leaves[0])
         return tuple(out.detach().contiguous() for out in self.outputs)
+
+    def pull_table(self, span: Span, grad: Tensor) -> None:
+        """Add the gradient of these tokens' table, ``[*b h t 2f]``: that of each sample and head."""
+        assert self.table is not None
+        buffer = self._grads(span.place)[self.table]
+        assert buffer is not None
+        buffer.add_(grad.unflatten(-1, (-1, 2)).sum_to_size(buffer.shape))
 
     def pull(self, n: int, span: Span, grads: Sequence[Tensor]) -> None:
         """Add the gradients of group n, which was read last, from those of its features."""
