@@ -131,6 +131,13 @@ def test_what_is_no_task_of_glue_is_refused(tmp_path):
     folder = rte(tmp_path)
     with pytest.raises(ValueError, match=r"dev.tsv, line 1: expected the columns question, sentence, label, got index, "):
         read(folder, "QNLI")
+    for header in ("index\tsentence1\tsentence2\n0\ta\tb\n", ""):  # no labels, or nothing
+        (tmp_path / "none").mkdir(exist_ok=True)
+        (tmp_path / "none" / "train.tsv").write_text(header)
+        with pytest.raises(ValueError, match=r"train.tsv, line 1: expected the columns sentence1, sentence2, label, got"):
+            read(str(tmp_path / "none"), "RTE")
+    with pytest.raises(ValueError, match=r"line 1: expected the columns sentence1, sentence2, score, got index, "):
+        read(folder, "STS-B")
     Path(folder, "dev.tsv").unlink()
     with pytest.raises(ValueError, match=r"data: expected RTE's dev.tsv with labels, or a .gz of it, got none in"):
         read(folder, "RTE")

@@ -98,7 +98,7 @@ def read(source: str, name: str) -> Rows:
     """The samples of a folder or an archive of tables whose names end with .tsv, or .tsv.gz.
 
     A name speaks of train, dev (validation), mismatched, or test; others, those of ids and what lies in folders called
-    original or tokenized are not read. Tables of a split are read one after another. Rows without labels are left out.
+    original or tokenized are not read. Tables of a split are read one after another. Tests without labels are left out.
 
     Args:
         source: A path.
@@ -116,7 +116,7 @@ def read(source: str, name: str) -> Rows:
         if path.suffix.lower() != ".tsv" or OLDER & {*path.parts}:
             continue
         if split := _split(path.stem):
-            splits[split] += _samples(file, SUBSETS[name], whole_lines(blocks), left)
+            splits[split] += _samples(file, split, SUBSETS[name], whole_lines(blocks), left)
         else:
             left[f"the file {path.name}"] += 1
     for split in ("train", "validation"):
@@ -132,23 +132,23 @@ def _split(stem: str) -> str:
     return next((split for word, split in known.items() if word in words), "")
 
 
-def _samples(file: str, subset: Subset, blocks: Iterable[bytes], left: Counter[str]) -> Iterator[Sample]:
+def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], left: Counter[str]) -> Iterator[Sample]:
     text = (line for block in blocks for line in block.decode(errors="replace").removesuffix("\n").split("\n"))
     lines = ((number, line.split("\t")) for number, line in enumerate(text, 1) if line.strip())
     number, first = next(lines, (1, [""]))
     names = [cell.strip() for cell in first]
     wanted = (*subset.texts, subset.label)
-    if not {*subset.texts} <= {*names}:
+    if {*wanted} <= {*names}:
+        at = tuple(map(names.index, wanted))
+    elif {*subset.texts} <= {*names} and split == "test":
+        left["rows without labels"] += sum(1 for _ in lines)
+        return
+    else:
         at, lines = subset.plain, chain([(number, first)], lines)
         if len(first) <= max(at, default=len(first)):
             raise ValueError(
                 f"data: {file}, line {number}: expected the columns {', '.join(wanted)}, got {', '.join(names)}"
             )
-    elif subset.label in names:
-        at = tuple(map(names.index, wanted))
-    else:
-        left["rows without labels"] += sum(1 for _ in lines)
-        return
     for number, cells in lines:
         if subset.ragged and len(cells) <= max(at):
             left["rows that lack columns"] += 1
