@@ -12,6 +12,7 @@ import numpy as np
 
 from isopos import catalog
 from isopos.lab.data.glue import SUBSETS, Rows, Sample, Subset, phrases, read, subset_of
+from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.samples import Labelled
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.data.tokenizers import Tokenizer
     from isopos.lab.recipes import Recipe
     from isopos.models import Classifier
 
 __all__ = ["Glue", "GlueSamples"]
 
 WEIGHTS = "model.safetensors"  # which a run has when it ends
-SAME = ("scheme", "layers", "model_dim", "heads", "hidden_dim", "activation", "norm")  # fields that tell shapes of weights
+SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields of a model that begins with weights of another
 FIGURES = {
     "accuracy": Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out rows labelled rightly"),
     "matthews": Metric("Matthews", "matthews", "higher", note="Matthews: correlation of labels"),
@@ -100,26 +100,42 @@ class Glue(Task):
         return []
 
     def origin(self, recipe: "Recipe") -> Path | None:
+        from isopos.lab.recipes import Recipe
+        from isopos.lab.tasks.build import build_scheme
+
         if not self.start:
             return None
-        folder, known = Path(self.start), {}
-        if not (folder / "recipe.json").exists():
-            known = {path.parent: _recipe(path) for path in sorted(folder.glob("*/recipe.json"))}
-            alike = [run for run, its in known.items() if (its.scheme, its.seed) == (recipe.scheme, recipe.seed)]
-            if len(alike) != 1:
-                wanted = f"start: expected one run with the scheme {recipe.scheme} and the seed {recipe.seed} in {folder}"
-                got = ", ".join(run.name for run in known) or "none"
-                raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
-            folder = alike[0]
-        before = _recipe(folder / "recipe.json")
+        folder = self._run(recipe)
+        before = Recipe.from_dict(read_json(folder / "recipe.json", dict[str, Any], "name another run"))
         expect("start", f"one of {type(before.task).__name__}", "a run of the task masked", isinstance(before.task, Masked))
         expect("start", folder, f"a run that has ended, with {WEIGHTS}", (folder / WEIGHTS).exists())
         then, now = _shapes(before), _shapes(recipe)
-        if then != now:
-            other = " ".join(f"--{name.replace('_', '-')} {then[name]}" for name in SAME if then[name] != now[name])
-            own = ", ".join(f"{name} {now[name]}" for name in SAME if then[name] != now[name])
-            raise ValueError(f"start: expected a model as that of {folder}, got {own}; give {other}")
+        if others := [name for name in then if then[name] != now[name]]:
+            own = ", ".join(f"{name} {now[name]}" for name in others)
+            options = " ".join(f"--{name.replace('_', '-')} {then[name]}" for name in others)
+            raise ValueError(f"start: expected a model as that of {folder}, got {own}; give {options}")
+        if build_scheme(before).fingerprint != build_scheme(recipe).fingerprint:
+            raise ValueError(
+                f"start: expected {recipe.scheme} with the constants that it has in {folder}, which follow seed and length, "
+                f"got others; give --seed {before.seed}, or choose such options of the scheme in both"
+            )
         return folder
+
+    def _run(self, recipe: "Recipe") -> Path:
+        """That of `start`, or the one in it that has the same scheme and seed."""
+        folder, found = Path(self.start), []
+        if (folder / "recipe.json").exists():
+            return folder
+        for path in sorted(folder.glob("*/recipe.json")):
+            values = read_json(path, dict[str, Any], "name another folder")
+            if values.get("task") == Masked.name:
+                found.append((values["scheme"], values["seed"], path.parent))
+        alike = [run for scheme, seed, run in found if (scheme, seed) == (recipe.scheme, recipe.seed)]
+        if len(alike) != 1:
+            wanted = f"start: expected one run with the scheme {recipe.scheme} and the seed {recipe.seed} in {folder}"
+            got = ", ".join(run.name for *_, run in found) or "none"
+            raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
+        return alike[0]
 
     def model(self, recipe: "Recipe") -> "Classifier":
         from isopos.lab.tasks.build import build_model
@@ -128,22 +144,15 @@ class Glue(Task):
         return build_model(recipe, Classifier, (self.vocabulary or 256) + 1, len(self.own.labels) or 1)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
-        from isopos.lab.data.tokenizers import Bytes, load_tokenizer
-
         folder = run or self.origin(recipe)
         rows = read(self.data, self.subset or subset_of(self.data)) if self.data else phrases()
         return GlueSamples(self, rows, load_tokenizer(folder) if folder else Bytes())
 
 
-def _recipe(path: Path) -> "Recipe":
-    from isopos.lab.recipes import Recipe
-
-    return Recipe.from_dict(read_json(path, dict[str, Any], "name another run"))
-
-
 def _shapes(recipe: "Recipe") -> Mapping[str, object]:
-    m = recipe.model
-    return {name: getattr(m, name, recipe.scheme) for name in SAME} | {"hidden_dim": m.hidden_dim or 4 * m.model_dim}
+    """What tells the shapes of weights, and what they are for."""
+    own = {name: getattr(recipe.model, name) for name in SAME}
+    return {"scheme": recipe.scheme, **own, "hidden_dim": recipe.model.hidden_dim or 4 * recipe.model.model_dim}
 
 
 class GlueSamples(Labelled):
@@ -151,7 +160,7 @@ class GlueSamples(Labelled):
 
     unit = "rows"
 
-    def __init__(self, task: Glue, rows: Rows, tokenizer: "Tokenizer"):
+    def __init__(self, task: Glue, rows: Rows, tokenizer: Tokenizer):
         self.task, self.rows, self.tokenizer, self.limit = task, rows.splits, tokenizer, task.validation_rows
         self.own, self.name = task.own, task.data or "built-in phrases"
         self.sha256 = f"{rows.sha256[:32]}{tokenizer.fingerprint[:32]}"
@@ -170,20 +179,25 @@ class GlueSamples(Labelled):
         self.summary = f"{counts} rows ({', '.join(self.rows)}){said}{usual}"
 
     def _encoded(self, row: Sample, cut: Counter[str]) -> np.ndarray:
-        """The tokens of its texts and of the end of each, of which there is room for `length`."""
-        texts = [self.tokenizer.encode(f"{text}\n") for text in row.texts]
-        room = self.task.length
+        """The tokens of its texts and of a line feed after each, of which there is room for `length`."""
+        end = self.tokenizer.encode("\n")
+        texts = [self.tokenizer.encode(text) for text in row.texts]
+        room = self.task.length - len(texts) * len(end)
         if sum(map(len, texts)) > room:
-            cut[f"cut to {room} tokens"] += 1
-            if len(texts) == 2:
-                first = max(room - len(texts[1]), min(len(texts[0]), room // 2))
-                texts = [texts[0][:first], texts[1][: room - first]]
-        whole = np.concatenate(texts)[:room]
+            cut[f"cut to {self.task.length} tokens"] += 1
+            first = max(room - len(texts[1]), room // 2) if len(texts) == 2 else room
+            texts[0] = texts[0][:first]
+            texts[1:] = [second[: room - len(texts[0])] for second in texts[1:]]
+        whole = np.concatenate([part for text in texts for part in (text, end)])
         return whole.astype(np.min_scalar_type(self.tokenizer.size))
 
     def settle(self, recipe: "Recipe") -> "Recipe":
         size, given = self.tokenizer.size, self.task.vocabulary
         expect("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
+        if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
+            raise ValueError(
+                f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"
+            )
         return super().settle(recipe.edit(vocabulary=size, subset=self.task.subset or subset_of(self.task.data)))
 
     def save(self, folder: Path) -> None:
