@@ -12,10 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["depths", "forest", "name_row", "parents_of", "renumber", "tree", "tree_distance", "tree_labels"]
+__all__ = [
+    "Unread",
+    "depths",
+    "forest",
+    "name_row",
+    "parents_of",
+    "read",
+    "renumber",
+    "tree",
+    "tree_distance",
+    "tree_labels",
+]
 
 Rows = list[tuple[int, int]]
 INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
+
+
+class Unread(ValueError):
+    """Text is no tree, which shows `at` one of its characters."""
+
+    def __init__(self, said: str, at: int):
+        super().__init__(f"tree: {said.format(f' at {at}')}")
+        self.said, self.at = said.format(""), at
 
 
 def tree(source: Any) -> Tensor:
@@ -41,7 +60,7 @@ def tree(source: Any) -> Tensor:
     parents = _parent_array(source)
     if parents is not None:
         return _ranked(parents)
-    return torch.tensor(_read(source)[0])
+    return torch.tensor(read(source)[0])
 
 
 def tree_labels(source: Any) -> list[Any]:
@@ -55,7 +74,7 @@ def tree_labels(source: Any) -> list[Any]:
     """
     if _parent_array(source) is not None:
         raise ValueError("tree_labels: expected nested lists or an s-expression, got parents, which carry no labels")
-    return _read(source)[1]
+    return read(source)[1]
 
 
 def forest(trees: Sequence[Tensor]) -> Tensor:
@@ -189,8 +208,8 @@ def _ranked(parents: Tensor) -> Tensor:
     return nodes
 
 
-def _read(source: Any) -> tuple[Rows, list[Any]]:
-    """Rows in preorder, and labels: a list's first item where it was text, otherwise None."""
+def read(source: Any) -> tuple[Rows, list[Any]]:
+    """Rows in preorder of nested lists or of text, as of `tree`, and their labels, as of `tree_labels`."""
     if not isinstance(source, str | list | tuple):
         raise ValueError(f"tree: expected parents, nested lists or an s-expression, got {type(source).__name__}")
     labelled = isinstance(source, str)
@@ -214,13 +233,11 @@ def _parsed(text: str) -> Any:
         token, at = match.group(), match.start()
         inside, start = opened[-1]
         if token == ")" and len(opened) == 1:
-            raise ValueError(f"tree: expected balanced parentheses, got ) at {at} that closes nothing")
+            raise Unread("expected balanced parentheses, got ){} that closes nothing", at)
         if token in "()" and len(opened) > 1 and not inside:
-            raise ValueError(f"tree: expected a label after ( at {start}, got {token} at {at}")
+            raise Unread(f"expected a label after ( at {start}, got {token}{{}}", at)
         if len(opened) == 1 and inside:
-            raise ValueError(
-                f"tree: expected one expression, got another at {at}; isopos.positions.forest packs several trees"
-            )
+            raise Unread("expected one expression, got another{}; isopos.positions.forest packs several trees", at)
         if token == ")":
             opened.pop()
             continue
@@ -228,9 +245,9 @@ def _parsed(text: str) -> Any:
         if token == "(":
             opened.append((inside[-1], at))
     if len(opened) > 1:
-        raise ValueError(f"tree: expected balanced parentheses, got ( at {opened[-1][1]} that nothing closes")
+        raise Unread("expected balanced parentheses, got ({} that nothing closes", opened[-1][1])
     if not expression:
-        raise ValueError("tree: expected an expression, got empty text")
+        raise Unread("expected an expression, got empty text", 0)
     return expression[0]
 
 

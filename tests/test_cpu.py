@@ -98,8 +98,8 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
     inputs = [torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)]
     grad = torch.randn(b, h, t, e, generator=draw)
     calls = []
-    forward = cpu.Group.forward
-    monkeypatch.setattr(cpu.Group, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw))
+    forward = cpu.Pass.forward
+    monkeypatch.setattr(cpu.Pass, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw))
     with torch.random.fork_rng():
         ours = run(inputs, torch.float32, given, grad)
     assert calls
@@ -157,6 +157,26 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
     for x, exact in zip(found, gradients(torch.float64), strict=True):
         assert ((x - exact).abs().max() / exact.abs().max()).item() < 2e-5
     assert pulled == (more == "both ways"), "only the walk back is PyTorch's"
+
+
+@NEEDED
+@pytest.mark.parametrize("name", ["no denominator", "masked decay, encoded", "drawn decay, plain", "lrpe-unitary", "retnet"])
+def test_threads_share_the_tokens_of_few_heads(name):
+    """Whoever computes what, the results are those of one thread, and of float64."""
+    b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
+    draw = torch.Generator().manual_seed(1)
+    inputs, grad = [torch.randn(b, h, t, n, generator=draw) for n in (d, d, e)], torch.randn(b, h, t, e, generator=draw)
+    given, before = options(name, b, h, t, d), torch.get_num_threads()
+    try:
+        for threads in (1, 3, 4, 16):
+            torch.set_num_threads(threads)
+            found.append(run(inputs, torch.float32, given, grad))
+    finally:
+        torch.set_num_threads(before)
+    for one, *others, exact in zip(*found, run(inputs, torch.float64, given, grad), strict=True):
+        usual, size = (one.double() - exact).abs().max(), exact.abs().max()
+        for other in others:
+            assert (other.double() - exact).abs().max() <= 3 * usual + 3e-6 * size
 
 
 STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "cosformer", "none"]

@@ -18,6 +18,7 @@ from cases import close
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isopos.lab.data import growth
 from isopos.lab.data.expressions import OPERATORS, TOKENS, encode, evaluate, generate, nodes, read, text
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.folders import read_rows
@@ -197,6 +198,77 @@ def test_random_expressions_are_those_of_their_seed():
     assert max(len(one.tokens) for one in rows) <= 20
     assert {TOKENS[token] for one in rows for token in one.tokens if token >= 10} == {"[MIN", "[SM", "]"}
     assert max(one.branches for one in rows) == 5
+
+
+ARENA = growth.Settings(depth=9, arguments=10, shortest=501, longest=1999)
+
+
+def test_long_expressions_are_grown_as_short_ones_are():
+    """Level by level and one by one: the same lengths, branches and answers in distribution, and every answer is right."""
+    settings = growth.Settings(depth=4, arguments=5, shortest=0, longest=50)
+    grown = [one for one, _ in zip(growth.grow(0, settings), range(4000), strict=False)]
+    assert all(evaluate(one.tokens) == one for one in grown)
+    assert grown[:50] == [one for one, _ in zip(growth.grow(0, settings), range(50), strict=False)] != grown[50:100]
+    known = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}
+    one_by_one, different = generate(0, (4000, 1, 1), **known).splits["train"], [*dict.fromkeys(grown)]
+    assert np.mean([len(one.tokens) for one in different]) == pytest.approx(
+        np.mean([len(one.tokens) for one in one_by_one]), rel=0.06
+    )
+    shares = [np.bincount([one.answer for one in some], minlength=10) / len(some) for some in (different, one_by_one)]
+    assert np.abs(shares[0] - shares[1]).max() < 0.04
+    assert {TOKENS[token] for one in grown for token in one.tokens if token >= 10} == {"[MIN", "[MAX", "[MED", "[SM", "]"}
+
+
+def test_the_expressions_of_the_long_range_arena():
+    grown = [one for one, _ in zip(growth.grow(1, ARENA), range(300), strict=False)]
+    assert all(evaluate(one.tokens) == one for one in grown)
+    lengths = [len(one.tokens) for one in grown]
+    assert min(lengths) > 500 < 1500 < max(lengths) < 2000
+    assert max(one.branches for one in grown) == 11
+    depth = [np.cumsum([(token >= 10) - 2 * (token == 17) for token in one.tokens]).max() for one in grown]
+    assert max(depth) == 9
+
+
+def test_random_expressions_with_settings_are_prepared_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path))
+    recipe = Recipe(task=ListOps(depth=3, arguments=3, shortest=9, longest=25, expressions=240)).edit(batch=8)
+    recipe.task.check(recipe)
+    data = recipe.task.load(recipe)
+    assert [len(rows) for rows in data.rows.values()] == [200, 20, 20]
+    rows = [*chain(*data.rows.values())]
+    assert len(set(rows)) == 240
+    assert 9 <= min(len(one.tokens) for one in rows) < max(len(one.tokens) for one in rows) <= 25
+    settled = data.settle(recipe)
+    monkeypatch.setattr(growth, "grow", None)
+    again = settled.task.load(settled)
+    assert again.sha256 == data.sha256
+    assert "by the first operator" in again.summary
+    whole = data.batch(settled, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pickle.loads(pickle.dumps(again)).batch(settled, 3), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"shortest": 9}, "longest: expected a number of tokens from 9 on, with a shortest of its own, got 0"),
+        ({"depth": 3, "data": "rows.tsv", "longest": 9}, "depth: expected 4 beside data, which is not random, got 3"),
+        ({"arguments": 1}, "arguments: expected a number from 2 to 250, got 1"),
+        (
+            {"shortest": 500, "longest": 501, "depth": 1},
+            "shortest: expected lengths that random expressions have, got none of",
+        ),
+        (
+            {"arguments": 2, "longest": 4, "depth": 1},
+            "expressions: expected fewer, got 12,000; 400 different ones were found",
+        ),
+    ],
+)
+def test_settings_that_no_expressions_have(tmp_path, monkeypatch, edits, message):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path))
+    monkeypatch.setattr(growth, "TRIES", 20_000)
+    recipe = Recipe(task=ListOps(**edits)).edit(model_dim=16, heads=2)
+    with pytest.raises(ValueError, match=message):
+        recipe.check() or recipe.task.check(recipe) or recipe.task.load(recipe)
 
 
 @pytest.mark.parametrize("scheme", [LINE, TREE])

@@ -1,4 +1,4 @@
-"""The models: decoder, encoder, classifier."""
+"""The models: decoder, encoder, classifiers."""
 
 import copy
 from functools import partial
@@ -8,9 +8,9 @@ import torch
 from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, TOLERANCE, close, ids, perturb, with_kinds
 
 from isopos import Decoder, schemes
-from isopos.models import Block, Classifier, Encoder
+from isopos.models import Block, Classifier, Encoder, Vision
 from isopos.models.blocks import NORMS
-from isopos.positions import Line, sequence
+from isopos.positions import Line, grid, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
 ON_LINES = [case for case in SCHEMES if isinstance(case.group, Line)]
@@ -346,3 +346,59 @@ def test_stochastic_depth_spares_samples_branches_and_keeps_their_mean():
     for name, value in (("activation", "tanh"), ("norm", "group"), ("stochastic_depth", 1.0)):
         with pytest.raises(ValueError, match=f"{name}: expected"):
             Encoder(VOCABULARY, WIDTH, 2, schemes.build("rope", HEAD_DIM, HEADS), **{name: value})
+
+
+@pytest.mark.parametrize("case", [case for case in PRESETS if case.group.is_grid and case.group.columns < 3], ids=ids)
+def test_images_have_positions_on_a_grid_or_in_a_line_and_of_any_size(case):
+    model = perturb(Vision(3, 5, WIDTH, 2, case.build(), patch=2)).eval()
+    for height, width in ((6, 4), (4, 8)):
+        pixels = torch.randint(256, (2, 3, height, width), dtype=torch.uint8)
+        flat = case.group.columns == 1
+        at = sequence(height * width // 4) if flat else grid(height // 2, width // 2)
+        at = torch.cat((case.group.origin(case.build().outside), at))[: len(at)]
+        if case.build().outside:
+            continue
+        y = model(pixels)
+        assert y.shape == (2, 5)
+        assert torch.equal(model(pixels, at), y)
+        if case.relative:
+            close(model(pixels, at + 3), y, roundings=1000 * TOLERANCE)
+
+
+def test_patches_are_linear_in_their_pixels_row_by_row():
+    model = Vision(3, 5, WIDTH, 1, schemes.none(HEAD_DIM, HEADS), patch=2)
+    pixels = torch.randint(256, (2, 3, 4, 6))
+    weight = model.tokens.project.weight
+    for n, (row, column) in enumerate(grid(2, 3).tolist()):
+        patch = pixels[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] / 127.5 - 1
+        close(model.tokens(pixels)[:, n], patch.flatten(1) @ weight.flatten(1).T + model.tokens.project.bias)
+    with pytest.raises(ValueError, match="width: expected a multiple of the 2 pixels of a patch, got 5"):
+        model(pixels[..., :5])
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 4, 5])
+def test_a_convolution_has_a_token_for_every_so_many_pixels_of_any_image(side):
+    model = Vision(1, 5, WIDTH, 1, schemes.ape_grid(HEAD_DIM, HEADS), tokenizer="convolution", patch=side)
+    tokens = model.tokens
+    for height, width in ((7, 9), (8, 8), (1, 5)):
+        pixels = torch.randint(256, (1, 1, height, width))
+        rows, columns = tokens.sides(height, width)
+        found = torch.nn.functional.relu(tokens.project(pixels / 127.5 - 1))
+        reach = side // 2
+        for n, (row, column) in enumerate(grid(rows, columns).tolist()):
+            y, x = row * side, column * side
+            around = found[0, :, max(0, y - reach) : y + reach + 1, max(0, x - reach) : x + reach + 1]
+            close(tokens(pixels)[0, n], around.flatten(1).max(1).values)
+        assert tokens(pixels).shape[1] == rows * columns
+        assert model(pixels).shape == (1, 5)
+
+
+def test_sequence_pooling_weighs_tokens_by_what_a_vector_finds_in_them():
+    model = perturb(Vision(1, 5, WIDTH, 1, schemes.rope(HEAD_DIM, HEADS), patch=2, pooling="sequence"))
+    pixels = torch.randint(256, (2, 1, 4, 4))
+    x = model.features(pixels, sequence(4))
+    weight = (x @ model.pool.weight[0] + model.pool.bias).softmax(-1)
+    close(model(pixels), model.head(torch.einsum("bt,btm->bm", weight, x)))
+    for wrong in ({"pooling": "max"}, {"tokenizer": "pixels"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected one of"):
+            Vision(1, 5, WIDTH, 1, schemes.rope(HEAD_DIM, HEADS), **wrong)

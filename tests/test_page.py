@@ -55,6 +55,16 @@ def test_the_best_is_first_and_its_answers_are_shown(folder):
     assert "&lt;a&gt;none" not in text
 
 
+def test_pictures_among_the_answers_are_shown_and_nothing_that_looks_like_one(folder):
+    image = "data:image/png;base64,iVBORw0KGgo="
+    others = [image + '" onerror="x', "data:text/html;base64,aGE=", image + "\n"]
+    samples = [{"image": one, "answer": 3} for one in (image, *others)]
+    (folder / "rope" / "examples.json").write_text(json.dumps(samples))
+    text = page.write(folder).read_text()
+    assert text.count("<img") == text.count(f'<img src="{image}" alt="">') == 1
+    assert 'onerror="x' not in text
+
+
 def test_curves_are_means_of_some_steps_in_the_unit_of_the_task(folder):
     losses = [float(n) for n in range(1, 2 * page.SMOOTH + 2)]
     rows = [{"step": n + 1, "loss": None if n == 3 else loss} for n, loss in enumerate(losses)]
@@ -81,3 +91,14 @@ def test_a_kernel_is_drawn_by_offset_and_by_pairs(monkeypatch, tmp_path):
     assert heads == 2
     assert drawn["heat"].shape == (count, count)
     assert drawn["heat"][count // 2].equal(drawn["curve"].mean(0))
+
+
+def test_a_tree_is_drawn_beside_its_matrix(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(page, "load_run", lambda folder: (None, SimpleNamespace(scheme=REGISTRY["ape-tree"](8, 2))))
+    monkeypatch.setattr(page, "draw_tree", lambda axes, panel, attention: drawn.append(panel))
+    monkeypatch.setattr(page, "draw", lambda axes, panel, scheme, alone: drawn.append(panel))
+    page._kernel_section(Run(tmp_path, Recipe(), [], None))
+    first, second = drawn
+    assert first is second
+    assert first.group.refers_to_rows

@@ -1,6 +1,8 @@
 """What a table of a paper says of cells that are there: figures, spreads, orders. Nothing is trained."""
 
+import itertools
 import json
+import re
 
 import pytest
 from matplotlib.figure import Figure
@@ -184,6 +186,63 @@ def test_speeds_are_drawn_beside_the_names_of_their_rows_and_the_paper_s(write, 
     assert paper_s == {name: FIGURES[name][0] for name in ours}
     spans = [{x for x, _ in segment} for bars in axes.collections for segment in bars.get_segments()]
     assert [max(span) - min(span) for span in spans] == pytest.approx([0.0, 3.0]), "between the quartiles, 2 and 5"
+
+
+def of_images(folder, head, columns, value, curve='{"step": 1, "validation": 0.5}'):
+    """Writes a table of images with three rows, the last without cells, and returns table.md."""
+    rows = {"Base": "none", "Grid": "ape-grid", "Later": "rope"}
+    lines = "".join(f'[[rows]]\nname = "{name}"\nscheme = "{scheme}"\n' for name, scheme in rows.items())
+    head += '\ntitle = "t"\ncitation = "c"\nrecipe = "images"\nbaseline = "Base"\n'
+    columns = {title: f'[[columns]]\ntitle = "{title}"\n{more}\n' for title, more in columns.items()}
+    text = head + "".join(columns.values()) + lines + "[scales.paper]\n[scales.small]\n[scales.tiny]\n"
+    (folder / "toy.toml").write_text(text)
+    about = {"table": "t", "scale": "small", "commands": [], "seeds": 2, "machine": "m", "corpora": {"": "text"}}
+    (folder / "about.json").write_text(json.dumps(about))
+    for name, seed in itertools.product(("Base", "Grid"), range(2)):
+        cell = folder / "cells" / paper.cell_name("", rows[name], seed)
+        cell.mkdir(parents=True)
+        found = {title: {"value": value(name, title, seed), "split": "validation", "reason": ""} for title in columns}
+        (cell / "scores.json").write_text(json.dumps({"status": "finished", "columns": found, "seconds": 1.0}))
+        (cell / "metrics.jsonl").write_text(curve)
+    paper.write(load_table(str(folder / "toy.toml")), folder)
+    return (folder / "table.md").read_text()
+
+
+def test_figures_are_drawn_by_the_choice_in_which_columns_differ(tmp_path, drawn):
+    def value(name, title, seed):
+        return 0.8 - 0.1 * int(title) * (name == "Base") + 0.02 * seed
+
+    of_images(tmp_path, 'along = "shift"', {str(n): f"view = {{ shift = {n} }}" for n in (4, 0, 2)}, value)
+    (axes,) = drawn
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("shift", "accuracy")
+    assert [line.get_label() for line in axes.lines] == ["Base", "Grid", "Later"]
+    for line in axes.lines[:2]:
+        assert list(line.get_xdata()) == [0, 2, 4]
+        assert list(line.get_ydata()) == pytest.approx([value(line.get_label(), n, 0.5) for n in (0, 2, 4)])
+    assert list(axes.lines[2].get_xdata()) == []
+
+
+@pytest.mark.parametrize(
+    ("curve", "shown"), [({10: 0.1, 50: 0.2, 51: 0.3, 100: 0.4}, "20.00%"), ({90: 0.5, 100: 0.4}, "50.00%")]
+)
+def test_a_column_may_show_a_validation_in_the_midst_of_training(tmp_path, curve, shown):
+    rows = "".join(json.dumps({"step": step, "validation": value}) + "\n" for step, value in curve.items())
+    text = of_images(tmp_path, "", {"early": "after = 0.5", "end": ""}, lambda *cell: 0.9, rows)
+    assert f"| Grid | ape-grid | {shown} ± 0.00% | 90.00% ± 0.00% |" in text
+
+
+@pytest.mark.parametrize(
+    ("head", "column", "message"),
+    [
+        ("", "after = 0", "end: expected after from 0 to 1, and below 1 for accuracy, got 0"),
+        ("", 'after = 0.5\nsplit = "test"', "end: expected after from 0 to 1, and below 1 for accuracy, got 0.5"),
+        ('along = "shift"', "view = { height = 8 }", "end: expected a view with shift, by which the picture shows columns"),
+        ("", "view = { shft = 8 }", "shft: expected none, which samples of this task do not have"),
+    ],
+)
+def test_columns_that_cannot_be_are_refused(tmp_path, head, column, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        of_images(tmp_path, head, {"end": column}, lambda *cell: 0.9)
 
 
 def test_a_recipe_s_differences_are_in_words():

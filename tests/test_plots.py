@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from isopos.lab.recipes import split_spec
 from isopos.lab.reports.kernels import panels, paths
-from isopos.lab.reports.plots import draw, draw_heat, line_style, show
+from isopos.lab.reports.plots import draw, draw_heat, draw_tree, line_style, show
 from isopos.schemes import REGISTRY, build
 
 
@@ -134,6 +134,21 @@ def test_nodes_are_named_by_their_paths_on_both_sides():
     for axis in (axes.xaxis, axes.yaxis):
         assert axis.get_ticklocs().tolist() == list(range(len(names)))
         assert [label.get_text() for label in axis.get_ticklabels()] == names
+
+
+def test_a_tree_is_drawn_with_the_scores_of_one_of_its_nodes():
+    scheme = build("ape-tree", 8, 2, {"branches": "3"})
+    panel, axes = next(panels(scheme)), Figure().subplots()
+    draw_tree(axes, panel, "linear")
+    nodes, ring = axes.collections
+    query, position = len(panel.position) // 2, panel.position.tolist()
+    assert nodes.get_array().tolist() == panel.score.mean(0)[query].tolist()
+    places = [tuple(place) for place in nodes.get_offsets()]
+    assert ring.get_offsets().tolist() == [list(places[query])]
+    assert len(set(places)) == len(places)
+    edges = {(tuple(zip(*line.get_data(), strict=True))) for line in axes.get_lines()}
+    assert edges == {(places[parent], places[n]) for n, (parent, _) in enumerate(position) if parent >= 0}
+    assert [text.get_text() for text in axes.texts] == [str(branch) for _, branch in position[1:]]
 
 
 def test_styles_of_lines_are_all_different():

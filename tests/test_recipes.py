@@ -10,9 +10,12 @@ from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.glue import Glue
+from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.masked import Masked
+from isopos.lab.tasks.transduction import Transduction
+from isopos.lab.tasks.tree_transduction import TreeTransduction
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():
@@ -80,6 +83,26 @@ OF_TASKS = {
     Masked: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
     Glue: {"length": (4, 10**9), "vocabulary": (0, 10**9), "validation_rows": (0, 10**9)},
     ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
+    Images: {
+        **dict.fromkeys(("height", "width", "margin"), (0, 10**5)),
+        **dict.fromkeys(("classes", "validation_rows"), (0, 10**9)),
+        "patch": (1, 10**5),
+        "channels": (0, 10**3),
+        "smoothing": (0, 1),
+    },
+    Transduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation", "vocabulary"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "length": (1, 10**6),
+    },
+    TreeTransduction: {
+        **dict.fromkeys(("samples", "held_out"), (1, 10**9)),
+        **dict.fromkeys(("longest", "validation_rows", "decoded", "deviation"), (0, 10**9)),
+        **dict.fromkeys(("labels", "vocabulary", "branches"), (0, 10**9)),
+        "data_seed": (0, 2**63 - 1),
+        "depth": (1, 64),
+    },
 }
 ENDS = [(Language, field, *ends) for field, ends in WHOLE.items()]
 ENDS += [(task, field, *ends) for task, of_task in OF_TASKS.items() for field, ends in of_task.items()]
@@ -191,19 +214,132 @@ DECLARED = """
         schedule=polynomial warmup=300 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=500
         save_every=500 device=auto
     listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
+    listops tiny: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
         learning_rate=0.002 device=auto
-    listops small: task=listops longest=0 branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
+    listops small: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=2 model_dim=64 steps=800 batch=32
         learning_rate=0.002 device=auto
-    listops paper: task=listops data=lra_release/listops-1000 longest=2000 branches=0 validation_rows=0 layers=6
+    listops paper: task=listops data=lra_release/listops-1000 longest=2000 depth=4 arguments=5 shortest=0 expressions=12000
+        branches=0 validation_rows=0 layers=6
         model_dim=512 heads=8 hidden_dim=2048 dropout=0.1 steps=5000 batch=32 learning_rate=0.00158 schedule=inverse-sqrt
         warmup=1000 beta2=0.98 epsilon=1e-09 weight_decay=0.1 clip=0.0 validate_every=500 save_every=500 device=auto
+    lra-text tiny: task=text scheme=lrpe-orthogonal column=text pair= label=label classes=0 longest=512 pairs=joined
+        pooling=mean validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002
+        device=auto
+    lra-text small: task=text scheme=lrpe-orthogonal column=text pair= label=label classes=0 longest=512 pairs=joined
+        pooling=mean validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32 learning_rate=0.002
+        device=auto
+    lra-text paper: task=text scheme=lrpe-orthogonal data=aclImdb_v1.tar.gz column=text pair= label=label classes=0
+        longest=4000 pairs=joined pooling=mean validation_rows=0 layers=4 model_dim=128 norm=batch steps=3125
+        batch=256 learning_rate=0.001 validate_every=500 save_every=500 device=auto
+    lra-listops tiny: task=listops scheme=lrpe-orthogonal depth=4 arguments=5 shortest=0 expressions=12000 longest=0
+        branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002
+        device=auto
+    lra-listops small: task=listops scheme=lrpe-orthogonal depth=4 arguments=5 shortest=0 expressions=12000 longest=0
+        branches=0 validation_rows=0 layers=2 model_dim=64 norm=batch steps=800 batch=32 learning_rate=0.002
+        device=auto
+    lra-listops paper: task=listops scheme=lrpe-orthogonal depth=9 arguments=10 shortest=501 expressions=100000
+        longest=1999 branches=0 validation_rows=0 layers=4 model_dim=128 norm=batch steps=15000 batch=256
+        learning_rate=0.0001 validate_every=500 save_every=500 device=auto
+    lra-retrieval tiny: task=text scheme=lrpe-orthogonal column=text pair=other label=label classes=0 longest=512
+        pairs=towers pooling=mean validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32
+        learning_rate=0.002 device=auto
+    lra-retrieval small: task=text scheme=lrpe-orthogonal column=text pair=other label=label classes=0 longest=512
+        pairs=towers pooling=mean validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32
+        learning_rate=0.002 device=auto
+    lra-retrieval paper: task=text scheme=lrpe-orthogonal data=lra_release/tsv_data column=4 pair=5 label=1 classes=0
+        longest=4000 pairs=towers pooling=mean validation_rows=0 layers=4 model_dim=64 norm=batch steps=45964 batch=64
+        learning_rate=0.001 validate_every=500 save_every=500 device=auto
+    lra-pathfinder tiny: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=400
+        validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002 device=auto
+    lra-pathfinder small: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=6000
+        validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32 learning_rate=0.002 device=auto
+    lra-pathfinder paper: task=pathfinder scheme=lrpe-orthogonal side=32 dashes=6 distractors=3 pictures=200000
+        validation_rows=0 layers=4 model_dim=32 norm=batch steps=250000 batch=128 learning_rate=0.0005
+        validate_every=500 save_every=500 device=auto
+    permuteformer-text tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair= label=label classes=0
+        longest=512 pairs=joined pooling=first validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
+        optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-text small: task=text scheme=permuteformer:width=4,decay=none column=text pair= label=label
+        classes=0 longest=512 pairs=joined pooling=first validation_rows=0 layers=2 model_dim=64 steps=500 batch=32
+        optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-text paper: task=text scheme=permuteformer:width=4,decay=none data=aclImdb_v1.tar.gz column=text
+        pair= label=label classes=0 longest=4000 pairs=joined pooling=first validation_rows=0 layers=4 model_dim=256
+        hidden_dim=1024 steps=15625 batch=16 optimizer=adam learning_rate=1e-05 schedule=inverse-sqrt warmup=4000
+        weight_decay=0.0 validate_every=500 save_every=500 device=auto
+    permuteformer-retrieval tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair=other label=label
+        classes=0 longest=512 pairs=towers pooling=first validation_rows=0 layers=1 model_dim=32 heads=2 steps=50
+        batch=32 optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-retrieval small: task=text scheme=permuteformer:width=4,decay=none column=text pair=other
+        label=label classes=0 longest=512 pairs=towers pooling=first validation_rows=0 layers=2 model_dim=64 steps=500
+        batch=32 optimizer=adam learning_rate=0.002 device=auto
+    permuteformer-retrieval paper: task=text scheme=permuteformer:width=4,decay=none data=lra_release/tsv_data
+        column=4 pair=5 label=1 classes=0 longest=4000 pairs=towers pooling=first validation_rows=0 layers=4
+        model_dim=128 hidden_dim=512 steps=45964 batch=32 optimizer=adam learning_rate=0.0002 schedule=inverse-sqrt
+        warmup=1000 weight_decay=0.0 validate_every=500 save_every=500 device=auto
+    permuteformer-pathfinder tiny: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+        pictures=400 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32 optimizer=adam
+        learning_rate=0.002 device=auto
+    permuteformer-pathfinder small: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+        pictures=6000 validation_rows=0 layers=2 model_dim=64 steps=500 batch=32 optimizer=adam learning_rate=0.002
+        device=auto
+    permuteformer-pathfinder paper: task=pathfinder scheme=permuteformer-2d:decay=none side=32 dashes=6 distractors=3
+        pictures=200000 validation_rows=0 layers=1 model_dim=128 hidden_dim=128 dropout=0.2 steps=50000 batch=256
+        optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
+        save_every=500 device=auto
+    cct tiny: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
+        validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64 activation=gelu steps=50 batch=32 learning_rate=0.002
+        warmup=5 weight_decay=0.03 clip=0.0 validate_every=25 save_every=25 device=auto
+    cct small: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
+        validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu steps=800 batch=32 learning_rate=0.002 warmup=80
+        weight_decay=0.03 clip=0.0 validate_every=200 save_every=200 device=auto
+    cct paper: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean data=cifar10
+        height=0 width=0 margin=0 tokenizer=convolution patch=2 pooling=sequence augment=crop-flip smoothing=0.1 channels=0
+        classes=0 validation_rows=0 layers=7 model_dim=256 hidden_dim=512 activation=gelu attention_dropout=0.1
+        stochastic_depth=0.1 steps=105300 batch=128 learning_rate=0.0005 warmup=1755 weight_decay=0.03 clip=0.0
+        validate_every=3510 save_every=3510 device=auto
+    deit tiny: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
+        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64
+        activation=gelu steps=50 batch=32 learning_rate=0.002 warmup=5 beta2=0.98 weight_decay=0.05 clip=0.0
+        validate_every=25 save_every=25 device=auto
+    deit small: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
+        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu
+        steps=800 batch=32 learning_rate=0.002 warmup=80 beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=200
+        save_every=200 device=auto
+    deit paper: task=images scheme=lrpe-orthogonal data=imagenet height=224 width=224 margin=0 tokenizer=patches patch=16
+        pooling=mean augment=crop-flip smoothing=0.1 channels=0 classes=0 validation_rows=0 layers=12 model_dim=384 heads=6
+        hidden_dim=1536 activation=gelu stochastic_depth=0.1 steps=240000 batch=1600 learning_rate=0.0005 warmup=16000
+        beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=8000 save_every=8000 workers=8 device=auto
+    transduction tiny: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=8 deviation=2
+        tokenizer=words samples=500 held_out=50 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=50
+        batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    transduction small: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=16 deviation=2
+        tokenizer=words samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=600
+        batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    transduction paper: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=100 deviation=10
+        tokenizer=words vocabulary=20 samples=10000 held_out=1000 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=0 steps=31200 warmup=1560 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8 learning_rate=0.0005
+        clip=0.0 validate_every=780 save_every=780 device=auto
+    tree-transduction tiny: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth depth=3
+        deviation=1 labels=0 branches=0 samples=300 held_out=30 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=200 steps=30 batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
+    tree-transduction small: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        depth=4 deviation=1 labels=0 branches=0 samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0
+        decoded=200 steps=400 batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
+    tree-transduction paper: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        depth=7 deviation=1 labels=0 branches=0 samples=6000 held_out=2000 data_seed=0 longest=0 tied=True
+        validation_rows=0 decoded=0 steps=37200 warmup=1860 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8
+        learning_rate=0.0005 clip=0.0 validate_every=930 save_every=930 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
         seeds=1 name= overwrite=False
     table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64
-    eval: split=validation length=() scored=0.0 limit=-1
+    eval: split=validation length=() scored=0.0 limit=-1 view=()
     generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
     runs: folder=runs
     bench: section=all allocator=both rounds=9 out= overwrite=False compiled=False

@@ -27,16 +27,15 @@ def test_every_table_loads_and_its_schemes_build(name):
     table = load_table(name)
     for row in table.rows:
         for scale in SCALES if row.scheme else ():
-            recipe = table.recipe_at(scale, *table.corpora[:1])
-            recipe.check()
-            build_scheme(recipe.edit(scheme=row.scheme))
-    for scale in SCALES:
-        for corpus in table.corpora:
-            table.recipe_at(scale, corpus).check()
-    tiny = table.recipe_at("tiny").edit(device="cpu")
-    for row in table.rows:
-        if row.scheme:
-            check_recipe(tiny.edit(scheme=row.scheme))
+            for corpus in table.corpora or [None]:
+                recipe = table.recipe_at(scale, corpus)
+                recipe.check()
+                build_scheme(recipe.edit(scheme=row.on(corpus.name if corpus else "")))
+    for corpus in [one for one in table.corpora if one.recipe] or [None]:
+        tiny = table.recipe_at("tiny", corpus).edit(device="cpu", **{"data": ""} if corpus else {})
+        for row in table.rows:
+            if row.scheme:
+                check_recipe(tiny.edit(scheme=row.on(corpus.name if corpus else "")))
 
 
 def test_the_tables_hold_what_the_papers_say():
@@ -68,6 +67,34 @@ def test_the_tables_hold_what_the_papers_say():
     assert means == pytest.approx([32.58, 32.80, 32.61], abs=0.011)  # the paper's averages, which it cuts or rounds
     assert [row.figures[0] for row in six.rows if row.figures] == [1.00, 0.86, 0.61, 0.94, 0.82, 0.82, 0.89]
     assert [row.figures[0] for row in four.rows] == [30.18, 36.87, 32.49, 35.76, 33.08]
+    images = {row.name: row.figures[0] for row in load_table("lrpe-3").rows if row.figures}
+    assert images == {
+        "Base": 0.7788,
+        "RoPE": 0.7852,
+        "PER": 0.7799,
+        "Type1": 0.7858,
+        "Type2": 0.7878,
+        "Type3": 0.7774,
+    }
+
+
+def test_tables_of_images_are_trained_as_the_papers_say():
+    cct, deit = load_table("ape-3"), load_table("lrpe-3")
+    assert [row.name for row in cct.rows[:4]] == ["Sinusoidal", "Learned", "Orthogonal (flat)", "Orthogonal (grid)"]
+    recipe = cct.recipe_at("original")
+    m, t, task = recipe.model, recipe.training, recipe.task
+    assert (m.layers, m.model_dim, m.hidden_dim, m.heads, m.activation, m.norm) == (7, 256, 512, 4, "gelu", "layer")
+    assert (m.attention_dropout, m.stochastic_depth, task.smoothing, t.weight_decay, t.batch) == (0.1, 0.1, 0.1, 3e-2, 128)
+    assert (task.tokenizer, task.pooling, t.steps) == ("convolution", "sequence", 300 * 351)
+    recipe = deit.recipe_at("original")
+    m, t = recipe.model, recipe.training
+    assert (m.layers, m.model_dim, m.hidden_dim, m.heads, m.activation) == (12, 384, 1536, 6, "gelu")
+    assert (t.batch, t.steps, t.warmup, t.learning_rate, t.schedule) == (1600, 240_000, 16_000, 5e-4, "cosine")
+    assert (t.optimizer, t.epsilon, t.beta1, t.beta2, t.weight_decay) == ("adamw", 1e-8, 0.9, 0.98, 0.05)
+    shifts = load_table("horn-shift")
+    for corpus in ("mnist", "fashion-mnist"):
+        columns = [column for column in shifts.columns if column.corpus == corpus]
+        assert [column.view["shift"] for column in columns] == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize(("name", "fixed"), [("lrpe-1", 2), ("lrpe-2", 2), ("lrpe-5", 6), ("lrpe-6", 2), ("lengths", 2)])
@@ -92,7 +119,7 @@ def test_lrpe_learns_its_angles_and_rows_with_fixed_ones_are_ours(name, fixed):
         (
             'split = "test"',
             'spilt = "test"',
-            "Column: expected one of title, corpus, figure, split, multiple, scored, better, style, got 'spilt'",
+            "expected one of title, corpus, figure, split, multiple, scored, view, after, better, style, got 'spilt'",
         ),
         ("figures = [36.87]", "figures = [36.87, 1]", "Performer: expected 1 figures or none, got 2"),
         ('baseline = "Performer"', 'baseline = "Perform"', "baseline: expected a row with a scheme, got 'Perform'"),
@@ -158,6 +185,92 @@ def test_other_numbers_of_updates_have_a_folder_of_their_own(isopos, tmp_path):
     assert json.loads((folder / "cells" / "books-rope-seed0" / "recipe.json").read_text())["steps"] == 30
     assert "2 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
     assert "0 of 2 cells are missing" in isopos(*command, "--steps", "30", "--name", "longer", "--dry-run")[1]
+
+
+TASKS = """
+title = "Two tasks"
+citation = "a toy"
+recipe = "listops"
+figure = "accuracy"
+baseline = "flat"
+
+[corpora.lists]
+source = ""
+edits = { longest = 12 }
+scales.tiny = { steps = 4 }
+
+[corpora.order]
+recipe = "toy_task:Order"
+
+[[columns]]
+title = "lists"
+corpus = "lists"
+
+[[columns]]
+title = "order"
+corpus = "order"
+
+[[rows]]
+name = "flat"
+scheme = "rope"
+figures = [0.5, 0.5]
+
+[[rows]]
+name = "tree"
+scheme = "rope"
+schemes = { lists = "ape-tree" }
+
+[[rows]]
+name = "order only"
+scheme = "none"
+schemes = { lists = "" }
+
+[scales.paper]
+[scales.small]
+[scales.tiny]
+steps = 3
+batch = 4
+layers = 1
+model_dim = 16
+heads = 2
+"""
+
+
+def test_a_corpus_may_be_another_task_and_a_row_have_another_scheme_on_it(own, isopos, tmp_path):
+    (tmp_path / "two.toml").write_text(TASKS)
+    code, _, err = isopos("table", "two.toml", "--scale", "tiny", "--device", "cpu")
+    assert code == 0, err
+    folder = tmp_path / "runs" / "tables" / "two-tiny"
+    steps = {path.name: json.loads((path / "recipe.json").read_text())["steps"] for path in folder.glob("cells/*")}
+    assert steps == {
+        "lists-rope-seed0": 4,
+        "lists-ape-tree-seed0": 4,
+        "order-rope-seed0": 3,
+        "order-none-seed0": 3,
+    }
+    page = (folder / "table.md").read_text()
+    rows = {
+        cells[1]: cells[2:]
+        for line in page.partition("##")[0].splitlines()
+        if len(cells := [*map(str.strip, line.split("|"))]) > 3
+    }
+    assert rows["tree"][0] == "rope; lists: ape-tree"
+    assert rows["tree"][4] == rows["flat"][4] != "missing"
+    assert rows["order only"][2] == rows["order only"][-3] == "-"
+    assert "A model of order sees" in page
+    code, _, err = isopos("table", "two.toml", "--scale", "tiny", "--data", "order=x.txt")
+    assert (code, "data: expected none for order, whose task has its own, got x.txt" in err) == (2, True)
+    assert "0 of 2 cells are missing" in isopos("table", "two.toml", "--scale=tiny", "--data", "order=", "--dry-run")[1]
+    longer = load_table(str(tmp_path / "two.toml")).with_steps("tiny", 9)
+    assert [longer.recipe_at("tiny", corpus).training.steps for corpus in longer.corpora] == [9, 9]
+    for old, new, message in (
+        ("scales.tiny", "scales.tyny", "scale: expected one of tiny, small, paper, got 'tyny'; did you mean tiny?"),
+        ("longest = 12", "tokenizer = 1", "field of a recipe: expected one of .*, got 'tokenizer'"),
+        ('{ lists = ""', '{ list = ""', "order only: corpus: expected one of lists, order, got 'list'"),
+    ):
+        (tmp_path / "two.toml").write_text(TASKS.replace(old, new, 1))
+        with pytest.raises(ValueError, match=message):
+            load_table(str(tmp_path / "two.toml"))
 
 
 def _text(folder):
@@ -251,7 +364,7 @@ def test_two_processes_divide_the_cells(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lrpe-2", "permuteformer-4", "lengths"])
+@pytest.mark.parametrize("name", ["lrpe-2", "permuteformer-4", "lengths", "ape-3", "lrpe-3", "horn-shift"])
 def test_a_whole_table_at_the_tiny_scale(isopos, tmp_path, name):
     begun = time.monotonic()
     code, out, _ = isopos("table", name, "--scale", "tiny", "--device", "cpu")

@@ -2,6 +2,20 @@
 
 from isopos.models.blocks import TOKEN_STD, Block, Trunk
 from isopos.models.decoder import AdaptiveHead, Decoder, Stream
-from isopos.models.encoder import Classifier, Encoder
+from isopos.models.encoder import Classifier, Encoder, PairClassifier
+from isopos.models.seq2seq import Seq2Seq
+from isopos.models.vision import Vision
 
-__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Classifier", "Decoder", "Encoder", "Stream", "Trunk"]
+__all__ = [
+    "TOKEN_STD",
+    "AdaptiveHead",
+    "Block",
+    "Classifier",
+    "Decoder",
+    "Encoder",
+    "PairClassifier",
+    "Seq2Seq",
+    "Stream",
+    "Trunk",
+    "Vision",
+]

@@ -1,8 +1,9 @@
 """What every model here is made of: embedded tokens, blocks of attention and feed-forward, one scheme for all of them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Options", "Trunk", "embedding"]
+__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Trunk", "embedding"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -68,12 +69,27 @@ class Options(BlockOptions, total=False):
     recompute: bool
 
 
+class Context(NamedTuple):
+    """What the tokens of a cross-attention see besides each other.
+
+    Args:
+        features: ``[b s m]``.
+        at: What the scheme's `at` returned at the positions of both.
+        mask: ``[b s]``, True where a token takes part.
+    """
+
+    features: Tensor
+    at: Mapping[str, Any]
+    mask: Tensor | None = None
+
+
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to its input.
+    """Pre-norm attention and feed-forward, each added to its input; and attention to a context between the two.
 
     Args:
         model_dim: Width.
         scheme: Of the attention.
+        cross: Whether there is attention to a context.
         stochastic_depth: Probability with which a sample is spared a branch in training (Huang et al. 2016,
             https://arxiv.org/abs/1603.09382).
         options: `BlockOptions`.
@@ -84,6 +100,7 @@ class Block(nn.Module):
         model_dim: int,
         scheme: Scheme,
         *,
+        cross: bool = False,
         hidden_dim: int | None = None,
         activation: Literal["relu", "gelu"] = "relu",
         norm: Literal["layer", "batch"] = "layer",
@@ -103,13 +120,28 @@ class Block(nn.Module):
         self.attention = Attention(model_dim, scheme, kv_heads=kv_heads, dropout=attention_dropout, window=window)
         widen, narrow = nn.Linear(model_dim, hidden), nn.Linear(hidden, model_dim)
         self.feed_forward = nn.Sequential(widen, ACTIVATIONS[activation](), narrow)
+        if cross:
+            self.norm3 = NORMS[norm](model_dim)
+            self.cross = Attention(model_dim, scheme, kv_heads=kv_heads, dropout=attention_dropout)
         self.dropout, self.stochastic_depth = nn.Dropout(dropout), stochastic_depth
 
-    def forward(self, x: Tensor, at: Any, *, causal: bool, mask: Tensor | None = None, return_state: bool = False) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        at: Any,
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        context: Context | None = None,
+        return_state: bool = False,
+    ) -> Any:
         """x ``[b t m]``, of which those of the mask ``[b t]`` are seen -> ``[b t m]``, or a pair of it and the state."""
         found = self.attention(self.norm1(x, mask), at, causal=causal, mask=mask, return_state=return_state)
         y, *state = found if return_state else (found,)
         x = x + self.branch(y)
+        if context is not None:
+            own = self.norm3(x, mask)
+            x = x + self.branch(self.cross(own, context.at, context=context.features, mask=context.mask))
         x = x + self.branch(self.feed_forward(self.norm2(x, mask)))
         return (x, *state) if return_state else x
 

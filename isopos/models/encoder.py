@@ -1,14 +1,18 @@
-"""Bidirectional models: logits of every token, or one answer for a whole sample."""
+"""Bidirectional models: logits of every token, or one answer for a whole sample or for two of them."""
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from isopos.catalog import expect
 from isopos.models.blocks import Options, Trunk
 from isopos.scheme import Scheme
 
-__all__ = ["Classifier", "Encoder"]
+__all__ = ["Classifier", "Encoder", "PairClassifier"]
+
+
+POOLINGS = ("mean", "first")
 
 
 class Encoder(Trunk):
@@ -63,11 +67,12 @@ class Encoder(Trunk):
 
 
 class Classifier(Trunk):
-    """A bidirectional model whose tokens, averaged, choose a class.
+    """A bidirectional model whose tokens, averaged, or whose first token, which may stand for all, chooses a class.
 
     Args:
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         classes: Number of classes.
+        pooling: What the head is given of a sample: "mean", of its tokens, or "first", of which it has one at least.
 
     Example:
         >>> import isopos
@@ -78,14 +83,75 @@ class Classifier(Trunk):
     """
 
     def __init__(
-        self, vocabulary: int, classes: int, model_dim: int, layers: int, scheme: Scheme, **options: Unpack[Options]
+        self,
+        vocabulary: int,
+        classes: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        pooling: Literal["mean", "first"] = "mean",
+        **options: Unpack[Options],
     ):
+        expect("pooling", pooling, POOLINGS)
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
-        self.head = nn.Linear(model_dim, classes)
+        self.head, self.pooling = nn.Linear(model_dim, classes), pooling
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
-        x = self.features(tokens, positions, mask=mask)
-        if mask is None:
-            return self.head(x.mean(1))
-        return self.head(torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True))
+        return self.head(_pooled(self.features(tokens, positions, mask=mask), mask, self.pooling))
+
+
+class PairClassifier(Trunk):
+    """Two towers with the same weights: each of two samples is pooled by itself, and a perceptron sees both.
+
+    It is given [u, v, u * v, u - v] and has two hidden layers, as in the Long Range Arena's retrieval (Tay et al. 2020,
+    https://arxiv.org/abs/2011.04006; classifier_head_dual in its code).
+
+    Args:
+        vocabulary, classes, model_dim, layers, scheme, pooling, options: Of `Classifier`.
+
+    Example:
+        >>> import isopos
+        >>> model = PairClassifier(256, 2, 32, 2, isopos.rope(8, 4))
+        >>> model(torch.randint(256, (3, 2, 10))).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        pooling: Literal["mean", "first"] = "mean",
+        **options: Unpack[Options],
+    ):
+        expect("pooling", pooling, POOLINGS)
+        super().__init__(vocabulary, model_dim, layers, scheme, **options)
+        wide = options.get("hidden_dim") or 4 * model_dim
+        middle = [nn.Linear(4 * model_dim, wide), nn.ReLU(), nn.Linear(wide, wide // 2), nn.ReLU()]
+        self.head, self.pooling = nn.Sequential(*middle, nn.Linear(wide // 2, classes)), pooling
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits ``[b classes]`` of pairs ``[b 2 t]``, of which the tokens of the mask ``[b 2 t]`` take part.
+
+        Positions are ``[t c]`` or ``[b 2 t c]``; see `Encoder.forward`.
+        """
+        if positions is not None and positions.ndim > 2:
+            positions = positions.flatten(0, 1)
+        mask = None if mask is None else mask.flatten(0, 1)
+        pooled = _pooled(self.features(tokens.flatten(0, 1), positions, mask=mask), mask, self.pooling)
+        u, v = pooled.unflatten(0, (-1, 2)).unbind(1)
+        return self.head(torch.cat((u, v, u * v, u - v), -1))
+
+
+def _pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
+    """One vector ``[b m]`` of the features ``[b t m]`` of each sample."""
+    if pooling == "first":
+        return x[:, 0]
+    if mask is None:
+        return x.mean(1)
+    return torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True)

@@ -34,24 +34,21 @@ class Input(ctypes.Structure):
     _fields_ = (
         *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
         *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add")),
-        *((name, ctypes.c_void_p) for name in ("rows", "own_rows", "grad_decay")),
+        ("grad_decay", ctypes.c_void_p),
     )
 
 
 class Call(ctypes.Structure):
-    """The sums of a chunk group, or a step."""
+    """The sums of some tokens of heads, or a step."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("chunks", "count", "heads", "c", "d", "e", "own")),
-        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins")),
+        *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own")),
+        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends")),
         *((name, View) for name in ("g_q", "g_k")),
-        *((name, ctypes.c_void_p) for name in ("state", "row", "states", "rows", "across")),
+        *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("grad_state", "grad_row", "grad_states", "grad_rows", "grads", "less", "scratch")
-        ),
-        ("scratch_size", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("grad_state", "grad_row", "totals", "scratch")),
+        *((name, ctypes.c_long) for name in ("total_size", "scratch_size")),
         ("out_of_range", ctypes.POINTER(ctypes.c_long)),
         *((name, Input) for name in ("q", "k", "v")),
     )
@@ -87,6 +84,8 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
         elif lib.isopos_call_size() != ctypes.sizeof(Call) or lib.isopos_rotate_size() != ctypes.sizeof(Rotate):
             missing.append(f"{paths[0].name} is of another version; install isopos again")
         else:
+            for function, count in ((lib.isopos_groups, 1), (lib.isopos_scratch_size, 3)):
+                function.argtypes, function.restype = (ctypes.c_long,) * count, ctypes.c_long
             found[LANES[name]] = lib
     names = [name for name, lanes in LANES.items() if lanes in found]
     return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"

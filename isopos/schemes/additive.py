@@ -75,7 +75,7 @@ def learned(
     cost="t d once",
     extends="trees",
     learns="p, several",
-    fits={"branches": "branches"},
+    fits={"branches": "branches", "depth": "depth"},
 )
 def shiv_quirk(
     head_dim: int,

@@ -116,8 +116,9 @@ def build(
         heads: h.
         options: Text by option.
         model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
-            will be evaluated; "branches", children of a node at most; "scale", the standard deviation of token embeddings;
-            "seed". Options that `Entry.fits` names, and any seed, follow them where `options` says nothing.
+            will be evaluated; "branches", children of a node at most; "depth", that of a usual tree; "scale", the standard
+            deviation of token embeddings; "seed". Options that `Entry.fits` names, and any seed, follow them where `options`
+            says nothing.
 
     Raises:
         ValueError: For an unknown scheme, option or value, naming those that exist.

@@ -28,6 +28,7 @@ class Options:
     scored: float = 0.0
     """How many tokens at the end of each window count, as PermuteFormer's 256 of 512; below 1 a share of them; 0: all."""
     limit: int = -1  # At most so many tokens or samples; 0: all; -1: as in training.
+    view: tuple[str, ...] = ()  # Choices of the task's own, as NAME=NUMBER: of images height=48, width=64, shift=2.
 
 
 def run(options: Options, console: Console) -> int:
@@ -67,7 +68,8 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     before = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
     write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
-    grids.say(console, f"{folder}: {source}, step {step}; {data.name}")
+    own = "".join(f", {name} {value}" for name, value in views[0].own)
+    grids.say(console, f"{folder}: {source}, step {step}; {data.name}{own}")
     console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]
     if lacking and (options.length or len(lacking) == len(rows)):
@@ -80,8 +82,15 @@ def _views(options: Options, task: Task) -> list[View]:
     expect("scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf"))
     expect("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
-    views = [View(options.split, multiple, options.scored, options.limit) for multiple in multiples]
+    own = tuple(_choice(text) for text in options.view)
+    views = [View(options.split, multiple, options.scored, options.limit, own) for multiple in multiples]
     for view in views:
         expect("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
         task.check_view(view)
     return views
+
+
+def _choice(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    expect("view", repr(text), "NAME=NUMBER", bool(name) and value.isascii() and value.isdigit())
+    return name, int(value)

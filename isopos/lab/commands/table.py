@@ -38,7 +38,7 @@ from isopos.lab.tables.loader import (
     read_about,
     speed_rounds,
 )
-from isopos.lab.tasks.task import Data, expect
+from isopos.lab.tasks.task import Data, Scored, View, expect
 
 __all__ = ["ROUNDS", "Options", "run"]
 
@@ -84,11 +84,13 @@ def run(options: Options, console: Console) -> int:
     bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
-        recipe = table.recipe_at(options.scale, table.corpus(name) if name else None).edit(device=device)
-        recipes[name] = recipe.edit(data=data) if name else recipe
-    planned = [
-        (name, replace(recipes[name], scheme=row.scheme, seed=seed))
-        for seed, name, row in itertools.product(range(options.seeds), recipes, rows)
+        recipe = table.recipe_at(options.scale, table.corpus(name)).edit(device=device)
+        expect("data", data, f"none for {name}, whose task has its own", not data or "data" in recipe.names)
+        recipes[name] = recipe.edit(data=data) if name and "data" in recipe.names else recipe
+    planned = [  # rows may have a scheme in common
+        (name, replace(recipes[name], scheme=scheme, seed=seed))
+        for seed, name in itertools.product(range(options.seeds), recipes)
+        for scheme in dict.fromkeys(row.on(name) for row in rows if row.on(name))
     ]
     cells = [_cell(folder, table, name, recipe) for name, recipe in planned if table.kind == "scores"]
     if options.dry_run:
@@ -96,7 +98,7 @@ def run(options: Options, console: Console) -> int:
         said = f"{len(lacking)} of {len(cells) or len(rows)} cells are missing in {folder}"
         grids.say(console, *lacking, said)
         return 0
-    for _, recipe in planned[: len(rows) * len(recipes)]:
+    for _, recipe in planned[: len(planned) // options.seeds]:
         check_recipe(recipe)
         check_memory(recipe)
     sets = _load(table, recipes, console)
@@ -152,23 +154,28 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
         else:
             what = f"NAME=PATH with a name of {', '.join(names)}" if names else "none, since this table chooses no data"
             raise ValueError(f"data: expected {what}, got {entry!r}")
-    free = {corpus.name: corpus.source for corpus in table.corpora if corpus.source != ASK}
+    sources = {one.name: one.source if "data" in table.recipe_at("original", one).names else "" for one in table.corpora}
+    free = {name: source for name, source in sources.items() if source != ASK}
     if options.scale == "tiny":
-        free = {corpus.name: "" for corpus in table.corpora if not corpus.start or corpus.name in free}
-    for name in list(given or free):
-        if (start := table.corpus(name).start) and start not in (given or free):
-            if start not in free:
-                raise ValueError(f"data: expected {start}=PATH, with whose runs those of {name} begin, got none")
-            (given or free)[start] = free[start]
-    return {name: source for name in names if (source := (given or free).get(name)) is not None}
+        free = {one.name: "" for one in table.corpora if not one.start or one.name in free}
+    chosen = given or free
+    for corpus in table.corpora:
+        if corpus.name in chosen and corpus.start and corpus.start not in chosen:
+            if corpus.start not in free:
+                raise ValueError(
+                    f"data: expected {corpus.start}=PATH, with whose runs those of {corpus.name} begin, got none"
+                )
+            chosen[corpus.start] = free[corpus.start]
+    return {name: chosen[name] for name in names if name in chosen}
 
 
 def _load(table: PaperTable, recipes: Mapping[str, Recipe], console: Console) -> dict[str, Data]:
     """The data of each corpus; with what the weights of its start need to be used again, such as a tokenizer."""
     sets: dict[str, Data] = {}
     for name, recipe in recipes.items():
+        corpus = table.corpus(name)
         with TemporaryDirectory() as folder:
-            start = table.corpus(name).start if name else ""
+            start = corpus.start if corpus else ""
             if start:
                 sets[start].save(Path(folder))
             sets[name] = recipe.task.load(recipe, console, Path(folder) if start else None)
@@ -177,14 +184,14 @@ def _load(table: PaperTable, recipes: Mapping[str, Recipe], console: Console) ->
 
 def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     """A cell; one that is there already must have the same recipe, but for where text and machine are."""
-    place = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed)
-    before = table.corpus(corpus).start if corpus else ""
-    start = place.with_name(cell_name(before, recipe.scheme, recipe.seed)) if before else None
-    recipe = recipe.edit(start=str(start)) if start else recipe
+    place, own, start = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed), table.corpus(corpus), None
+    if own and own.start:
+        start = place.with_name(cell_name(own.start, recipe.scheme, recipe.seed))
+        recipe = recipe.edit(start=str(start))
     if (place / "recipe.json").exists():
         before = recipe_of(place)
         then, now = before.as_dict(), recipe.settled_as(before)
-        recipe = now.edit(data=then["data"]) if corpus else now
+        recipe = now.edit(data=then["data"]) if corpus and "data" in now.names else now
         same_recipe(place, recipe)
     metrics = [table.metric(column) for column in table.columns if column.corpus == corpus]
     return Cell(place, corpus, recipe, metrics, start)
@@ -251,9 +258,10 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
     from isopos.lab.runs.checkpoints import load_run
 
     model, found = load_run(cell.folder)[1].to(recipe.training.device), {}
+    views: dict[View, Scored] = {}
     for metric in cell.metrics:
         view = metric.view if metric.view.split in data.splits else replace(metric.view, split="validation")
-        scored = data.measure(model, recipe, view)
+        scored = views[view] = views.get(view) or data.measure(model, recipe, view)
         value = scored.figures.get(metric.figure)
         found[metric.title] = {"value": value, **scored.figures, "split": view.split, "reason": scored.reason}
     return found

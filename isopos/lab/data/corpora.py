@@ -30,7 +30,7 @@ from isopos.lab.data.prepare import SPLITS, Progressing, in_cache, in_memory
 from isopos.lab.data.sources import find
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
 
-__all__ = ["SPLITS", "Corpus", "load"]
+__all__ = ["SPLITS", "Corpus", "load", "shown"]
 
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
 
@@ -141,7 +141,7 @@ def load(
     if vocabulary is not None and tokenizer not in kinds[1:]:
         raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
     found, root = find(source), default_root() if cache is None else cache
-    with _shown(console) as progressing:
+    with shown(console) as progressing:
         raw = found.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
         if raw and sum(path.stat().st_size for path in found.files) <= SMALL:
             sha256, used, tokens, sizes = in_memory(found)
@@ -159,7 +159,8 @@ def load(
 
 
 @contextlib.contextmanager
-def _shown(console: Console | None) -> Iterator[Progressing]:
+def shown(console: Console | None) -> Iterator[Progressing]:
+    """Shows how far a preparation is, or nothing without a console."""
     live, stages = console is not None and console.is_interactive, {}
     with Progress(console=console, transient=True, disable=not live) as bars:
 

@@ -11,7 +11,7 @@ References:
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +87,7 @@ class Rows:
         ValueError: Where train or validation has none.
     """
 
-    splits: dict[str, list[Expression]]
+    splits: Mapping[str, Sequence[Expression]]
     long: int = 0
     repeated: int = 0
 
@@ -103,7 +103,9 @@ class Rows:
         """A fingerprint of all that is left, in its order."""
         digest = hashlib.sha256()
         for split in SPLITS:
-            digest.update(split.encode() + b"\xff".join(row.tokens for row in self.splits[split]))
+            digest.update(split.encode())
+            for n, row in enumerate(self.splits[split]):
+                digest.update(b"\xff" * (n > 0) + row.tokens)
         return digest.hexdigest()
 
     def up_to(self, longest: int) -> "Rows":

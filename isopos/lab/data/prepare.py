@@ -135,7 +135,7 @@ def _named(name: str) -> str | None:
 def named_split(name: str) -> str | None:
     """The split of which the name of a file speaks, as wiki.valid.tokens of validation."""
     words = set(re.findall("[a-z]+", PurePosixPath(name.replace("\\", "/")).name.lower()))
-    alike = {"train": {"train"}, "validation": {"valid", "validation", "val"}, "test": {"test"}}
+    alike = {"train": {"train"}, "validation": {"valid", "validation", "val", "dev", "eval"}, "test": {"test"}}
     return next((split for split, names in alike.items() if names & words), None)
 
 

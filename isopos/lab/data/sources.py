@@ -51,11 +51,12 @@ class Source:
         return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
 
 
-def find(source: str) -> Source:
+def find(source: str, *, tables: bool = False) -> Source:
     """The source of that name: "" (the Python language reference), hf:NAME[:CONFIG], or a path.
 
     A path leads to a file, an archive (.zip, .tar and .tar.xz, .tgz, ...) or a folder, recursively in sorted order. Files
-    that end with .gz, .xz or .bz2 are unpacked as they are read; rows of a .csv, which has one column, are lines.
+    that end with .gz, .xz or .bz2 are unpacked as they are read; rows of a .csv, which has one column, are lines, but where
+    `tables` are wanted as they are.
 
     Raises:
         ValueError: Where there is nothing to read.
@@ -78,7 +79,7 @@ def find(source: str) -> Source:
             raise ValueError(f"data: cannot read {file}: {_reason(error)}") from None
     packed = any(file.name.lower().endswith((*ARCHIVES, *PACKED, ".csv")) for file in files)
     books = path.is_file() and path.name.lower().endswith(ARCHIVES)
-    return Source(source, lambda: _read(files), files, plain=not packed, books=books)
+    return Source(source, lambda: _read(files, tables), files, plain=not packed, books=books)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -155,38 +156,38 @@ def _builtin() -> Iterator[Document]:
     yield "pydoc_data.topics", iter(["\n".join(topics[name] for name in sorted(topics)).encode()])
 
 
-def _read(files: Iterable[Path]) -> Iterator[Document]:
+def _read(files: Iterable[Path], tables: bool) -> Iterator[Document]:
     for path in files:
         try:
             with path.open("rb") as stream:
                 left = [max(UNPACKED, RATIO * path.stat().st_size)]
-                for name, blocks in _unpacked(str(path), stream):
+                for name, blocks in _unpacked(str(path), stream, tables):
                     yield name, _guarded(name, blocks, left)
         except BROKEN as error:
             raise ValueError(f"data: cannot read {path}: {_reason(error)}") from None
 
 
-def _unpacked(name: str, stream: BinaryIO) -> Iterator[Document]:
+def _unpacked(name: str, stream: BinaryIO, tables: bool) -> Iterator[Document]:
     """The documents in a stream, by the end of its name; nothing is unpacked to disk."""
     name = name[: -len(".tgz")] + ".tar.gz" if name.lower().endswith(".tgz") else name
     stem, dot, suffix = name.rpartition(".")
     match dot + suffix.lower():
         case ".gz" | ".xz" | ".bz2" as packed:
             with PACKED[packed](stream) as inner:
-                yield from _unpacked(stem, inner)
+                yield from _unpacked(stem, inner, tables)
         case ".tar":
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for member in archive:
                     inner = archive.extractfile(member) if member.isfile() else None
                     if inner is not None:
-                        yield from _unpacked(f"{name}/{member.name}", inner)  # pyright: ignore[reportArgumentType]
+                        yield from _unpacked(f"{name}/{member.name}", inner, tables)  # pyright: ignore[reportArgumentType]
         case ".zip":
             with zipfile.ZipFile(stream) as archive:
                 for member in sorted(archive.namelist()):
                     if not member.endswith("/") and not member.startswith("__MACOSX/"):
                         with archive.open(member) as inner:
-                            yield from _unpacked(f"{name}/{member}", inner)  # pyright: ignore[reportArgumentType]
-        case ".csv":
+                            yield from _unpacked(f"{name}/{member}", inner, tables)  # pyright: ignore[reportArgumentType]
+        case ".csv" if not tables:
             yield name, _joined(_rows(name, stream))
         case _:
             yield name, iter(lambda: stream.read(BLOCK), b"")

@@ -26,6 +26,17 @@ RECIPES = {
     "lrpe-blm": "masked:lrpe_blm",
     "lrpe-glue": "masked:lrpe_glue",
     "listops": "listops:listops",
+    "lra-text": "arena:lra_text",
+    "lra-listops": "arena:lra_listops",
+    "lra-retrieval": "arena:lra_retrieval",
+    "lra-pathfinder": "arena:lra_pathfinder",
+    "permuteformer-text": "arena:permuteformer_text",
+    "permuteformer-retrieval": "arena:permuteformer_retrieval",
+    "permuteformer-pathfinder": "arena:permuteformer_pathfinder",
+    "cct": "images:cct",
+    "deit": "images:deit",
+    "transduction": "transduction:transduction",
+    "tree-transduction": "transduction:tree_transduction",
 }
 """In which file of this folder each recipe is: a function of a scale that returns a complete one."""
 

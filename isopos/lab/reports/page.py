@@ -1,6 +1,7 @@
 """The report of a comparison: one HTML file, made from the folder alone, that loads nothing from outside."""
 
 import io
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, line_style, literal, plain
+from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
@@ -21,13 +22,14 @@ from isopos.positions import Line
 __all__ = ["write"]
 
 SMOOTH = 10  # steps
+PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
 body { background: #fff } small { color: #666 } .warn { color: #a00 } .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: 14px }
 th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap }
 td.n { text-align: right; font-variant-numeric: tabular-nums } tbody tr:first-child { background: #eef7ee }
-figure { margin: 1em 0 } svg { max-width: 100%; height: auto }
+figure { margin: 1em 0 } td img { height: 64px; image-rendering: pixelated } svg { max-width: 100%; height: auto }
 """
 
 
@@ -57,7 +59,8 @@ def write(folder: Path) -> Path:
         "<p>Weight (linear attention) or logit (softmax attention) of a random query and a key that resembles it, in each "
         "head, compared with that at the same position, as a function of their offset: of each head, the mean, its even and "
         "its odd part. Without an odd part a scheme is blind to direction. Beside it the mean at each pair of positions: "
-        "constant along diagonals where it depends on relative positions only.</p>",
+        "constant along diagonals where it depends on relative positions only. Of a grid the mean is a map over "
+        "offsets, of a tree a matrix over its nodes, beside the tree.</p>",
         *pictures,
         *_examples(best_first[:1]),
         "</body></html>",
@@ -87,9 +90,14 @@ def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
     head = "".join(f"<th>{_text(title)}</th>" for title in titles)
     marks = [" class=n" * (title in numbers) for title in titles]
     body = "</tr><tr>".join(
-        "".join(f"<td{mark}>{_text(cell)}</td>" for mark, cell in zip(marks, cells, strict=True)) for cells in rows
+        "".join(f"<td{mark}>{_cell(cell)}</td>" for mark, cell in zip(marks, cells, strict=True)) for cells in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
+
+
+def _cell(text: str) -> str:
+    """A text, or the picture that it is the address of."""
+    return f'<img src="{text}" alt="">' if PICTURE.fullmatch(text) else _text(text)
 
 
 def _examples(runs: Sequence[Run]) -> Iterator[str]:
@@ -136,6 +144,11 @@ def _kernel_section(run: Run) -> str:
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         draw_curve(left, *panel.row(), scheme.attention)
         draw_heat(right, panel.score.mean(0), scheme.attention)
+    elif panel.group.refers_to_rows:
+        figure = Figure(figsize=(12, 5.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        draw_tree(left, panel, scheme.attention)
+        draw(right, panel, scheme, alone=True)
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
         draw(figure.subplots(), panel, scheme, alone=True)

@@ -85,7 +85,8 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += _apart(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
-    figure = _speed_picture(rows, table) if table.kind == "speed" else _curves(table, rows, _alone(table, about))
+    draw = _speed_picture if table.kind == "speed" else _along if table.along else _curves
+    figure = draw(table, rows, _alone(table, about))
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
     return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
@@ -101,20 +102,25 @@ def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]
     reasons, stand_in = {}, False
     for corpus in about["corpora"] if line.scheme else ():
         for seed in range(about["seeds"]):
-            cell = folder / "cells" / cell_name(corpus, line.scheme, seed)
+            cell = folder / "cells" / cell_name(corpus, line.on(corpus), seed)
             if not (cell / SCORES).exists():
                 continue
-            scores = read_scores(cell)
+            scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
+            curve = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
+            curves[corpus][seed] = curve
             for column in (column for column in table.columns if column.corpus == corpus):
                 found = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
                 stand_in |= found.get("split", column.split) != column.split
                 if found["value"] is None:
                     reasons[column.title] = found["reason"]
                 else:
-                    values[column.title][seed] = found["value"]
-            metrics = read_rows(cell / "metrics.jsonl")
-            curves[corpus][seed] = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
+                    values[column.title][seed] = found["value"] if column.after == 1 else _early(curve, column.after)
     return Found(line, values, curves, reasons, stand_in)
+
+
+def _early(curve: Mapping[int, float], share: float) -> float:
+    """The last validation within a share of the updates, or the first."""
+    return curve[max((step for step in curve if step <= share * max(curve)), default=min(curve))]
 
 
 def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -123,22 +129,23 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     titles = ["row", "scheme"]
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
-    reached, alone = f"updates to {table.baseline}'s {_main(table).title}", _alone(table, about)
-    titles += [reached + f", {name}" * (len(alone) > 1) for name in alone]
+    reached = {name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in _alone(table, about)}
+    titles += [text + f", {name}" * (len(reached) > 1) for name, text in reached.items()]
     grid = []
     for row in rows:
-        cells = [row.line.name, row.line.scheme or "not here"]
+        schemes = [row.line.scheme, *(f"{name}: {scheme}" for name, scheme in row.line.schemes.items())]
+        cells = [row.line.name, "; ".join(filter(None, schemes)) or "not here"]
         for column in columns:
             at = table.columns.index(column)
             cells += [table.metric(column).text(_papers(row.line, at))] * papers
-            cells.append(_ours(table, row, column) if row.line.scheme else "-")
-        cells += [_updates(table, rows, row, corpus) for corpus in alone]
+            cells.append(_ours(table, row, column) if row.line.on(column.corpus) else "-")
+        cells += [_updates(table, rows, row, corpus) for corpus in reached]
         grid.append(cells)
     return titles, grid
 
 
 def _alone(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
-    """The corpora that were trained on from random weights, and what they are here."""
+    """The corpora on which training began with random weights, and what they are here."""
     begun = {corpus.name for corpus in table.corpora if corpus.start}
     return {name: text for name, text in about["corpora"].items() if name not in begun}
 
@@ -171,9 +178,9 @@ def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
     return shown if grid else []
 
 
-def _main(table: PaperTable) -> Metric:
+def _main(table: PaperTable, corpus: str) -> Metric:
     """By which validations while training are."""
-    return table.recipe_at("original").task.metrics[0]
+    return table.task_of(corpus).metrics[0]
 
 
 def _ours(table: PaperTable, row: Found, column: Column) -> str:
@@ -209,14 +216,14 @@ def _distances(row: Found, reference: Found, corpus: str) -> dict[int, list[floa
 
 def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) -> str:
     """The first validated update at which a row is as good as the baseline in the end: means over the seeds of both."""
-    if not row.line.scheme or not row.curves[corpus]:
-        return "-" if not row.line.scheme else "missing"
+    if not row.line.on(corpus) or not row.curves[corpus]:
+        return "-" if not row.line.on(corpus) else "missing"
     base = next(other for other in rows if other.line.name == table.baseline)
     shared = sorted({*row.curves[corpus]} & {*base.curves[corpus]})
     goal, own = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
     if not goal or not own:
         return "missing"
-    rank = _main(table).rank
+    rank = _main(table, corpus).rank
     last = rank(goal[max(goal)])
     return next((f"{step:,}" for step, value in own.items() if rank(value) <= last), "not reached")
 
@@ -232,14 +239,21 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
         alike.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
     for text, names in alike.items():
         yield f"Scale{f' of {_listed(names)}' if len(pairs) > 1 else ''}: {text}"
-    original, ours = pairs[0]
     if table.kind == "scores":
-        seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
-        units = [f"{r.task.unit} ({r.task.tokenizer})" if isinstance(r.task, TextTask) else r.task.unit for r in pairs[0]]
-        yield f"A model sees {seen:,.1f} million {units[1]}, the paper's {paper:,.1f} million {units[0]}."
-        columns = [column for column in table.columns if column.corpus in about["corpora"]]
-        metrics = [(table.task(column, about["scale"]), table.metric(column)) for column in columns]
-        figures = [(task.figure(metric.figure), metric.better) for task, metric in metrics]
+        for corpus, (original, ours) in zip(chosen, pairs, strict=True):
+            own = corpus is not None and corpus.recipe and not corpus.start
+            if corpus is not chosen[0] and not own:
+                continue  # the same as of the first, or told by its scale
+            model = f"A model of {corpus.name}" if corpus and own else "A model"
+            seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
+            kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, TextTask) else "" for r in (original, ours)]
+            paper, seen = (f"{n:,.1f} million {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
+            yield f"{model} sees {seen}, the paper's {paper}."
+        figures = [
+            (table.task_of(column.corpus).figure(metric.figure), metric.better)
+            for column, metric in zip(table.columns, map(table.metric, table.columns), strict=True)
+            if column.corpus in (*about["corpora"], "")
+        ]
         for note in dict.fromkeys(f"{figure.note or figure.title}, {better} is better" for figure, better in figures):
             yield f"Figures are {note}; means and standard deviations of up to {about['seeds']} seeds."
         if any(row.stand_in for row in rows):
@@ -291,12 +305,12 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
 
 def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
     """Whether the order of rows changes with training: validations after a tenth of the updates beside the last ones."""
-    rank = _main(table).rank
     for corpus in _alone(table, about) if about["scale"] != "tiny" else ():
         curves = {row.line.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
         if early:
+            rank = _main(table, corpus).rank
             then, now = ([rank(curve[step]) for curve in curves.values()] for step in (early, steps[-1]))
             yield (
                 f"{corpus or 'Validation'}: order after {early:,} and after {steps[-1]:,} updates, rank correlation "
@@ -317,7 +331,7 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
             yield f"{row.line.name}, whose scheme is not here"
         for corpus in about["corpora"]:
             lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
-            if row.line.scheme and lacking:
+            if row.line.on(corpus) and lacking:
                 yield f"{row.line.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
         if table.kind == "speed" and row.line.scheme and not row.values[table.columns[0].title]:
             yield row.line.name
@@ -333,9 +347,10 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     """
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
     panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
-    drawn, title = [row for row in rows if row.line.scheme], _main(table).title
+    drawn = [row for row in rows if row.line.scheme]
     reference = _reference(table, rows)
     for (above, below), corpus in zip(panels.T, names, strict=False):
+        title = _main(table, corpus).title
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
                 above.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
@@ -354,7 +369,26 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     return figure
 
 
-def _speed_picture(rows: Sequence[Found], table: PaperTable) -> Figure:
+def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
+    """A panel a corpus: figures by a choice in which columns differ, means over seeds within a standard deviation."""
+    figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
+    for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
+        columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.along])
+        for n, row in enumerate(rows):
+            found = [(one.view[table.along], list(row.values[one.title].values())) for one in columns]
+            at, values = zip(*shown, strict=True) if (shown := [pair for pair in found if pair[1]]) else ((), ())
+            mean = [statistics.mean(of) for of in values]
+            spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
+            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+            axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
+            axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+        axes.set(xlabel=table.along, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
+        axes.legend(fontsize=8, frameon=False)
+        plain(axes)
+    return figure
+
+
+def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes, title = figure.subplots(), table.columns[0].title
     drawn = [row for row in rows if row.values[title]]

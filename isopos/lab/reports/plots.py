@@ -1,6 +1,8 @@
 """Pictures of relative kernels: curves, maps and matrices, in colours that colour-blind readers tell apart."""
 
+import itertools
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from isopos.lab.runs.files import printable, replacing
 from isopos.positions import Ring
 from isopos.schemes import Scheme, build, resolve
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "line_style", "literal", "plain", "show"]
+__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "draw_tree", "line_style", "literal", "plain", "show"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
@@ -119,15 +121,43 @@ def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> Non
 
 def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ...] | None = None) -> None:
     """A table of scores, query by key; colours diverge from zero where there are scores of both signs."""
-    low, high = score.min().item(), score.max().item()
-    signed = low < 0 < high
-    most = max(-low, high)
-    limits = {"vmin": -most, "vmax": most} if signed else {}
-    image = axes.imshow(score.numpy(), cmap="RdBu_r" if signed else "viridis", extent=extent, **limits)  # pyright: ignore[reportArgumentType]
+    image = axes.imshow(score.numpy(), extent=extent, **_colours(score))  # pyright: ignore[reportArgumentType]
     axes.set(xlabel="key position", ylabel="query position")
     figure = axes.get_figure()
     assert figure is not None
     figure.colorbar(image, ax=axes, label=WHAT[attention], shrink=0.9)
+
+
+def _colours(score: Tensor) -> dict[str, Any]:
+    """Colours that diverge from zero where there are scores of both signs."""
+    low, high = score.min().item(), score.max().item()
+    most = max(-low, high)
+    return (
+        {"cmap": "RdBu_r", "vmin": -most, "vmax": most} if low < 0 < high else {"cmap": "viridis", "vmin": low, "vmax": high}
+    )
+
+
+def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
+    """The tree of a panel, each node in the colour of its score as a key of one node, which has a ring; means over heads."""
+    parents, branches = panel.position.T.tolist()
+    children = [[n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))]
+    across, down, leaves = [0.0] * len(parents), [0] * len(parents), itertools.count()
+    for node in reversed(range(len(parents))):  # rows follow their parents'
+        across[node] = statistics.mean(across[child] for child in children[node]) if children[node] else -next(leaves)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            down[node] = down[parent] - 1
+            ends = [across[parent], across[node]], [down[parent], down[node]]
+            axes.plot(*ends, color="#888888", linewidth=1, zorder=1)
+            middle = [sum(pair) / 2 for pair in ends]
+            axes.text(middle[0], middle[1], str(branches[node]), fontsize=7, color="#444444")
+    query = len(parents) // 2
+    score = panel.score.mean(0)
+    look = _colours(score)
+    axes.scatter(across, down, c=score[query].numpy(), s=140, zorder=2, **look)
+    axes.scatter(across[query], down[query], s=260, facecolors="none", edgecolors=ODD, linewidths=1.8, zorder=3)
+    axes.set_title(f"{WHAT[attention]}, of the node in the ring with each", fontsize=9)
+    axes.set_axis_off()
 
 
 def line_style(n: int) -> dict[str, Any]:

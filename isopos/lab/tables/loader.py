@@ -4,7 +4,6 @@ Another table is another file, which may lie anywhere: its path is its name then
 schemes that do not parse are errors. What fills a table is a cell: one run, which may fill several columns. No torch here.
 """
 
-import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -44,10 +43,11 @@ class Corpus:
     """Data of the paper."""
 
     name: str  # what --data calls it
-    source: str = ASK  # as `isopos train --data` takes it, or ASK
+    source: str = ASK  # as `isopos train --data` takes it, or ASK; of no consequence for a task without `data`
+    recipe: str = ""  # its own, of any task; by default that of the table
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, that the paper made for it
-    start: str = ""  # the corpus whose run training begins with: that of the same row and seed
-    recipe: str = ""  # the paper's of what begins so: a task that has `start` among its fields
+    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # edits of its own by scale, after the table's
+    start: str = ""  # the corpus with whose run, of the same row and seed, training begins; the task of `recipe` has `start`
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Column:
     split: str = "validation"  # that is scored
     multiple: int = 1  # of the training length, for the samples that are scored
     scored: float = 0.0  # share of each sample, at its end, that counts; 0: all
+    view: Mapping[str, int] = field(default_factory=dict)  # choices of the task's own, as `View.own`
+    after: float = 1.0  # share of the updates after which the validation while training is shown; 1: of the final weights
     better: str = ""  # lower or higher; by default as the task says of the figure
     style: str = ""  # of figures; by default as the task says
 
@@ -71,6 +73,11 @@ class Line:
     name: str  # the paper's, or ours
     scheme: str = ""  # with options; empty where isopos has none
     figures: Sequence[float] = ()  # the paper's, one a column; empty for a row of ours
+    schemes: Mapping[str, str] = field(default_factory=dict)  # by corpus, where it is another one, as on a grid
+
+    def on(self, corpus: str) -> str:
+        """The scheme that the models of a corpus have."""
+        return self.schemes.get(corpus, self.scheme)
 
 
 @dataclass(frozen=True)
@@ -88,21 +95,24 @@ class PaperTable:
     kind: str = "scores"  # of trained models; or speed, of training steps
     reference: str = ""  # the row from which the others' distance is shown; by default the baseline
     figure: str = ""  # of the columns that name none; by default the task's first
+    along: str = ""  # one of the task's own choices, by which the picture shows the columns; by default validations
     corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
     notes: Sequence[str] = ()  # what a reader must know
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, where the paper's differs from the named one
-    after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, of the recipes that begin with a run
+    begun: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, of the recipes that begin with a run
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
-        if corpus is not None and corpus.start:
-            before = self.recipe_at(scale, self.corpus(corpus.start))
-            recipe, scales = replace(preset(corpus.recipe, "paper").edit(start=""), model=before.model), self.after
+        own = corpus or Corpus("")
+        if own.start:
+            before = self.recipe_at(scale, self.corpus(own.start))
+            recipe, scales = replace(preset(own.recipe, "paper").edit(start=""), model=before.model), self.begun
         else:
-            recipe, scales = preset(self.recipe, "paper").edit(**self.edits), self.scales
-        if corpus is not None:
-            recipe = recipe.edit(**{"data": corpus.source, **corpus.edits})
-        return recipe if scale == "original" else recipe.edit(**scales[scale])
+            recipe, scales = preset(own.recipe or self.recipe, "paper").edit(**self.edits), self.scales
+        if corpus is not None and "data" in recipe.names:
+            recipe = recipe.edit(data=corpus.source)
+        recipe = recipe.edit(**own.edits)
+        return recipe if scale == "original" else recipe.edit(**{**scales[scale], **own.scales.get(scale, {})})
 
     def with_steps(self, scale: str, steps: int) -> "PaperTable":
         """With so many updates at a scale; 0: with as many as it has.
@@ -114,27 +124,32 @@ class PaperTable:
             return self
         if self.kind == "speed":
             raise ValueError(f"steps: expected none, since {self.name} times steps without training, got {steps}")
-        changed = replace(self, scales={**self.scales, scale: {**self.scales[scale], "steps": steps}})
-        changed.recipe_at(scale).check()
+
+        def longer(scales: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+            return {**scales, scale: {**scales.get(scale, {}), "steps": steps}}
+
+        corpora = [replace(corpus, scales=longer(corpus.scales)) for corpus in self.corpora]
+        changed = replace(self, scales=longer(self.scales), corpora=corpora)
+        changed.recipe_at(scale, *changed.corpora[:1]).check()
         return changed
 
     def metric(self, column: Column) -> Metric:
         """What a column shows, and how."""
-        task = self.task(column)
+        task = self.task_of(column.corpus)
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.kind == "speed":
             figure = Metric("relative speed", "", "higher", ".2f")
-        view = View(column.split, column.multiple, column.scored)
+        view = View(column.split, column.multiple, column.scored, own=tuple(column.view.items()))
         own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **own)
 
-    def task(self, column: Column, scale: str = "original") -> Task:
-        """That of the models that a column shows."""
-        return self.recipe_at(scale, self.corpus(column.corpus) if column.corpus else None).task
+    def corpus(self, name: str) -> Corpus | None:
+        """The corpus of that name; none of an empty one, by which a table without corpora goes."""
+        return next(corpus for corpus in self.corpora if corpus.name == name) if name else None
 
-    def corpus(self, name: str) -> Corpus:
-        """The corpus of that name."""
-        return next(corpus for corpus in self.corpora if corpus.name == name)
+    def task_of(self, corpus: str) -> Task:
+        """What the models of a corpus learn."""
+        return self.recipe_at("original", self.corpus(corpus)).task
 
     def row(self, name: str) -> Line:
         """The row of that name."""
@@ -210,38 +225,44 @@ def _check(table: PaperTable) -> None:
         if not found or len(set(found)) < len(found):
             raise ValueError(f"{what}: expected different names, got {found}")
     expect("kind", table.kind, ("scores", "speed"))
-    recipe = preset(table.recipe, "paper")
     if set(table.scales) != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
-    alone = [corpus for corpus in table.corpora if not corpus.start]
-    given = [(recipe, (table.edits, *table.scales.values(), *(corpus.edits for corpus in alone)))]
-    for corpus in table.corpora:
-        if corpus not in alone:
-            expect(f"{corpus.name}: start", corpus.start, [other.name for other in alone])
-            if set(table.after) != set(SCALES):
-                raise ValueError(f"after: expected {', '.join(SCALES)}, got {', '.join(table.after) or 'none'}")
-            given.append((preset(corpus.recipe, "paper"), ({"start": ""}, corpus.edits, *table.after.values())))
-    for one, changes in given:
-        known = [name for name in one.names if name not in ("scheme", "seed")]
-        for name in itertools.chain(*changes):
-            expect("field of a recipe", name, known)
+    for corpus in table.corpora or (Corpus(""),):
+        known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
+        given = [table.edits, *table.scales.values()]
+        if corpus.start:
+            given = [{"start": ""}, *table.begun.values()]
+            expect(f"{corpus.name}: start", corpus.start, [other.name for other in table.corpora if not other.start])
+            if set(table.begun) != set(SCALES):
+                raise ValueError(f"begun: expected {', '.join(SCALES)}, got {', '.join(table.begun) or 'none'}")
+        for edits in (*given, corpus.edits, *corpus.scales.values()):
+            for name in edits:
+                expect("field of a recipe", name, known)
+        for scale in corpus.scales:
+            expect("scale", scale, SCALES)
     for what, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
         if row not in names or not table.row(row).scheme:
             raise ValueError(f"{what}: expected a row with a scheme, got {row!r}")
+    known = [corpus.name for corpus in table.corpora] or [""]
     for row in table.rows:
-        split_spec(row.scheme)
+        for corpus in row.schemes:
+            expect(f"{row.name}: corpus", corpus, known)
+        for scheme in (row.scheme, *row.schemes.values()):
+            split_spec(scheme)
         if len(row.figures) not in (0, len(table.columns)):
             raise ValueError(f"{row.name}: expected {len(table.columns)} figures or none, got {len(row.figures)}")
-    if table.corpora and "data" not in recipe.names:
-        raise ValueError(f"corpora: expected none, since {table.recipe} has no data to choose")
-    known = [corpus.name for corpus in table.corpora] or [""]
     for column in table.columns:
         expect(f"{column.title}: corpus", column.corpus, known)
         if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 <= column.scored < 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
-        view = table.metric(column).view
+        metric, task = table.metric(column), table.task_of(column.corpus)
         if table.kind == "scores":
-            table.task(column).check_view(view)
+            task.check_view(metric.view)
+        main = task.metrics[0]
+        if not 0 < column.after <= 1 or (column.after < 1 and (metric.figure, metric.view) != (main.figure, main.view)):
+            raise ValueError(f"{column.title}: expected after from 0 to 1, and below 1 for {main.title}, got {column.after}")
+        if table.along and table.along not in column.view:
+            raise ValueError(f"{column.title}: expected a view with {table.along}, by which the picture shows columns")
 
 
 def cell_name(corpus: str, scheme: str, seed: int) -> str:

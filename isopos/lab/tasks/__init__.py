@@ -11,6 +11,12 @@ TASKS = {
     "masked": "isopos.lab.tasks.masked:Masked",
     "glue": "isopos.lab.tasks.glue:Glue",
     "listops": "isopos.lab.tasks.listops:ListOps",
+    "text": "isopos.lab.tasks.text:TextClasses",
+    "trees": "isopos.lab.tasks.trees:TreeClasses",
+    "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
+    "images": "isopos.lab.tasks.images:Images",
+    "transduction": "isopos.lab.tasks.transduction:Transduction",
+    "tree-transduction": "isopos.lab.tasks.tree_transduction:TreeTransduction",
 }
 """Where each task is; imported when it is first used."""
 

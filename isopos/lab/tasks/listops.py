@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data import growth
 from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, Rows, generate, nodes, read, text
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Metric, Task, expect
@@ -25,6 +26,7 @@ __all__ = ["Expressions", "ListOps"]
 
 RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # of the built-in expressions
 COUNTS = (10_000, 1000, 1000)
+HELD_OUT = 2000  # of other random expressions, at most, in each held-out split: a twelfth, as here
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class ListOps(Task):
     data: str = ""
     """A file or a folder of rows, a label, a tab and an expression: those of Nangia and Bowman or of the Long Range Arena.
     Names with train, valid and test make the splits; by default 12,000 random expressions of at most 50 tokens."""
+    depth: int = 4  # Lists inside each other, at most, in random expressions.
+    arguments: int = 5  # Of a list in random expressions, at most.
+    shortest: int = 0  # Tokens of a random expression, at least.
+    expressions: int = 12_000  # How many are random; a twelfth, and at most 2000, for validation, and as many for the test.
     longest: int = 0  # Tokens: longer expressions are left out; 0: none are.
     branches: int = 0  # Of the trees, closing brackets counted; 0: as many as the data has.
     validation_rows: int = 0  # At most so many held-out expressions are scored; 0: all.
@@ -46,7 +52,12 @@ class ListOps(Task):
     schemes = "none,rope,ape-sequence,ape-tree"
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
-    limits = (("longest branches validation_rows", 0, 10**9),)
+    limits = (
+        ("longest branches validation_rows shortest", 0, 10**9),
+        ("depth", 1, 50),
+        ("arguments", 2, 250),
+        ("expressions", 36, 10**8),
+    )
     settled = ("longest", "branches")
     metrics = accuracy("held-out expressions", "whose value is found")
 
@@ -77,8 +88,19 @@ class ListOps(Task):
             raise ValueError(
                 f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
             )
+        if self.random:
+            field = next(iter(self.random))
+            expect(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
+            right = self.longest >= max(1, self.shortest)
+            expect("longest", self.longest, f"a number of tokens from {self.shortest} on, with a {field} of its own", right)
         self.model(recipe)
         return []
+
+    @property
+    def random(self) -> dict[str, int]:
+        """What random expressions have of their own, not as the built-in ones."""
+        own = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
+        return {name: value for name, value in own.items() if value != getattr(ListOps, name)}
 
     def model(self, recipe: "Recipe") -> "Classifier":
         from isopos.lab.tasks.build import build_model
@@ -87,6 +109,10 @@ class ListOps(Task):
         return build_model(recipe, Classifier, len(TOKENS), 10)
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Expressions":
+        if self.random and not self.data:
+            held = min(HELD_OUT, self.expressions // 12)
+            settings = growth.Settings(self.depth, self.arguments, self.shortest, self.longest)
+            return Expressions(self, growth.prepare(0, (self.expressions - 2 * held, held, held), settings))
         rows = read(self.data) if self.data else generate(0, COUNTS, **RANDOM)
         return Expressions(self, rows.up_to(self.longest) if self.longest else rows)
 

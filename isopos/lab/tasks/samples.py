@@ -67,10 +67,17 @@ class Samples(Data):
         drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
         return self.tensors("train", drawn, recipe, step)
 
+    def some(self, split: str, limit: int) -> np.ndarray:
+        """So many rows of a split, 0: all of them, evenly spread, since a source may be sorted by class."""
+        count = len(self.sizes[split])
+        wanted = min(limit or count, count)
+        return np.arange(wanted) * count // wanted
+
     def rounds(self, split: str, limit: int) -> Iterator[np.ndarray]:
-        """The first rows of a split, 0: all of them, the longest first, as many at once as memory surely has room for."""
-        sizes = self.sizes[split][: limit or None]
-        order, begin = np.argsort(-sizes, kind="stable"), 0
+        """The rows of `some`, the longest first, as many at once as memory surely has room for."""
+        sizes, begin = self.sizes[split], 0
+        order = self.some(split, limit)
+        order = order[np.argsort(-sizes[order], kind="stable")]
         while begin < len(order):
             longest = int(sizes[order[begin]])
             end = begin + max(1, min(AT_ONCE // longest, PAIRS // longest**2))

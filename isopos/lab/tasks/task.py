@@ -8,7 +8,7 @@ folder with one of each, and a line in `tasks.TASKS`; or, without the line, MODU
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -37,6 +37,7 @@ class View:
     multiple: int = 1  # of the training length, where a task has samples of any length
     scored: float = 0.0  # of each sample, at its end: so many of its units; below 1 a share; 0: all
     limit: int = -1  # at most so many, in the task's unit; 0: all; -1: as in training
+    own: tuple[tuple[str, int], ...] = ()  # choices that only this task has: of images ("shift", 2)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Task(ABC):
     loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
     limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()  # names of fields, and the least and the most that they may be
     settled: ClassVar[tuple[str, ...]] = ()  # fields that are found in the data where they are 0
-    views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields of a `View` that can be chosen
+    views: ClassVar[tuple[str, ...]] = ("split", "limit")  # of a `View`, what can be chosen: fields, or names of its own
 
     @abstractmethod
     def model(self, recipe: "Recipe") -> Any:
@@ -157,9 +158,9 @@ class Task(ABC):
 
     def check_view(self, view: View) -> None:
         """Raise a ValueError that names the first field of a view that the samples of this task do not have."""
-        takes = ", ".join(self.views).replace("multiple", "length") or "no choice"
-        for name, value in vars(view).items():
-            if value != getattr(View(), name) and name not in self.views:
+        takes, known = ", ".join(self.views).replace("multiple", "length") or "no choice", vars(View())
+        for name, value in [*vars(replace(view, own=())).items(), *view.own]:
+            if value != known.get(name) and name not in self.views:
                 name = name.replace("multiple", "length")
                 raise ValueError(f"{name}: expected none, which samples of this task do not have; it takes {takes}")
 

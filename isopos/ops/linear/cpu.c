@@ -1,8 +1,9 @@
-/* A group of chunks of causal linear attention, in float32: what chunks.py says with separate PyTorch operations.
+/* Causal linear attention in float32: what chunks.py says with separate PyTorch operations.
 
-   Three rounds over the chunks of a group, which threads share: features of a chunk and what it adds to the states; the states
-   from chunk to chunk; the sums of a chunk, divided. Matrices of a chunk stay in a thread's cache, and products leave out what
-   a query does not see. Features are made on the way, so that nothing is written that only the next pass would read.
+   A thread takes a head and goes through its chunks, with states, features and scores in its own cache; threads meet once, at
+   the end. Where there are fewer heads than threads, heads are cut into parts: what each part adds to the states is summed up
+   first. Products leave out what a query does not see. Features are made on the way, so that nothing is written that only the
+   next pass would read.
 
    Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
@@ -21,6 +22,7 @@
 #endif
 #define ROWS 4
 #define CHUNK 64 /* the most tokens of a chunk */
+#define GROUP 4  /* chunks between states that the backward pass gets: it computes those between again */
 #define MOST 256 /* the most features */
 #define SMALL 1e-6f
 #define INLINE static inline __attribute__((always_inline))
@@ -40,40 +42,43 @@ enum { NONE, ROTATION, LIFT, GATHER };
 
 /* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. */
 typedef struct {
-    View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; or null, as others may be */
-    long phi, kind, width, add; /* add: to gradients that are there */
-    float *rows, *own_rows;     /* buffers [n, tokens up to whole blocks, .] */
-    double *grad_decay;         /* [n c] or null */
+    View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; any may be null but x */
+    long phi, kind, width, add;                                   /* add: to gradients that are there */
+    double *grad_decay;                                           /* [all length] or null */
 } Input;
 
-/* States [heads . .] hold those before the group and end as those after it, gradients of states the reverse. */
+/* States [all . .] hold those before these tokens and end as those after them, gradients of states the reverse. */
 typedef struct {
-    long chunks, count, heads, c, d, e, own, threads, denominated, divide, begins;
-    /* chunks of a group and of a head; heads of a sample; tokens; features of keys, values and the denominator alone or 0;
-       begins: no token comes before the group */
-    View g_q, g_k; /* log decays, double, or null */
-    float *state, *row;   /* sums of k v^T, or v k^T in the backward pass; sums of a denominator's k */
-    float *states, *rows, *across; /* buffers for those before each chunk, and for weights across it */
+    long all, heads, length, parts, d, e, own, threads, denominated, divide, begins, ends;
+    /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0;
+       begins, ends: no token comes before, or after */
+    View g_q, g_k;      /* log decays, double, or null */
+    float *state, *row; /* sums of k v^T and of a denominator's k; in a step those before it */
+    float *saved, *saved_rows, *across; /* those before each group of chunks, or null; in a step those after it, and weights */
     View out, denominator; /* sums, divided or not, and denominators */
     View grad;
-    float *grad_state, *grad_row, *grad_states, *grad_rows, *grads, *less; /* less: [n c], minus gradients of denominators */
-    float *scratch; /* a buffer [threads scratch_size]: threads may have small stacks */
-    long scratch_size, *out_of_range; /* becomes 1 where an index of a gather is no feature's */
+    float *grad_state, *grad_row;
+    float *totals, *scratch; /* buffers [all parts total_size] and [threads scratch_size]: threads may have small stacks */
+    long total_size, scratch_size, *out_of_range; /* becomes 1 where an index of a gather is no feature's */
     Input q, k, v;
 } Call;
+
+/* c tokens of a head, from `start` on. */
+typedef struct {
+    long head, start, c;
+} Chunk;
 
 typedef struct {
     const float *at;
     long stride;
 } Rows;
 
-INLINE long index_of(const Call *call, const View *view, long n)
+INLINE long index_of(const Call *call, const View *view, Chunk n)
 {
-    const long head = n / call->count, token = n % call->count * call->c;
-    return head / call->heads * view->sample + head % call->heads * view->head + token * view->token;
+    return n.head / call->heads * view->sample + n.head % call->heads * view->head + n.start * view->token;
 }
 
-INLINE float *rows_of(const Call *call, const View *view, long n)
+INLINE float *rows_of(const Call *call, const View *view, Chunk n)
 {
     return (float *)view->first + index_of(call, view, n);
 }
@@ -109,7 +114,8 @@ INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, Product p)
     }
 }
 
-INLINE void panel(const int wide, float *out, long stride, long rows, Product p, const float *scale, Product more)
+INLINE void panel(const int wide, float *out, long stride, long rows, Product p, const float *scale, Product more,
+                  const float *last)
 {
     lanes sum[ROWS][WIDE];
     for (int r = 0; r < ROWS; r++)
@@ -121,25 +127,55 @@ INLINE void panel(const int wide, float *out, long stride, long rows, Product p,
             for (int w = 0; w < wide; w++)
                 sum[r][w] *= scale[r];
     add_product(sum, wide, more);
+    if (last)
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < wide; w++)
+                sum[r][w] *= last[r];
     for (int r = 0; r < ROWS; r++)
         if (r < rows)
             for (int w = 0; w < wide; w++)
                 *(lanes *)(out + r * stride + w * LANES) = sum[r][w];
 }
 
-/* out [rows columns] = scale * p + more, at most ROWS rows. */
-static void block(float *out, long stride, long rows, long columns, Product p, const float *scale, Product more)
+/* out [rows columns] = last * (scale * p + more), at most ROWS rows; factors that are null are 1. */
+static void block(float *out, long stride, long rows, long columns, Product p, const float *scale, Product more,
+                  const float *last)
 {
     for (; columns >= WIDE * LANES; columns -= WIDE * LANES) {
-        panel(WIDE, out, stride, rows, p, scale, more);
+        panel(WIDE, out, stride, rows, p, scale, more, last);
         out += WIDE * LANES, p.b += WIDE * LANES, more.b += WIDE * LANES;
     }
     if (columns >= 3 * LANES)
-        panel(WIDE > 2 ? 3 : 1, out, stride, rows, p, scale, more);
+        panel(WIDE > 2 ? 3 : 1, out, stride, rows, p, scale, more, last);
     else if (columns >= 2 * LANES)
-        panel(WIDE > 2 ? 2 : 1, out, stride, rows, p, scale, more);
+        panel(WIDE > 2 ? 2 : 1, out, stride, rows, p, scale, more, last);
     else if (columns >= LANES)
-        panel(1, out, stride, rows, p, scale, more);
+        panel(1, out, stride, rows, p, scale, more, last);
+}
+
+/* to [rows columns] = across * from + p: of whole blocks of rows. */
+INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, Product p)
+{
+    lanes sum[ROWS][WIDE];
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] = across * *(const lanes *)(from + r * stride + w * LANES);
+    add_product(sum, wide, p);
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            *(lanes *)(to + r * stride + w * LANES) = sum[r][w];
+}
+
+static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p)
+{
+    for (long i = 0; i < rows; i += ROWS, p.a += ROWS * p.row) {
+        Product own = p;
+        long m = 0;
+        for (; m + WIDE * LANES <= columns; m += WIDE * LANES, own.b += WIDE * LANES)
+            state_panel(WIDE, from + i * columns + m, to + i * columns + m, columns, across, own);
+        for (; m < columns; m += LANES, own.b += LANES)
+            state_panel(1, from + i * columns + m, to + i * columns + m, columns, across, own);
+    }
 }
 
 /* x [rows columns] into out [columns stride], with zeros for the rows up to the stride. */
@@ -201,6 +237,18 @@ INLINE float dot(const float *x, const float *y, long width)
     return total(sum);
 }
 
+INLINE float *scratch_of(const Call *call)
+{
+    return call->scratch + omp_get_thread_num() * call->scratch_size;
+}
+
+INLINE float *take(float **buffer, long count)
+{
+    float *taken = *buffer;
+    *buffer += count;
+    return taken;
+}
+
 /* --- features --- */
 
 INLINE lanes choose(order where, lanes a, lanes b)
@@ -208,13 +256,35 @@ INLINE lanes choose(order where, lanes a, lanes b)
     return (lanes)((where & (order)a) | (~where & (order)b));
 }
 
+/* The smaller and the larger one; NaN where x is. */
+INLINE lanes at_most(lanes x, float most)
+{
+#if LANES == 16
+    return (lanes)_mm512_min_ps(_mm512_set1_ps(most), (__m512)x);
+#else
+    return (lanes)_mm256_min_ps(_mm256_set1_ps(most), (__m256)x);
+#endif
+}
+
+INLINE lanes at_least(lanes x, float least)
+{
+#if LANES == 16
+    return (lanes)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
+#else
+    return (lanes)_mm256_max_ps(_mm256_set1_ps(least), (__m256)x);
+#endif
+}
+
 /* To about one unit in the last place; with infinities and NaN as they should be. */
 INLINE lanes exponential(lanes x)
 {
-    const lanes zero = {0}, shift = zero + 12582912.0f;
-    x = choose(x > 89.0f, zero + 89.0f, choose(x < -104.0f, zero - 104.0f, x));
-    const lanes shifted = x * 1.44269504f + shift, power = shifted - shift;
-    const order whole = (order)shifted - (order)shift, half = whole >> 1;
+    const lanes zero = {0};
+    x = at_least(at_most(x, 89), -104);
+#if LANES == 16
+    const lanes power = (lanes)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const lanes power = (lanes)_mm256_round_ps((__m256)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
     const lanes r = (x - power * 0.693359375f) + power * 2.12194440e-4f;
     lanes y = zero + 1.9875691500e-4f;
     y = y * r + 1.3981999507e-3f;
@@ -223,7 +293,12 @@ INLINE lanes exponential(lanes x)
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
+#if LANES == 16
+    return (lanes)_mm512_scalef_ps((__m512)y, (__m512)power);
+#else
+    const order whole = (order)_mm256_cvtps_epi32((__m256)power), half = whole >> 1;
     return y * (lanes)((half + 127) << 23) * (lanes)((whole - half + 127) << 23);
+#endif
 }
 
 /* exp(g_i - g_j) from the token before a chunk to each (before), from each to its last one (after), from token to token (step)
@@ -243,14 +318,14 @@ static void raise_all(float *x, long count)
         *(lanes *)(x + i) = exponential(*(const lanes *)(x + i));
 }
 
-static void make_weights(const Call *call, long n, Weights *w)
+static void make_weights(const Call *call, Chunk n, Weights *w)
 {
-    const long c = call->c;
+    const long c = n.c;
     w->fades = 0;
     if (call->g_q.first) {
         const double *query = (const double *)call->g_q.first + index_of(call, &call->g_q, n);
         const double *key = (const double *)call->g_k.first + index_of(call, &call->g_k, n);
-        const int first = call->begins && n % call->count == 0; /* then the state before is zero */
+        const int first = call->begins && n.start == 0; /* then the state before is zero */
         const double start = key[first ? 0 : -call->g_k.token], end = key[(c - 1) * call->g_k.token];
         for (long i = 0; i < c; i++) {
             w->query[i] = query[i * call->g_q.token];
@@ -297,9 +372,9 @@ static const float *make_inside(const Weights *w, long c, float *out)
 
 INLINE lanes feature(long phi, lanes x)
 {
-    const lanes zero = {0}, positive = choose(x < zero, zero, x); /* comparisons that keep NaN */
+    const lanes positive = at_least(x, 0);
     if (phi == ELU1)
-        return exponential(choose(x > zero, zero, x)) + positive;
+        return exponential(at_most(x, 0)) + positive;
     if (phi == RELU)
         return positive + 1e-3f;
     if (phi == RELU2)
@@ -312,7 +387,7 @@ INLINE lanes slope(long phi, lanes x, lanes y)
 {
     const lanes zero = {0}, one = zero + 1.0f;
     if (phi == ELU1)
-        return choose(y > one, one, y);
+        return at_most(y, 1);
     if (phi == RELU)
         return choose(x > zero, one, zero);
     if (phi == RELU2)
@@ -320,10 +395,31 @@ INLINE lanes slope(long phi, lanes x, lanes y)
     return phi == EXP ? y : one;
 }
 
+/* A call with each feature map as a constant, by which loops have no choices. */
+#define BY_MAP(phi, call)         \
+    switch (phi) {                \
+    case ELU1:                    \
+        call(ELU1);               \
+        break;                    \
+    case RELU:                    \
+        call(RELU);               \
+        break;                    \
+    case RELU2:                   \
+        call(RELU2);              \
+        break;                    \
+    case EXP:                     \
+        call(EXP);                \
+        break;                    \
+    default:                      \
+        call(IDENTITY);           \
+    }
+
 static void map(long phi, const float *x, float *y, long width)
 {
-    for (long m = 0; m < width; m += LANES)
-        *(lanes *)(y + m) = feature(phi, *(const lanes *)(x + m));
+#define MAP(phi)                              \
+    for (long m = 0; m < width; m += LANES)   \
+    *(lanes *)(y + m) = feature(phi, *(const lanes *)(x + m))
+    BY_MAP(phi, MAP)
 }
 
 /* Pairs times cos + i sin, or with sign -1 times cos - i sin; x may be y. */
@@ -438,7 +534,7 @@ INLINE void pull_table(const Input *o, const float *x, const float *grad, float 
 }
 
 /* The token i of a chunk in the table of an input: numbers are of 4 bytes, indices of 8. */
-INLINE const void *table_of(const Call *call, const Input *o, long n, long i)
+INLINE const void *table_of(const Call *call, const Input *o, Chunk n, long i)
 {
     const long at = index_of(call, &o->table, n) + i * o->table.token;
     return (const char *)o->table.first + at * (o->kind == GATHER ? 8 : 4);
@@ -449,26 +545,16 @@ INLINE int ready(const Input *o, long c)
     return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0;
 }
 
-INLINE int dropped(const Call *call, const Input *o, long n, long i)
+INLINE int dropped(const Call *call, const Input *o, Chunk n, long i)
 {
     return o->mask.first && !((const char *)o->mask.first)[index_of(call, &o->mask, n) + i * o->mask.token];
 }
 
-/* Features of a chunk, [d] a token, where they are or will be. */
-static Rows features_at(const Call *call, const Input *o, long n, long d)
-{
-    if (ready(o, call->c))
-        return (Rows){rows_of(call, &o->x, n), o->x.token};
-    return (Rows){o->rows + n * blocks(call->c) * d, d};
-}
-
-/* Those of its denominator alone. */
-static Rows own_at(const Call *call, const Input *o, long n)
-{
-    if (o->own.first)
-        return (Rows){rows_of(call, &o->own, n), o->own.token};
-    return (Rows){o->own_rows + n * blocks(call->c) * call->own, call->own};
-}
+/* What is known of an input's chunk: features [c d], those of its denominator alone [c own], and phi's [c width] or null. */
+typedef struct {
+    Rows features, own;
+    const float *plain;
+} Made;
 
 INLINE int moves(const Input *o)
 {
@@ -476,7 +562,7 @@ INLINE int moves(const Input *o)
 }
 
 /* The features of token i of a chunk, phi's own on the way: where nothing moves them these are the same. */
-INLINE void make_token(const Call *call, const Input *o, long n, long i, long d, float *plain, float *features)
+INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d, float *plain, float *features)
 {
     const long width = o->width;
     if (dropped(call, o, n, i)) { /* whatever it holds */
@@ -502,26 +588,35 @@ INLINE void make_token(const Call *call, const Input *o, long n, long i, long d,
         move(o, y, table_of(call, o, n, i), features);
 }
 
-static void make_features(const Call *call, const Input *o, long n, long d)
+/* The features of a chunk, in the buffer or where they are; their buffer ends with zeros up to a whole block. */
+static Made make_features(const Call *call, const Input *o, Chunk n, long d, float **buffer)
 {
-    const long c = call->c;
-    if (ready(o, c))
-        return;
-    const int own = o->own_rows && !o->own.first;
-    float *rows = o->rows + n * blocks(c) * d, buffer[MOST] ALIGNED;
-    for (long i = 0; i < c; i++) {
-        float *features = rows + i * d, *plain = own ? o->own_rows + (n * blocks(c) + i) * call->own : buffer;
-        make_token(call, o, n, i, d, moves(o) ? plain : features, features);
+    const long c = n.c;
+    const int own = call->own && o != &call->v;
+    Made made = {{rows_of(call, &o->x, n), o->x.token}, {0, 0}, 0};
+    if (!ready(o, c)) {
+        const int apart = moves(o) && own && !o->own.first;
+        float *rows = take(buffer, CHUNK * d), *plains = apart ? take(buffer, CHUNK * o->width) : 0, room[MOST] ALIGNED;
+        for (long i = 0; i < c; i++) {
+            float *features = rows + i * d, *plain = moves(o) ? apart ? plains + i * o->width : room : features;
+            make_token(call, o, n, i, d, plain, features);
+        }
+        memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
+        made = (Made){{rows, d}, {plains, o->width}, apart ? plains : moves(o) ? 0 : rows};
     }
-    memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
+    if (own && o->own.first)
+        made.own = (Rows){rows_of(call, &o->own, n), o->own.token};
+    else if (!made.own.at)
+        made.own = made.features; /* of maps that move nothing, and where denominators have none of their own */
+    return made;
 }
 
 /* Gradients of a learned table from those of features [c d], given phi's own where they are. */
-static void pull_tables(const Call *call, const Input *o, long n, long d, const float *grad, const float *saved)
+static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const float *grad, const float *saved)
 {
     const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
     float *out = rows_of(call, &o->grad_table, n), buffer[MOST] ALIGNED;
-    for (long i = 0; i < call->c; i++, grad += d, out += o->grad_table.token) {
+    for (long i = 0; i < n.c; i++, grad += d, out += o->grad_table.token) {
         if (dropped(call, o, n, i)) {
             memset(out, 0, (o->kind == LIFT ? 2 : 1) * o->width * sizeof(float));
             continue;
@@ -536,55 +631,67 @@ static void pull_tables(const Call *call, const Input *o, long n, long d, const 
     }
 }
 
-/* Gradients of x from those of its features [c d] and of its own ones [c own], which are overwritten. */
-static void pull(const Call *call, const Input *o, long n, long d, float *grad, float *grad_own)
+/* The gradient of a token x, from that of phi's features and phi's features y, or null. */
+static void pull_token(long phi, const float *x, const float *y, const float *grad, const float *more, long width, long add,
+                       float *out)
+{
+#define PULL(phi)                                                                                    \
+    for (long m = 0; m < width; m += LANES) {                                                        \
+        lanes g = *(const lanes *)(grad + m);                                                        \
+        if (more)                                                                                    \
+            g += *(const lanes *)(more + m);                                                         \
+        if (phi != IDENTITY) {                                                                       \
+            const lanes a = *(const lanes *)(x + m);                                                 \
+            g *= slope(phi, a, y ? *(const lanes *)(y + m) : feature(phi, a));                       \
+        }                                                                                            \
+        if (add)                                                                                     \
+            g += *(const lanes *)(out + m);                                                          \
+        *(lanes *)(out + m) = g;                                                                     \
+    }
+    BY_MAP(phi, PULL)
+}
+
+/* Gradients of x from those of its features [c d] and of its own ones [c own]; saved are phi's features or null. */
+static void pull(const Call *call, const Input *o, Chunk n, long d, const float *saved, float *grad, float *grad_own)
 {
     const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
+    const long width = o->width;
     if (o->grad_own.first) {
-        for (long i = 0; i < call->c; i++)
+        for (long i = 0; i < n.c; i++)
             memcpy(rows_of(call, &o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
         grad_own = 0;
     }
-    const float *saved = moves(o) ? o->own_rows : o->rows; /* phi's features, if they were */
-    saved = saved ? saved + n * blocks(call->c) * o->width : 0;
     if (o->grad_table.first)
         pull_tables(call, o, n, d, grad, saved);
-    for (long i = 0; i < call->c; i++, grad += d) {
+    for (long i = 0; i < n.c; i++, grad += d) {
         const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
         float *out = rows_of(call, &o->grad, n) + i * o->grad.token, buffer[MOST] ALIGNED;
+        if (dropped(call, o, n, i)) { /* whatever it holds */
+            if (!o->add)
+                memset(out, 0, width * sizeof(float));
+            continue;
+        }
         if (o->kind != NONE && !*call->out_of_range) {
             move_adjoint(o, grad, table_of(call, o, n, i), buffer);
             from = buffer;
         }
         if (normal) {
             if (from != buffer)
-                memcpy(buffer, from, o->width * sizeof(float));
-            reflect(normal, buffer, o->width);
+                memcpy(buffer, from, width * sizeof(float));
+            reflect(normal, buffer, width);
             from = buffer;
         }
-        for (long m = 0; m < o->width; m += LANES) {
-            lanes g = *(const lanes *)(from + m);
-            if (grad_own)
-                g += *(const lanes *)(grad_own + i * call->own + m);
-            if (dropped(call, o, n, i))
-                g = (lanes){0};
-            else if (o->phi != IDENTITY) {
-                const lanes a = *(const lanes *)(x + m);
-                g *= slope(o->phi, a, saved ? *(const lanes *)(saved + i * o->width + m) : feature(o->phi, a));
-            }
-            if (o->add)
-                g += *(const lanes *)(out + m);
-            *(lanes *)(out + m) = g;
-        }
+        pull_token(o->phi, x, saved ? saved + i * width : 0, from, grad_own ? grad_own + i * call->own : 0, width, o->add, out);
     }
 }
 
 /* --- states --- */
 
-/* Sums of rows of x by weights, and by others if they are given. */
-static void sum_rows(Rows x, const float *weight, const float *other, long c, long width, float *out)
+/* Rows of x by weights, and by others if they are given, added to across * out. */
+static void add_rows(Rows x, const float *weight, const float *other, long c, long width, float across, float *out)
 {
-    memset(out, 0, width * sizeof(float));
+    for (long m = 0; m < width; m += LANES)
+        *(lanes *)(out + m) *= across;
     for (long i = 0; i < c; i++) {
         const float w = other ? weight[i] * other[i] : weight[i];
         for (long m = 0; m < width; m += LANES)
@@ -592,42 +699,67 @@ static void sum_rows(Rows x, const float *weight, const float *other, long c, lo
     }
 }
 
-INLINE float *scratch_of(const Call *call)
+/* to [x y] = across * from + a [c x]^T times weight * b [c y]: a state after a chunk, from that before it. */
+static void outer(Rows a, Rows b, const Weights *w, const float *weight, long c, long x, long y, float *scaled,
+                  const float *from, float *to)
 {
-    return call->scratch + omp_get_thread_num() * call->scratch_size;
-}
-
-INLINE float *take(float **buffer, long count)
-{
-    float *taken = *buffer;
-    *buffer += count;
-    return taken;
-}
-
-/* a [c x]^T times weight * b [c y]: what a chunk adds to a state [x y]. */
-static void outer(Rows a, Rows b, const float *weight, long c, long x, long y, float *scaled, float *out)
-{
-    for (long i = 0; i < c; i++)
-        for (long m = 0; m < y; m += LANES)
-            *(lanes *)(scaled + i * y + m) = weight[i] * *(const lanes *)(b.at + i * b.stride + m);
-    for (long i = 0; i < x; i += ROWS)
-        block(out + i * y, y, ROWS, y, (Product){a.at + i, 1, a.stride, scaled, y, c}, 0, NOTHING);
-}
-
-/* Each head's state goes through its chunks, which hold what they add and get what came before. */
-static void scan(const Call *call, long head, const float *weight, float *state, float *chunks, long size, int back)
-{
-    state += head * size;
-    for (long m = 0; m < call->count; m++) {
-        const long n = head * call->count + (back ? call->count - 1 - m : m);
-        const float across = weight[n];
-        float *chunk = chunks + n * size;
-        for (long i = 0; i < size; i += LANES) {
-            const lanes added = *(const lanes *)(chunk + i), before = *(const lanes *)(state + i);
-            *(lanes *)(chunk + i) = before;
-            *(lanes *)(state + i) = across * before + added;
-        }
+    if (w->fades) {
+        for (long i = 0; i < c; i++)
+            for (long m = 0; m < y; m += LANES)
+                *(lanes *)(scaled + i * y + m) = weight[i] * *(const lanes *)(b.at + i * b.stride + m);
+        b = (Rows){scaled, y};
     }
+    add_to_state(from, to, x, y, w->across, (Product){a.at, 1, a.stride, b.at, b.stride, c});
+}
+
+/* Numbers of a state, and those of a denominator's. */
+INLINE long state_size(const Call *call)
+{
+    return call->d * call->e;
+}
+
+INLINE long row_size(const Call *call)
+{
+    return !call->denominated ? 0 : call->own ? call->own : call->d;
+}
+
+/* Groups of chunks that so many tokens are, before each of which states are saved. */
+long isopos_groups(long length)
+{
+    return (length + GROUP * CHUNK - 1) / (GROUP * CHUNK);
+}
+
+/* The tokens of a part of a head, whole groups but for the last one's. */
+static void part_of(const Call *call, long part, long *from, long *to)
+{
+    const long size = GROUP * CHUNK, groups = isopos_groups(call->length);
+    *from = part * groups / call->parts * size;
+    *to = (part + 1) * groups / call->parts * size;
+    if (*to > call->length)
+        *to = call->length;
+}
+
+INLINE Chunk chunk_of(long head, long start, long to)
+{
+    return (Chunk){head, start, to - start < CHUNK ? to - start : CHUNK};
+}
+
+/* A part's total: a state, a denominator's, and the weight across the part. */
+INLINE float *total_of(const Call *call, long head, long part)
+{
+    return call->totals + (head * call->parts + part) * call->total_size;
+}
+
+/* Where a state of a part begins: with that of the head, or with what the other parts add up to. */
+static void start_part(const Call *call, long head, long part, const float *state, const float *row, float *own, float *own_row)
+{
+    const long size = state_size(call), rows = row_size(call);
+    if (call->parts > 1)
+        state = total_of(call, head, part), row = state + size;
+    else
+        state += head * size, row += head * rows;
+    memcpy(own, state, size * sizeof(float));
+    memcpy(own_row, row, rows * sizeof(float));
 }
 
 /* --- sums of a chunk --- */
@@ -638,7 +770,7 @@ static void weigh(Rows a, const float *b, long width, const float *inside, const
     for (long i = 0; i < c; i += ROWS) {
         const long seen = (i + ROWS + LANES - 1) / LANES * LANES;
         const Product p = {a.at + i * a.stride, a.stride, 1, b, CHUNK, width};
-        block(out + i * CHUNK, CHUNK, ROWS, seen, p, 0, NOTHING);
+        block(out + i * CHUNK, CHUNK, ROWS, seen, p, 0, NOTHING, 0);
         for (long r = i; r < i + ROWS; r++) {
             const long some = r < c ? r + 1 : 0;
             const float of_row = less && r < c ? less[r] : 0;
@@ -654,27 +786,27 @@ static void weigh(Rows a, const float *b, long width, const float *inside, const
     }
 }
 
-/* Denominators of a chunk, as they are. */
-static void denominators(const Call *call, long n, const Weights *w, Rows q, const float *scores, float *denominator)
+/* Denominators of a chunk, as they are, given the sum of keys before it. */
+static void denominators(const Call *call, long c, const Weights *w, const Made *q, const Made *k, const float *row,
+                         const float *scores, float *denominator)
 {
-    const long c = call->c, own = call->own, d = call->d;
+    const long own = call->own, d = call->d;
     if (!own) {
-        const float *row = call->rows + n * d;
         for (long i = 0; i < c; i++) {
             lanes sum = {0};
             for (long j = 0; j <= i; j += LANES) /* zeros follow */
                 sum += *(const lanes *)(scores + i * CHUNK + j);
-            denominator[i] = w->before[i] * dot(q.at + i * q.stride, row, d) + total(sum);
+            denominator[i] = w->before[i] * dot(q->features.at + i * q->features.stride, row, d) + total(sum);
         }
         return;
     }
-    const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
+    const Rows queries = q->own, keys = k->own;
     memset(denominator, 0, c * sizeof(float));
     for (long m = 0; m < own; m += WIDE * LANES) {
         lanes seen[WIDE];
         const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
         for (int v = 0; v < wide; v++)
-            seen[v] = *(const lanes *)(call->rows + n * own + m + v * LANES);
+            seen[v] = *(const lanes *)(row + m + v * LANES);
         for (long i = 0; i < c; i++) {
             const float s = w->step[i], here = own_weight(w, i);
             const float *key = keys.at + i * keys.stride + m, *query = queries.at + i * queries.stride + m;
@@ -688,17 +820,17 @@ static void denominators(const Call *call, long n, const Weights *w, Rows q, con
     }
 }
 
-/* Gradients of the own features of a chunk [c own]. */
-static void pull_denominators(const Call *call, long n, const Weights *w, float *dq, float *dk)
+/* Gradients of the own features of a chunk [c own]; `row` sums up keys before it, `later` queries after it. */
+static void pull_denominators(const Call *call, long c, const Weights *w, const Made *q, const Made *k, const float *less,
+                              const float *row, const float *later, float *dq, float *dk)
 {
-    const long c = call->c, own = call->own;
-    const float *less = call->less + n * c, *later = call->grad_rows + n * own;
-    const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
+    const long own = call->own;
+    const Rows queries = q->own, keys = k->own;
     for (long m = 0; m < own; m += WIDE * LANES) {
         lanes sum[WIDE], end[WIDE];
         const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
         for (int v = 0; v < wide; v++)
-            sum[v] = *(const lanes *)(call->rows + n * own + m + v * LANES);
+            sum[v] = *(const lanes *)(row + m + v * LANES);
         for (long i = 0; i < c; i++) {
             const float s = w->step[i], here = own_weight(w, i), l = -less[i];
             for (int v = 0; v < wide; v++) {
@@ -718,234 +850,349 @@ static void pull_denominators(const Call *call, long n, const Weights *w, float 
     }
 }
 
-static void forward_chunk(const Call *call, long n)
+/* Asks for what will be read of some tokens, which are further than a processor looks ahead. */
+INLINE void prefetch(const Call *call, const View *view, Chunk n, long from, long width)
 {
-    const long c = call->c, d = call->d, e = call->e;
-    const float *state = call->states + n * d * e;
-    const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
-    float *rest = scratch_of(call), *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
-    float *scores = take(&rest, CHUNK * CHUNK), denominator[CHUNK];
-    float *out = rows_of(call, &call->out, n);
+    if (view->first && n.c == CHUNK)
+        for (long i = from; i < from + ROWS; i++)
+            for (long m = 0; m < width; m += 16)
+                __builtin_prefetch(rows_of(call, view, n) + i * view->token + m, 0, 2);
+}
+
+/* What a pass knows of a chunk. */
+typedef struct {
+    Chunk n;
     Weights w;
-    make_weights(call, n, &w);
-    const float *inside = make_inside(&w, c, buffer);
-    transpose(k, c, d, transposed, CHUNK);
+    Made q, k, v;
+    float *grads, *less, *state, *row; /* backward: gradients of sums [c e], less those of denominators, and states before */
+} Step;
+
+static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
+{
+    step->n = n;
+    make_weights(call, n, &step->w);
+    step->q = make_features(call, &call->q, n, call->d, buffer);
+    step->k = make_features(call, &call->k, n, call->d, buffer);
+    step->v = make_features(call, &call->v, n, call->e, buffer);
+}
+
+static void forward_chunk(const Call *call, const Step *step, Chunk next, const float *state, const float *row, float *rest)
+{
+    const Chunk n = step->n;
+    const long c = n.c, d = call->d, e = call->e, reach = call->begins && n.start == 0 ? 0 : d;
+    const Rows q = step->q.features, v = step->v.features;
+    float *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK), *scores = take(&rest, CHUNK * CHUNK);
+    float denominator[CHUNK], inverse[CHUNK + ROWS], *out = rows_of(call, &call->out, n);
+    const float *inside = make_inside(&step->w, c, buffer);
+    transpose(step->k.features, c, d, transposed, CHUNK);
     weigh(q, transposed, d, inside, 0, c, scores);
     if (call->denominated) {
         float *into = rows_of(call, &call->denominator, n);
-        denominators(call, n, &w, q, scores, denominator);
+        denominators(call, c, &step->w, &step->q, &step->k, row, scores, denominator);
         for (long i = 0; i < c; i++) {
             if (call->divide && __builtin_fabsf(denominator[i]) < SMALL)
                 denominator[i] = __builtin_copysignf(SMALL, denominator[i]);
             into[i * call->denominator.token] = denominator[i];
+            inverse[i] = 1 / denominator[i];
         }
     }
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c;
         float weight[ROWS] = {0};
+        for (const Input *o = &call->q; o <= &call->v; o++)
+            prefetch(call, &o->x, next, i, o->width);
         for (long r = i; r < to; r++)
-            weight[r - i] = w.before[r];
-        block(out + i * call->out.token, call->out.token, to - i, e, (Product){q.at + i * q.stride, q.stride, 1, state, e, d}, weight,
-              (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to});
-        if (call->divide)
-            for (long r = i; r < to; r++)
-                for (long m = 0; m < e; m += LANES)
-                    *(lanes *)(out + r * call->out.token + m) /= denominator[r];
+            weight[r - i] = step->w.before[r];
+        block(out + i * call->out.token, call->out.token, to - i, e,
+              (Product){q.at + i * q.stride, q.stride, 1, state, e, reach}, weight,
+              (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to}, call->divide ? inverse + i : 0);
     }
 }
 
-/* Gradients of a chunk's sums [c e], and of its denominators. */
-static void make_grads(const Call *call, long n)
+/* Gradients of a chunk's sums [c e], with zeros up to a whole block, and less those of its denominators. */
+static void make_grads(const Call *call, Step *step, float **buffer)
 {
-    const long c = call->c, e = call->e;
-    const float *grad = rows_of(call, &call->grad, n);
-    float *grads = call->grads + n * blocks(c) * e;
+    const long c = step->n.c, e = call->e;
+    const float *grad = rows_of(call, &call->grad, step->n);
+    step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK);
     for (long i = 0; i < c; i++) {
         const float *from = grad + i * call->grad.token;
-        float *to = grads + i * e;
+        float *to = step->grads + i * e;
         if (!call->divide) {
             memcpy(to, from, e * sizeof(float));
             if (call->denominated)
-                call->less[n * c + i] = -from[e];
+                step->less[i] = -from[e];
             continue;
         }
-        const float *out = rows_of(call, &call->out, n) + i * call->out.token;
-        const float denominator = rows_of(call, &call->denominator, n)[i * call->denominator.token];
+        const float *out = rows_of(call, &call->out, step->n) + i * call->out.token;
+        const float denominator = rows_of(call, &call->denominator, step->n)[i * call->denominator.token];
+        const float inverse = 1 / denominator;
         lanes sum = {0};
         for (long m = 0; m < e; m += LANES) {
-            const lanes g = *(const lanes *)(from + m) / denominator;
+            const lanes g = *(const lanes *)(from + m) * inverse;
             sum += g * *(const lanes *)(out + m);
             *(lanes *)(to + m) = g;
         }
-        call->less[n * c + i] = __builtin_fabsf(denominator) <= SMALL ? 0 : total(sum);
+        step->less[i] = __builtin_fabsf(denominator) <= SMALL ? 0 : total(sum);
     }
-    memset(grads + c * e, 0, (blocks(c) - c) * e * sizeof(float));
+    memset(step->grads + c * e, 0, (blocks(c) - c) * e * sizeof(float));
 }
 
-static void backward_chunk(const Call *call, long n)
+/* Gradients of a chunk's inputs, given those of the states after it; its own states have keys as columns. */
+static void backward_chunk(const Call *call, const Step *step, const float *grad_state, const float *grad_row, float *rest)
 {
-    const long c = call->c, d = call->d, e = call->e, own = call->own;
-    const float *less = call->denominated ? call->less + n * c : 0;
-    const float *state = call->states + n * d * e, *grad_state = call->grad_states + n * d * e;
-    const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d), v = features_at(call, &call->v, n, e);
-    const Rows grad = {call->grads + n * blocks(c) * e, e};
-    float *rest = scratch_of(call), *transposed = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
+    const Chunk n = step->n;
+    const Weights *w = &step->w;
+    const long c = n.c, d = call->d, e = call->e, own = call->own;
+    const long earlier = call->begins && n.start == 0 ? 0 : e, later = call->ends && n.start + c == call->length ? 0 : 1;
+    const float *less = call->denominated ? step->less : 0;
+    const Rows q = step->q.features, k = step->k.features, v = step->v.features, grad = {step->grads, e};
+    float *transposed = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
     float *scores = take(&rest, CHUNK * CHUNK), *grad_scores = take(&rest, CHUNK * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
-    Weights w;
-    make_weights(call, n, &w);
-    const float *inside = make_inside(&w, c, buffer);
+    const float *inside = make_inside(w, c, buffer);
     transpose(k, c, d, transposed, CHUNK);
     weigh(q, transposed, d, inside, 0, c, scores);
     transpose(v, c, e, transposed, CHUNK);
     weigh(grad, transposed, e, inside, own ? 0 : less, c, grad_scores);
-    transpose((Rows){grad_state, e}, d, e, transposed, d);
+    if (later)
+        transpose((Rows){grad_state, e}, d, e, transposed, d);
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c, from = i * CHUNK + i, rows = to - i;
         float near[ROWS] = {0}, far[ROWS] = {0};
         for (long r = i; r < to; r++)
-            near[r - i] = w.before[r], far[r - i] = w.after[r];
-        block(dq + i * d, d, rows, d, (Product){grad.at + i * e, e, 1, state, d, e}, near,
-              (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to});
-        block(dk + i * d, d, rows, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, e}, far,
-              (Product){grad_scores + from, 1, CHUNK, q.at + i * q.stride, q.stride, c - i});
-        block(dv + i * e, e, rows, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, d}, far,
-              (Product){scores + from, 1, CHUNK, grad.at + i * e, e, c - i});
+            near[r - i] = w->before[r], far[r - i] = w->after[r];
+        block(dq + i * d, d, rows, d, (Product){grad.at + i * e, e, 1, step->state, d, earlier}, near,
+              (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to}, 0);
+        block(dk + i * d, d, rows, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, later * e}, far,
+              (Product){grad_scores + from, 1, CHUNK, q.at + i * q.stride, q.stride, c - i}, 0);
+        block(dv + i * e, e, rows, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, later * d}, far,
+              (Product){scores + from, 1, CHUNK, grad.at + i * e, e, c - i}, 0);
     }
     if (less && own)
-        pull_denominators(call, n, &w, dq_own, dk_own);
-    else if (less) {
-        const float *row = call->rows + n * d, *later = call->grad_rows + n * d;
+        pull_denominators(call, c, w, &step->q, &step->k, less, step->row, grad_row, dq_own, dk_own);
+    else if (less)
         for (long i = 0; i < c; i++)
             for (long m = 0; m < d; m += LANES) {
-                *(lanes *)(dq + i * d + m) -= w.before[i] * less[i] * *(const lanes *)(row + m);
-                *(lanes *)(dk + i * d + m) -= w.after[i] * *(const lanes *)(later + m);
+                *(lanes *)(dq + i * d + m) -= w->before[i] * less[i] * *(const lanes *)(step->row + m);
+                *(lanes *)(dk + i * d + m) -= w->after[i] * *(const lanes *)(grad_row + m);
             }
-    }
     if (call->q.grad_decay) /* weights <q, k> exp(g_q - g_k): as if q and k were scaled */
         for (long i = 0; i < c; i++) {
             double of_q = dot(dq + i * d, q.at + i * q.stride, d), of_k = dot(dk + i * d, k.at + i * k.stride, d);
             if (less && own) {
-                const Rows queries = own_at(call, &call->q, n), keys = own_at(call, &call->k, n);
+                const Rows queries = step->q.own, keys = step->k.own;
                 of_q += dot(dq_own + i * own, queries.at + i * queries.stride, own);
                 of_k += dot(dk_own + i * own, keys.at + i * keys.stride, own);
             }
-            call->q.grad_decay[n * c + i] = of_q, call->k.grad_decay[n * c + i] = -of_k;
+            const long at = n.head * call->length + n.start + i;
+            call->q.grad_decay[at] = of_q, call->k.grad_decay[at] = -of_k;
         }
-    pull(call, &call->q, n, d, dq, less && own ? dq_own : 0);
-    pull(call, &call->k, n, d, dk, less && own ? dk_own : 0);
-    pull(call, &call->v, n, e, dv, 0);
+    pull(call, &call->q, n, d, step->q.plain, dq, less && own ? dq_own : 0);
+    pull(call, &call->k, n, d, step->k.plain, dk, less && own ? dk_own : 0);
+    pull(call, &call->v, n, e, step->v.plain, dv, 0);
 }
 
-/* --- groups of chunks --- */
+/* --- heads and their parts --- */
 
 long isopos_call_size(void)
 {
     return sizeof(Call);
 }
 
-/* What both passes do first with a chunk. */
-static void begin_chunk(const Call *call, long n, Weights *w)
+/* Numbers that a thread needs at most, as the functions here take them. */
+long isopos_scratch_size(long d, long e, long own)
 {
-    make_weights(call, n, w);
-    call->across[n] = w->across;
-    make_features(call, &call->q, n, call->d);
-    make_features(call, &call->k, n, call->d);
-    make_features(call, &call->v, n, call->e);
+    const long row = own > d ? own : d, step = CHUNK * (2 * d + 2 * e + 2 * own + 1) + d * e + row, most = d > e ? d : e;
+    return GROUP * step + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
 }
 
-static Rows denominator_features(const Call *call, const Input *o, long n)
+static void forward_part(const Call *call, long head, long part)
 {
-    return call->own ? own_at(call, o, n) : features_at(call, o, n, call->d);
+    const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
+    const long groups = isopos_groups(call->length);
+    float *rest = scratch_of(call), *state = take(&rest, size), *row = take(&rest, d > call->own ? d : call->own);
+    float *scaled = take(&rest, CHUNK * (d > e ? d : e));
+    long from, to;
+    part_of(call, part, &from, &to);
+    start_part(call, head, part, call->state, call->row, state, row);
+    const int kept = to == call->length && !call->ends; /* whether a state after the last chunk is wanted */
+    for (long start = from; start < to; start += CHUNK) {
+        float *buffer = rest;
+        Step step;
+        if (call->saved && start % group == 0) {
+            const long at = head * groups + start / group;
+            memcpy(call->saved + at * size, state, size * sizeof(float));
+            memcpy(call->saved_rows + at * rows, row, rows * sizeof(float));
+        }
+        begin_step(call, chunk_of(head, start, to), &step, &buffer);
+        forward_chunk(call, &step, chunk_of(head, start + CHUNK, to), state, row, buffer);
+        if (start + CHUNK >= to && !kept)
+            continue;
+        outer(step.k.features, step.v.features, &step.w, step.w.after, step.n.c, d, e, scaled, state, state);
+        if (rows)
+            add_rows(step.k.own, step.w.after, 0, step.n.c, rows, step.w.across, row);
+    }
+    if (kept) {
+        memcpy(call->state + head * size, state, size * sizeof(float));
+        memcpy(call->row + head * rows, row, rows * sizeof(float));
+    }
 }
 
-/* Both states of a head, or their gradients the other way. */
-static void scan_head(const Call *call, long head, int back)
+/* A group of chunks, given gradients of the states after it, which become those before it. */
+static void backward_group(const Call *call, long head, long start, long to, float *grad_state, float *grad_row, float *scaled,
+                           float *rest)
 {
-    scan(call, head, call->across, back ? call->grad_state : call->state, back ? call->grad_states : call->states,
-         call->d * call->e, back);
-    if (call->denominated)
-        scan(call, head, call->across, back ? call->grad_row : call->row, back ? call->grad_rows : call->rows,
-             call->own ? call->own : call->d, back);
+    const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call);
+    const long at = head * isopos_groups(call->length) + start / (GROUP * CHUNK);
+    Step steps[GROUP], *step = steps;
+    for (long n = start; n < to; n += CHUNK, step++) {
+        begin_step(call, chunk_of(head, n, to), step, &rest);
+        make_grads(call, step, &rest);
+        step->state = take(&rest, size), step->row = take(&rest, d > call->own ? d : call->own);
+        if (n == start) {
+            transpose((Rows){call->saved + at * size, e}, d, e, step->state, d);
+            memcpy(step->row, call->saved_rows + at * rows, rows * sizeof(float));
+            continue;
+        }
+        const Step *last = step - 1;
+        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state);
+        memcpy(step->row, last->row, rows * sizeof(float));
+        if (rows)
+            add_rows(last->k.own, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
+    }
+    while (step-- > steps) {
+        backward_chunk(call, step, grad_state, grad_row, rest);
+        outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state);
+        if (rows)
+            add_rows(step->q.own, step->w.before, step->less, step->n.c, rows, step->w.across, grad_row);
+    }
+}
+
+static void backward_part(const Call *call, long head, long part)
+{
+    const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
+    float *rest = scratch_of(call), *grad_state = take(&rest, size), *grad_row = take(&rest, d > call->own ? d : call->own);
+    float *scaled = take(&rest, CHUNK * (d > e ? d : e));
+    long from, to;
+    part_of(call, part, &from, &to);
+    start_part(call, head, part, call->grad_state, call->grad_row, grad_state, grad_row);
+    for (long start = (to - 1) / group * group; start >= from; start -= group)
+        backward_group(call, head, start, start + group < to ? start + group : to, grad_state, grad_row, scaled, rest);
+    if (from == 0 && !call->begins) {
+        memcpy(call->grad_state + head * size, grad_state, size * sizeof(float));
+        memcpy(call->grad_row + head * rows, grad_row, rows * sizeof(float));
+    }
+}
+
+/* What a part adds to a head's state, or with `back` to the gradient of the state before it. */
+static void sum_part(const Call *call, long head, long part, int back)
+{
+    const long d = call->d, e = call->e, rows = row_size(call);
+    float *rest = scratch_of(call), *scaled = take(&rest, CHUNK * (d > e ? d : e));
+    float *state = total_of(call, head, part), *row = state + state_size(call), *across = row + rows;
+    long from, to;
+    part_of(call, part, &from, &to);
+    memset(state, 0, (state_size(call) + rows) * sizeof(float));
+    *across = 1;
+    for (long m = 0, start; m < to - from; m += CHUNK) {
+        float *buffer = rest;
+        Step step;
+        start = back ? from + (to - from - 1) / CHUNK * CHUNK - m : from + m;
+        step.n = chunk_of(head, start, to);
+        make_weights(call, step.n, &step.w);
+        const Made keys = make_features(call, back ? &call->q : &call->k, step.n, d, &buffer);
+        const float *weight = back ? step.w.before : step.w.after, *less = 0;
+        Rows values;
+        if (back) {
+            make_grads(call, &step, &buffer);
+            values = (Rows){step.grads, e}, less = step.less;
+        } else
+            values = make_features(call, &call->v, step.n, e, &buffer).features;
+        outer(keys.features, values, &step.w, weight, step.n.c, d, e, scaled, state, state);
+        if (rows)
+            add_rows(keys.own, weight, less, step.n.c, rows, step.w.across, row);
+        *across *= step.w.across;
+    }
+}
+
+/* Totals of parts become the states that they start with; that of the head goes through them. */
+static void join_parts(const Call *call, long head, int back)
+{
+    const long size = state_size(call), rows = row_size(call);
+    float *state = (back ? call->grad_state : call->state) + head * size, *row = (back ? call->grad_row : call->row) + head * rows;
+    for (long m = 0; m < call->parts; m++) {
+        float *own = total_of(call, head, back ? call->parts - 1 - m : m), across = own[size + rows];
+        for (long i = 0; i < size + rows; i++) {
+            float *through = i < size ? state + i : row + i - size;
+            const float added = own[i];
+            own[i] = *through;
+            if (m + 1 < call->parts)
+                *through = across * own[i] + added;
+        }
+    }
+}
+
+/* Every head, by whoever is free. */
+static void run(const Call *call, int back)
+{
+    const long all = call->all * call->parts;
+#pragma omp parallel num_threads(call->threads)
+    {
+        if (call->parts > 1) {
+#pragma omp for schedule(dynamic, 1)
+            for (long n = 0; n < all; n++)
+                if (n % call->parts != (back ? 0 : call->parts - 1))
+                    sum_part(call, n / call->parts, n % call->parts, back);
+#pragma omp for
+            for (long head = 0; head < call->all; head++)
+                join_parts(call, head, back);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (long n = 0; n < all; n++)
+            if (back)
+                backward_part(call, n / call->parts, n % call->parts);
+            else
+                forward_part(call, n / call->parts, n % call->parts);
+    }
 }
 
 void isopos_forward(const Call *call)
 {
-    const long c = call->c, d = call->d, e = call->e, size = call->own ? call->own : d;
-#pragma omp parallel num_threads(call->threads)
-    {
-#pragma omp for
-        for (long n = 0; n < call->chunks; n++) {
-            Weights w;
-            begin_chunk(call, n, &w);
-            outer(features_at(call, &call->k, n, d), features_at(call, &call->v, n, e), w.after, c, d, e, scratch_of(call), call->states + n * d * e);
-            if (call->denominated)
-                sum_rows(denominator_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
-        }
-#pragma omp for
-        for (long head = 0; head < call->chunks / call->count; head++)
-            scan_head(call, head, 0);
-#pragma omp for
-        for (long n = 0; n < call->chunks; n++)
-            forward_chunk(call, n);
-    }
+    run(call, 0);
 }
 
 void isopos_backward(const Call *call)
 {
-    const long c = call->c, d = call->d, e = call->e, size = call->own ? call->own : d;
-#pragma omp parallel num_threads(call->threads)
-    {
-#pragma omp for
-        for (long n = 0; n < call->chunks; n++) {
-            Weights w;
-            begin_chunk(call, n, &w);
-            make_grads(call, n);
-            const Rows q = features_at(call, &call->q, n, d), k = features_at(call, &call->k, n, d);
-            const Rows v = features_at(call, &call->v, n, e), grad = {call->grads + n * blocks(c) * e, e};
-            outer(v, k, w.after, c, e, d, scratch_of(call), call->states + n * d * e);
-            outer(q, grad, w.before, c, d, e, scratch_of(call), call->grad_states + n * d * e);
-            if (call->denominated) {
-                sum_rows(denominator_features(call, &call->k, n), w.after, 0, c, size, call->rows + n * size);
-                sum_rows(denominator_features(call, &call->q, n), w.before, call->less + n * c, c, size, call->grad_rows + n * size);
-            }
-        }
-#pragma omp for
-        for (long head = 0; head < call->chunks / call->count; head++) {
-            scan_head(call, head, 0);
-            scan_head(call, head, 1);
-        }
-#pragma omp for
-        for (long n = 0; n < call->chunks; n++)
-            backward_chunk(call, n);
-    }
+    run(call, 1);
 }
 
-/* A token a head, of a stream: states [heads d e], of one column more where that is the sum of k, into `states`, which may be
-   the same. `across` holds weights of the states before, or is null; `row` and `rows` are sums of own k. */
+/* A token a head, of a stream: states [heads d e], of one column more where that is the sum of k, into `saved`, which may be
+   the same. `across` holds weights of the states before, or is null; `row` and `saved_rows` are sums of own k. */
 void isopos_step(const Call *call)
 {
     const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominated && !own);
-    for (long n = 0; n < call->chunks; n++) /* before a state is written over */
+    for (long n = 0; n < call->all; n++) /* before a state is written over */
         for (const Input *o = &call->q; o <= &call->v; o++)
-            if (o->kind == GATHER && !in_range(table_of(call, o, n, 0), o->width)) {
+            if (o->kind == GATHER && !in_range(table_of(call, o, (Chunk){n, 0, 1}, 0), o->width)) {
                 *call->out_of_range = 1;
                 return;
             }
-#pragma omp parallel for num_threads(call->threads) if (call->chunks * d * columns > 1 << 17)
-    for (long n = 0; n < call->chunks; n++) {
+#pragma omp parallel for num_threads(call->threads) if (call->all * d * columns > 1 << 17)
+    for (long n = 0; n < call->all; n++) {
+        const Chunk token = {n, 0, 1};
         float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
-        float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(call, &call->out, n);
+        float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(call, &call->out, token);
         const float across = call->across ? call->across[n] : 1;
-        make_token(call, &call->q, n, 0, d, moves(&call->q) ? q_plain : q, q);
-        make_token(call, &call->k, n, 0, d, moves(&call->k) ? k_plain : k, k);
-        make_token(call, &call->v, n, 0, e, v, v);
+        make_token(call, &call->q, token, 0, d, moves(&call->q) ? q_plain : q, q);
+        make_token(call, &call->k, token, 0, d, moves(&call->k) ? k_plain : k, k);
+        make_token(call, &call->v, token, 0, e, v, v);
         v[e] = 1;
         memset(sum, 0, sizeof sum);
         for (long i = 0; i < d; i++) {
             const float *from = call->state + (n * d + i) * columns, a = k[i], b = q[i];
-            float *to = call->states + (n * d + i) * columns;
+            float *to = call->saved + (n * d + i) * columns;
 #pragma omp simd
             for (long j = 0; j < columns; j++) {
                 const float x = (across == 0 ? 0 : across * from[j]) + a * v[j]; /* whatever a state that is over holds */
@@ -959,14 +1206,14 @@ void isopos_step(const Call *call)
             denominator = 0;
             for (long m = 0; m < own; m++) {
                 const float x = (across == 0 ? 0 : across * call->row[n * own + m]) + key[m];
-                call->rows[n * own + m] = x;
+                call->saved_rows[n * own + m] = x;
                 denominator += query[m] * x;
             }
         }
         if (__builtin_fabsf(denominator) < SMALL)
             denominator = __builtin_copysignf(SMALL, denominator);
         if (call->denominator.first)
-            *rows_of(call, &call->denominator, n) = denominator;
+            *rows_of(call, &call->denominator, token) = denominator;
         for (long j = 0; j < e; j++)
             out[j] = call->denominated ? sum[j] / denominator : sum[j];
     }

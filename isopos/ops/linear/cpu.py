@@ -19,7 +19,7 @@ from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.chunks import CHUNKS, ChunkWalk
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.linear.walk import Groups, Operand, Plan, Span, Upstream, Walk, Walking
+from isopos.ops.linear.walk import Groups, Operand, Plan, Upstream, Walk, Walking
 from isopos.ops.place import Place
 
 PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
@@ -94,38 +94,40 @@ def _widths(features: Features, x: Tensor) -> list[int]:
         return [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
 
 
-class Group:
-    """One chunk group, described for the library. Tensors that it points to live as long as it does.
+class Pass:
+    """Some tokens of some heads, described for the library. Tensors that it points to live as long as it does.
 
     Attributes:
-        sizes: Features of keys, of values, and of the keys that a denominator sums up.
+        shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up.
     """
 
-    def __init__(self, operands: Sequence[Operand], n: int, span: Span, buffers: Buffers):
-        self.operands, self.n, self.span, self.buffers = operands, n, span, buffers
+    def __init__(self, operands: Sequence[Operand], n: int, plan: Plan, buffers: Buffers, denominator: bool):
+        self.operands, self.n, self.span, self.buffers = operands, n, plan.spans[n], buffers
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
-        self.call = Call(heads=self.leading[-1], c=span.chunk, count=(span.stop - span.start) // span.chunk)
-        self.call.chunks = self.call.count * self.leading.numel()
+        heads, length = self.leading.numel(), self.span.stop - self.span.start
+        call = self.call = Call(all=heads, heads=self.leading[-1], length=length, denominated=denominator)
+        call.begins, call.ends, call.threads = n == 0, n == len(plan.spans) - 1, torch.get_num_threads()
         self.rows: list[list[Tensor] | None] = []
         widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
-        _, (self.call.d, self.call.own), (self.call.e, _) = widths
-        self.sizes = (self.call.d, self.call.e, self.call.own or self.call.d)
-        lib = library.library(self.call.d, self.call.e, self.call.own, *(part.width for part in self._parts()))
+        _, (call.d, call.own), (call.e, _) = widths
+        lib = library.library(call.d, call.e, call.own, *(part.width for part in self._parts()))
         assert lib is not None
-        self.library = lib
+        self.library, groups, own = lib, lib.isopos_groups(length), call.own or call.d
+        call.parts = min(groups, -(-call.threads // heads))
+        self.shapes = [(groups, call.d, call.e), *[(groups, 1, own)] * denominator]
+        call.scratch_size, call.total_size = lib.isopos_scratch_size(call.d, call.e, call.own), call.d * call.e + own + 1
+        call.scratch = buffers("cpu scratch", call.threads, call.scratch_size).data_ptr()
+        if call.parts > 1:
+            call.totals = buffers("cpu totals", heads, call.parts, call.total_size).data_ptr()
 
     def _parts(self) -> tuple[Input, ...]:
         return self.call.q, self.call.k, self.call.v
-
-    def _buffer(self, name: str, *shape: int) -> int:
-        return self.buffers(f"cpu {name}", *shape).data_ptr()
 
     def _operand(self, operand: Operand, part: Input) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
         x, features = operand.xs[self.n], operand.described(self.span)
         closed = None if features is None else Closed.of(features, x)
-        chunks, tokens = self.call.chunks, -(-self.span.chunk // 4) * 4
         if closed is None:
             rows = [flat(x.resolve_neg()) for x in operand.read(self.n, self.span)]
             self.rows.append(rows)
@@ -134,68 +136,57 @@ class Group:
             own = 0
             for x in rows[1:]:
                 part.own, own = view(x), x.shape[-1]
-            if self.span.chunk % 4:
-                part.rows = operand.buffers("cpu", chunks, tokens, part.width).data_ptr()
             return part.width, own
         self.rows.append(None)
         out, alive = closed.describe(part, x)
         self.alive += alive
-        part.rows = operand.buffers("cpu", chunks, tokens, out).data_ptr()
-        if not closed.own:
-            return out, 0
-        if closed.kind != "none" or closed.normal is not None:
-            part.own_rows = operand.buffers("cpu own", chunks, tokens, part.width).data_ptr()
-        elif closed.phi == PHI[identity] and closed.mask is None:
-            part.own = part.x
-        else:
-            part.own_rows = part.rows
-        return out, part.width
+        return out, part.width if closed.own else 0
 
-    def _prepare(self, g: Decays, states: Sequence[Tensor], denominator: bool) -> None:
+    def _prepare(self, g: Decays, states: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         call = self.call
-        call.threads, call.denominated = torch.get_num_threads(), denominator
-        call.begins, call.across = self.span.start == 0, self._buffer("across", call.chunks)
         if g is not None:
-            decays = [x[..., None] for x in g]  # of all tokens: the one before the group counts, too
+            decays = [x[..., None] for x in g]  # of all tokens: the one before counts, too
             self.alive += decays
             call.g_q, call.g_k = (view(x) for x in decays)
             for rows in (call.g_q, call.g_k):
                 rows.first += 8 * rows.token * self.span.start
-        call.scratch_size = max(64, call.d) * max(call.d, call.e) + 64 * (3 * 64 + 2 * call.d + call.e + 2 * call.own)
-        call.scratch = self._buffer("scratch", call.threads, call.scratch_size)
-        call.state, call.states = states[0].data_ptr(), self._buffer("states", call.chunks, call.d, call.e)
-        if denominator:
-            call.row, call.rows = states[1].data_ptr(), self._buffer("rows", call.chunks, call.own or call.d)
+        call.state, call.row = states[0].data_ptr(), states[-1].data_ptr()
+        if saved:
+            call.saved, call.saved_rows = saved[0].data_ptr(), saved[-1].data_ptr()
 
-    def forward(self, g: Decays, states: Sequence[Tensor], out: Tensor, denominator: Tensor | None, *, divide: bool) -> None:
-        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after the group."""
-        self._prepare(g, states, denominator is not None)
+    def forward(
+        self,
+        g: Decays,
+        states: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        out: Tensor,
+        denominator: Tensor | None,
+        *,
+        divide: bool,
+    ) -> None:
+        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after, groups' own are saved."""
+        self._prepare(g, states, saved)
         self.call.out, self.call.divide = view(out), divide
         if denominator is not None:
             self.call.denominator = view(denominator)
         library.run(self.library.isopos_forward, self.call)
 
     def backward(
-        self, g: Decays, before: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
+        self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
     ) -> Sequence[Tensor]:
         """Write gradients of the operands, and return those of log decays ``[*b h t]`` if they are wanted.
 
-        `before` holds the states before the group; `grads` are gradients of those after it and become those of `before`.
+        `saved` are the states of `forward`; `grads` are gradients of those after and become those of the ones before.
         """
-        call, buffer = self.call, self._buffer
-        transposed = [x.contiguous() for x in (before[0].mT, *(row.clone() for row in before[1:]))]
-        self._prepare(g, transposed, len(before) > 1)
+        call = self.call
+        self._prepare(g, grads, saved)
         grad, out, denominator = (None if part is None else part[self.n] for part in upstream.parts)
         assert grad is not None
         grad = flat(grad)
         call.grad = view(grad)
         if out is not None and denominator is not None:
             call.out, call.denominator, call.divide = view(out), view(denominator), 1
-        call.grad_state, call.grad_states = grads[0].data_ptr(), buffer("grad states", call.chunks, call.d, call.e)
-        call.grads = buffer("grads", call.chunks, -(-call.c // 4) * 4, call.e)
-        if len(before) > 1:
-            call.grad_row, call.grad_rows = grads[1].data_ptr(), buffer("grad rows", call.chunks, call.own or call.d)
-            call.less = buffer("less", call.chunks, call.c)
+        call.grad_state, call.grad_row = grads[0].data_ptr(), grads[-1].data_ptr()
         pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, strict=True)]
         shape = (*self.leading, self.span.stop - self.span.start)
         grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
@@ -226,24 +217,26 @@ class Group:
 
 
 class CpuWalk(Walk):
-    """Causal sums, a call of the library a chunk group."""
+    """Causal sums, a call of the library for each of the plan's spans."""
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
         for n in self.order:
-            group = Group(self.operands, n, self.plan.spans[n], self.buffers)
-            states = states or self._empty(*group.sizes)
-            before = [state.clone() for state in states] if keep else []
-            group.forward(self.g, states, outs[n], denominators[n] if self.denominator else None, divide=divide)
-            yield n, None, None, before
+            part = Pass(self.operands, n, self.plan, self.buffers, self.denominator)
+            like = self.operands[0].x.new_empty
+            states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
+            saved = [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes] if keep else []
+            part.forward(self.g, states, saved, outs[n], denominators[n] if self.denominator else None, divide=divide)
+            yield n, None, None, saved
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         upstream.split(self.plan.sizes)
-        after = [torch.zeros_like(state) for state in states[0]]
-        for n, before in zip(reversed(self.order), reversed(states), strict=True):
-            span = self.plan.spans[n]
-            scales = Group(self.operands, n, span, self.buffers).backward(self.g, before, after, upstream, bool(grad_g))
-            for whole, scale in zip(grad_g, scales, strict=True):
+        after = [torch.zeros_like(state[..., 0, :, :]) for state in states[0]]
+        for n, saved in zip(reversed(self.order), reversed(states), strict=True):
+            span, part = self.plan.spans[n], Pass(self.operands, n, self.plan, self.buffers, self.denominator)
+            for whole, scale in zip(
+                grad_g, part.backward(self.g, saved, after, upstream, bool(grad_g)), strict=bool(grad_g)
+            ):
                 whole[..., span.start : span.stop].add_(scale)
 
 
@@ -304,8 +297,15 @@ class Cpu(Walking):
         lib = library.library(d, width, e)
         if lib is None:
             return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}"
-        sums.notes["step"] = lib, known, Call(math.prod(leading), 1, leading[-1], 1, d, e, own)
+        sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, d, e, own)
         return ""
+
+    def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
+        """Not cut, where cpu.c makes all features."""
+        whole = Plan(sums.q, cut=False)
+        described = [operand.described(whole.spans[0]) for operand in operands] if sums.causal else [None]
+        closed = (own is not None and Closed.of(own, x) for own, x in zip(described, sums.inputs, strict=False))
+        return whole if all(closed) else Plan(sums.q)
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
@@ -330,9 +330,9 @@ class Cpu(Walking):
             alive += closed.describe(part, x)[1]
         after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
         out, denominator = torch.empty_like(v, memory_format=torch.contiguous_format), None
-        call.out, call.state, call.states = view(out), stream.sums[0].data_ptr(), after[0].data_ptr()
+        call.out, call.state, call.saved = view(out), stream.sums[0].data_ptr(), after[0].data_ptr()
         if call.own:
-            call.row, call.rows = stream.sums[1].data_ptr(), after[1].data_ptr()
+            call.row, call.saved_rows = stream.sums[1].data_ptr(), after[1].data_ptr()
         if sums.denominator is not None:
             denominator = v.new_empty(*v.shape[:-1], 1)
             call.denominated, call.denominator = 1, view(denominator)

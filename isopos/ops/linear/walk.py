@@ -35,12 +35,20 @@ class Span(NamedTuple):
 class Plan:
     """How ``[*b h t d]`` is cut into groups of about GROUP features: of all heads that fit, then of more tokens.
 
+    Or, for a walk that needs no memory for more, not cut: all tokens of all heads, and of the samples of one axis.
+
     Attributes:
         places: Heads and samples that walk together.
         spans: Chunk groups of a place: of whole chunks, then the tokens that are left.
     """
 
-    def __init__(self, x: Tensor):
+    def __init__(self, x: Tensor, *, cut: bool = True):
+        if not cut:
+            every = [*(1 for _ in x.shape[:-4]), *x.shape[:-2][-2:]]
+            parts = itertools.product(*(_slices(n, step) for n, step in zip(x.shape[:-2], every, strict=True)))
+            self.places = [Place(part[:-1], part[-1], slice(None)) for part in parts]
+            self.spans, self.sizes = [Span(0, x.shape[-2], CHUNK)], [x.shape[-2]]
+            return
         *batch, heads, length, width = x.shape
         whole, chunk = length - length % CHUNK, CHUNK * width
         size = max(1, (GROUP if x.device.type == "cpu" else WIDE) // chunk)  # in chunks
@@ -260,8 +268,12 @@ class Walking(Kernel, ABC):
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         """The walks over some heads whose results add up."""
 
+    def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
+        """How the operands are cut."""
+        return Plan(sums.q)
+
     def _places(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Place, list[Walk]]]:
-        plan = Plan(sums.q)
+        plan = self.plan(sums, operands)
         for place in plan.places:
             g = None
             if sums.g is not None:

@@ -1,0 +1,128 @@
+r"""Named arrays that are written a few rows at a time, in memory or in a folder of the cache, and memory-mapped from there.
+
+Example:
+    >>> def fill(writer):
+    ...     writer.add("a", np.arange(3))
+    ...     writer.add("a", np.arange(2))
+    ...     return {"what": "numbers"}
+    >>> found = collect(fill)
+    >>> found["a"].tolist(), found.facts
+    ([0, 1, 2, 0, 1], {'what': 'numbers'})
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from isopos.lab.data import cache
+from isopos.lab.runs.files import check_plain, damaged, read_json
+
+__all__ = ["Arrays", "Writer", "collect", "key_of", "prepared"]
+
+ABOUT = "about.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """What was written, by name, and plain values beside it."""
+
+    arrays: Mapping[str, np.ndarray]
+    facts: dict[str, Any]
+    sha256: str  # a fingerprint of names, content and facts
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+
+class Writer:
+    """Appends to arrays by name; `open` makes the file of one."""
+
+    def __init__(self, open: Callable[[str], BinaryIO]):
+        self._open = open
+        self._files: dict[str, tuple[BinaryIO, Any]] = {}
+        self._about: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, rows: np.ndarray) -> None:
+        """Append rows ``[n ...]``, of the dtype and the further axes that the first ones have."""
+        if name not in self._files:
+            self._files[name] = (self._open(name), hashlib.sha256())
+            self._about[name] = {"dtype": rows.dtype.name, "shape": [0, *rows.shape[1:]]}
+        about, content = self._about[name], np.ascontiguousarray(rows, self._about[name]["dtype"]).tobytes()
+        file, digest = self._files[name]
+        file.write(content)
+        digest.update(content)
+        about["shape"][0] += len(rows)
+
+    def about(self) -> dict[str, dict[str, Any]]:
+        """Dtype, shape and hash of every array."""
+        return {name: about | {"sha256": self._files[name][1].hexdigest()} for name, about in self._about.items()}
+
+
+Fill = Callable[[Writer], dict[str, Any]]
+"""Writes everything and returns the facts."""
+
+
+def collect(fill: Fill) -> Arrays:
+    """What `fill` writes, in memory."""
+    files: dict[str, io.BytesIO] = {}
+
+    def opened(name: str) -> BinaryIO:
+        files[name] = io.BytesIO()
+        return files[name]
+
+    writer = Writer(opened)
+    facts = fill(writer)
+    about = writer.about()
+    arrays = {n: np.frombuffer(files[n].getvalue(), one["dtype"]).reshape(one["shape"]) for n, one in about.items()}
+    return Arrays(arrays, facts, key_of(about, facts))
+
+
+def prepared(root: Path, key: str, fill: Fill) -> Arrays:
+    """What `fill` wrote into the folder of that key, now or before, memory-mapped.
+
+    Raises:
+        ValueError: Where the cache cannot be written, or something in the folder is not what was written.
+    """
+
+    def build(folder: Path) -> None:
+        with ExitStack() as stack:
+            writer = Writer(lambda name: stack.enter_context((folder / f"{name}.bin").open("wb")))
+            facts = fill(writer)
+        (folder / ABOUT).write_text(json.dumps({"arrays": writer.about(), "facts": facts}) + "\n")
+
+    folder = cache.prepared(root, key, build)
+    remedy = f"remove {folder}, and it is prepared again"
+    kinds = {"arrays": dict[str, dict[str, Any]], "facts": dict[str, Any]}
+    about = read_json(folder / ABOUT, kinds, remedy)
+    arrays = {name: _mapped(folder / f"{name}.bin", one, remedy) for name, one in about["arrays"].items()}
+    return Arrays(arrays, about["facts"], key_of(about["arrays"], about["facts"]))
+
+
+def key_of(*values: Any) -> str:
+    """A hash of plain values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _mapped(path: Path, about: Mapping[str, Any], remedy: str) -> np.ndarray:
+    try:
+        check_plain(path)
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+                raise ValueError("its content is not what was written")
+        shape = tuple(about["shape"])
+        return np.memmap(path, about["dtype"], "r", shape=shape) if all(shape) else np.empty(shape, about["dtype"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        damaged(path, error, remedy)

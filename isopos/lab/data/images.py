@@ -1,0 +1,338 @@
+"""Images with a class each: folders and archives of them, decoded once into a cache, and digits that are drawn.
+
+The folder of an image, or the first below train, valid or test, is its class.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from rich.console import Console
+from rich.progress import Progress
+
+from isopos.lab.data import cache
+from isopos.lab.data.digits import draw
+from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.sources import Source, find
+from isopos.lab.runs.files import check_plain, damaged, read_json
+
+__all__ = ["Pictures", "digits", "read"]
+
+FORMAT = 1  # of a prepared folder
+SIDE, COUNTS = 28, (8000, 1000, 1000)  # pixels of drawn digits, unless told; how many are in each split
+NAMES = {"train": "train", "valid": "validation", "validation": "validation", "val": "validation", "test": "test"}
+GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")  # modes without colours
+TURNED = (5, 6, 7, 8)  # orientations of EXIF whose height and width are exchanged
+AHEAD = 16  # images that each thread may decode before they are written
+FILES = ("pixels", "rows")
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Images of one size, those of a split in the order of a hash of their files.
+
+    Args:
+        name: Of their source.
+        sha256: A fingerprint of files and names, or of the pixels.
+        pixels: ``[n c h w]`` uint8.
+        labels: ``[n]``, numbers of classes.
+        splits: Rows of train, validation and test; the last may be empty.
+        classes: Their names.
+        left: What was left out, in a few words each.
+    """
+
+    name: str
+    sha256: str
+    pixels: np.ndarray
+    labels: np.ndarray
+    splits: Mapping[str, np.ndarray]
+    classes: Sequence[str]
+    left: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What is known of a source before anything is decoded."""
+
+    sha256: str
+    channels: int  # 1 where no image has colours, else 3
+    height: int = 0  # of all images; 0 where they differ
+    width: int = 0
+    differs: str = ""  # which one differs from the first, and how
+    left: list[str] = field(default_factory=list)  # other files
+
+
+def digits(height: int = 0, width: int = 0) -> Pictures:
+    """Digits that are drawn: 8000 to learn from, 1000 to validate and 1000 to test, by default of 28 x 28 pixels.
+
+    Example:
+        >>> digits(12, 8).pixels.shape
+        (10000, 1, 12, 8)
+    """
+    pixels, labels = draw(0, sum(COUNTS), height or SIDE, width or SIDE)
+    splits = dict(zip(SPLITS, np.split(np.arange(len(labels)), np.cumsum(COUNTS)[:-1]), strict=True))
+    sha256 = hashlib.sha256(pixels.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
+    return Pictures("drawn digits", sha256, pixels, labels, splits, [str(n) for n in range(10)])
+
+
+def read(
+    source: str, height: int = 0, width: int = 0, *, cache_root: Path | None = None, console: Console | None = None
+) -> Pictures:
+    """The images of a folder or an archive, memory-mapped from the cache; what is not there is decoded first.
+
+    Folders named train, valid (val, validation) and test make the splits; without valid, a tenth of each class of train is
+    held out, by a hash of the files. Images are turned as their EXIF says, 16 bits become 8, and transparent pixels
+    white. Of another height and width than wanted they are scaled to cover it and cut around their middle. An image that
+    does not decode and a file that is none are left out, which `Pictures.left` tells.
+
+    Args:
+        source: A path.
+        height, width: In pixels; 0: as found, where all are alike.
+        cache_root: As in `corpora.load`.
+        console: Hears of the preparation.
+
+    Raises:
+        ValueError: Where there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.
+    """
+    if not Path(source).exists():
+        raise ValueError(
+            f"data: expected a folder or an archive of images, but {source} does not exist; without --data digits are drawn"
+        )
+    found, root = find(source), cache.default_root() if cache_root is None else cache_root
+    _check_folders(found)
+    stamp = found.stamp()
+    index = _key("index-images", source, *(path for path, _, _ in stamp))
+    kept = cache.remembered(root, index, stamp, dict[str, Any], lambda: vars(_survey(found, console)))
+    survey = _Survey(**kept)
+    if not (height and width):
+        if survey.differs:
+            raise ValueError(f"height: expected one beside images that differ in size, {survey.differs}; give both sides")
+        height, width = survey.height, survey.width
+    shape = (survey.channels, height, width)
+    folder = cache.prepared(
+        root, _key("images", survey.sha256, shape), lambda part: _write(part, found, stamp, shape, survey, console)
+    )
+    return _mapped(folder, source, survey, shape)
+
+
+def _key(kind: str, *values: object) -> str:
+    return f"{kind}-{hashlib.sha256(json.dumps([FORMAT, *values]).encode()).hexdigest()[:32]}"
+
+
+def _inside(source: str, name: str) -> tuple[str, ...]:
+    """Folders, and archives, in which a document of a source is, then its own name."""
+    return PurePath(name).parts[len(PurePath(source).parts) :]
+
+
+def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Names and content of the files that are images by their names; the names of others go to a list."""
+    known = Image.registered_extensions()
+    for name, blocks in source.documents():
+        if PurePath(name).suffix.lower() in known and not PurePath(name).name.startswith("."):
+            yield name, b"".join(blocks)
+        else:
+            other.append(name)
+
+
+def _survey(source: Source, console: Console | None) -> _Survey:
+    digest, first, differs, channels, other = hashlib.sha256(), None, "", 1, []
+    with _Shown(console, "reading") as shown:
+        for name, content in _images(source, other):
+            digest.update("/".join(_inside(source.name, name)).encode() + hashlib.sha256(content).digest())
+            shown.step()
+            try:
+                with Image.open(io.BytesIO(content)) as image:
+                    size, grey = image.size, image.mode in GREY
+                    turned = image.getexif().get(0x0112) in TURNED
+            except Exception:  # whatever a broken file makes Pillow raise; it is counted where it is decoded
+                continue
+            size, channels = (size[1], size[0]) if turned else size, channels if grey else 3
+            first = first or (name, size)
+            if size != first[1] and not differs:
+                differs = f"{_by(first[1])} in {first[0]} and {_by(size)} in {name}"
+    if first is None:
+        raise ValueError(f"data: expected folders of images, got none that Pillow reads in {source.name}")
+    width, height = first[1]
+    left = [f"{len(other)} other files ({other[0]})"] if other else []
+    return _Survey(digest.hexdigest(), channels, height, width, differs, left)
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
+def _write(
+    folder: Path, source: Source, stamp: list, shape: tuple[int, int, int], survey: _Survey, console: Console | None
+) -> None:
+    """Decode every image, and write pixels, classes and splits."""
+    names, digests, broken, waiting = [], [], [], deque()
+    workers = os.cpu_count() or 1
+    with (
+        (folder / "pixels.bin").open("wb") as file,
+        ThreadPoolExecutor(workers) as pool,
+        _Shown(console, "decoding") as shown,
+    ):
+
+        def take() -> None:
+            name, digest, decoded = waiting.popleft()
+            pixels = decoded.result()
+            if pixels is None:
+                broken.append(name)
+            else:
+                names.append(name)
+                digests.append(digest)
+                file.write(pixels)
+            shown.step()
+
+        for name, content in _images(source, []):
+            decoded: Future[bytes | None] = pool.submit(_decode, content, shape)
+            waiting.append((name, hashlib.sha256(content).digest(), decoded))
+            if len(waiting) > AHEAD * workers:
+                take()
+        while waiting:
+            take()
+    if source.stamp() != stamp:
+        raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
+    rows, classes = _arranged(source.name, names, digests, broken)
+    (folder / "rows.bin").write_bytes(rows.astype("<i8").tobytes())
+    left = [*survey.left, *([f"{len(broken)} that do not decode ({broken[0]})"] if broken else [])]
+    sums = {name: _sum(folder / f"{name}.bin") for name in FILES}
+    about = {"count": len(names), "classes": classes, "left": left, "sha256": sums}
+    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _sum(path: Path) -> str:
+    check_plain(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _decode(content: bytes, shape: tuple[int, int, int]) -> bytes | None:
+    """The pixels ``[c h w]`` of an image file, or nothing where it is broken."""
+    channels, height, width = shape
+    try:
+        with Image.open(io.BytesIO(content)) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+                image = Image.fromarray((np.asarray(image, np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+            if image.has_transparency_data:
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+            image = image.convert("L" if channels == 1 else "RGB")
+            if image.size != (width, height):
+                image = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
+    except Exception:  # as above
+        return None
+    return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1).tobytes()
+
+
+def _arranged(
+    source: str, names: Sequence[str], digests: Sequence[bytes], broken: Sequence[str]
+) -> tuple[np.ndarray, list[str]]:
+    """Rows of images by a hash, each with its class and the place of its split in `SPLITS` ``[n 3]``; names of classes."""
+    places = _places(source, [*names, *broken])
+    classes = sorted({label for split, label in places if split in ("", "train")})
+    if len(classes) < 2:
+        raise ValueError(f"data: expected at least 2 classes, a folder each, got {', '.join(classes) or 'none'} in {source}")
+    if strange := sorted({label for _, label in places} - {*classes}):
+        raise ValueError(f"data: expected classes of train in every split, got {strange[0]}, which train lacks, in {source}")
+    kept, by_name = places[: len(names)], any(split == "validation" for split, _ in places)
+    rows = np.array([(classes.index(label), SPLITS.index(split or "train")) for split, label in kept]).reshape(-1, 2)
+    order = np.array(sorted(range(len(names)), key=lambda n: digests[n]), dtype=np.int64)
+    for n, label in enumerate(classes):
+        own = order[(rows[order] == (n, 0)).all(1)]
+        least = 1 if by_name else 2
+        if len(own) < least:
+            gone = sum(one == label for _, one in places[len(names) :])
+            what = f"; {gone} more do not decode" if gone else ""
+            raise ValueError(
+                f"data: expected at least {least} images of the class {label}, got {len(own)} in {source}{what}"
+            )
+        if not by_name:
+            rows[own[: max(1, len(own) // 10)], 1] = SPLITS.index("validation")
+    return np.stack((order, *rows[order].T), 1), classes
+
+
+def _places(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Split, or nothing, and class of each image, by its folders."""
+    folders = [_inside(source, name)[:-1] for name in names]
+    least = min(map(len, folders), default=0)
+    shared = next((n for n, parts in enumerate(zip(*folders, strict=False)) if len({*parts}) > 1), least)
+    found, splits = [], [next((n for n, one in enumerate(parts) if _split(one)), None) for parts in folders]
+    for name, parts, at in zip(names, folders, splits, strict=True):
+        if at is None and any(other is not None for other in splits):
+            raise ValueError(f"data: expected every image in a folder train, valid or test, or none, got {name} elsewhere")
+        split, label = ("", parts[shared:]) if at is None else (_split(parts[at]), parts[at + 1 :])
+        if not label:
+            raise ValueError(f"data: expected images in a folder of their class, at least two of them, got {name} in none")
+        found.append((split, label[0]))
+    if splits and splits[0] is not None and "train" not in {split for split, _ in found}:
+        raise ValueError(f"data: expected images in a folder train beside {found[0][0]}, got none in {source}")
+    return found
+
+
+def _split(folder: str) -> str:
+    """The split of a folder, or of an archive, of that name; or nothing."""
+    return NAMES.get(folder.lower().partition(".")[0], "")
+
+
+def _check_folders(source: Source) -> None:
+    """Raise a ValueError where a folder beside those of classes has no files."""
+    root = Path(source.name)
+    if not root.is_dir():
+        return
+    parents = {parent for file in source.files for parent in file.parents}
+    for beside in {file.parent.parent for file in source.files if file.parent != root}:
+        for folder in sorted(beside.iterdir()):
+            if folder.is_dir() and folder not in parents:
+                raise ValueError(f"data: expected images in {folder}, got none; fill or remove it")
+
+
+def _mapped(folder: Path, source: str, survey: _Survey, shape: tuple[int, int, int]) -> Pictures:
+    """What was written into a folder of the cache."""
+    remedy = f"remove {folder}, and it is prepared again"
+    kinds = {"count": int, "classes": list[str], "left": list[str], "sha256": dict.fromkeys(FILES, str)}
+    about = read_json(folder / "about.json", kinds, remedy)
+    for name in FILES:
+        path = folder / f"{name}.bin"
+        try:
+            if _sum(path) != about["sha256"][name]:
+                raise ValueError("its content is not what was written")
+        except (OSError, ValueError) as error:
+            damaged(path, error, remedy)
+    pixels = np.memmap(folder / "pixels.bin", np.uint8, "r", shape=(about["count"], *shape))
+    order, labels, place = np.fromfile(folder / "rows.bin", "<i8").reshape(-1, 3).T
+    splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
+    by_row = np.empty(about["count"], np.int64)
+    by_row[order] = labels
+    return Pictures(source, survey.sha256, pixels, by_row, splits, about["classes"], about["left"])
+
+
+class _Shown:
+    """What is done of a stage: a bar on a terminal, elsewhere a line at its start."""
+
+    def __init__(self, console: Console | None, stage: str):
+        self.console, self.stage = console, stage
+        self.live = console is not None and console.is_interactive
+        self.bars = Progress(console=console, transient=True, disable=not self.live)
+
+    def __enter__(self) -> "_Shown":
+        if self.console is not None and not self.live:
+            self.console.print(f"preparing images: {self.stage}", markup=False)
+        self.bars.start()
+        self.task = self.bars.add_task(self.stage, total=None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bars.stop()
+
+    def step(self) -> None:
+        self.bars.advance(self.task)

@@ -1,0 +1,237 @@
+"""Labelled rows: of tables (.csv, .tsv, .jsonl), or a file a row in a folder a class; which split and class each has.
+
+Names of files or folders with train, valid and test make the splits; without valid a tenth of train is held out. Where no
+name contains train, a tenth of all is validation and a tenth is test. Tenths are chosen by a hash of what a row holds, so
+equal rows are in one split.
+"""
+
+import csv
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from isopos.lab.data.prepare import SPLITS, named_split
+from isopos.lab.data.sources import Source
+
+__all__ = ["TABLES", "Classes", "Row", "json_rows", "lines_of", "parts", "rows", "table_rows", "wrong"]
+
+TABLES = (".csv", ".tsv", ".jsonl")
+UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
+FIELD = 1 << 24  # characters of a cell at most
+
+
+class Row(NamedTuple):
+    """Values of the columns that are wanted, the label, and where that stands."""
+
+    values: tuple[Any, ...]
+    label: str
+    file: str
+    line: int
+    start: int = 1  # the place in the line of the first value, from 1 on, where it is known
+
+
+def wrong(file: str, line: int, said: str, column: int | None = None) -> ValueError:
+    """The one error of a row."""
+    at = f"line {line}" + (f", column {column}" if column is not None else "")
+    return ValueError(f"data: {file}, {at}: {said}; repair or remove the line")
+
+
+def rows(
+    source: Source, names: Sequence[str], columns: Sequence[str], label: str, unlabelled: Callable[[str], None]
+) -> Iterator[Row]:
+    """The labelled rows of a source, in its order.
+
+    Args:
+        source: Of tables, or of a file a row, whose folder is its class. Where there are tables, other files are no rows.
+        names: Of its documents.
+        columns: Those of the values, by name or, in tables without names, by number from 1 on.
+        label: That of the label, likewise.
+        unlabelled: Hears of files that are left out, since they have no labels: test tables without that column, and the
+            folder unsup of aclImdb.
+
+    Raises:
+        ValueError: Where there is no row, a column or a label is missing, or a row is broken (with file and line).
+    """
+    found, tables = 0, any(name.lower().endswith(TABLES) for name in names)
+    for name, blocks in source.read(raw=False):
+        path, suffix = PurePosixPath(name.replace("\\", "/")), PurePosixPath(name).suffix.lower()
+        if tables and suffix in TABLES:
+            read = json_rows if suffix == ".jsonl" else table_rows
+            for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
+                found += 1
+                yield row
+        elif not tables and suffix == ".txt" and not named_split(path.parent.name):
+            if path.parent.name == UNLABELLED:
+                unlabelled(f"{path.parent.parent.name}/{UNLABELLED}")
+                continue
+            text = "".join(lines_of(name, blocks)).removesuffix("\n")
+            if len(columns) > 1:
+                raise ValueError(f"pair: expected none in folders of texts, got {columns[1]!r}; a table has pairs")
+            found += 1
+            yield Row((text,), path.parent.name, name, 1)
+    if not found:
+        kinds = ", ".join(TABLES)
+        raise ValueError(
+            f"data: expected rows in files that end with {kinds}, or .txt in a folder a class, in {source.name}"
+        )
+
+
+def lines_of(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a document, with their ends."""
+    held, number = b"", 1
+    for block in blocks:
+        *whole, held = (held + block).split(b"\n")
+        for line in whole:
+            try:
+                yield line.decode() + "\n"
+            except UnicodeDecodeError as error:
+                raise wrong(name, number, f"expected UTF-8, got the byte {line[error.start]:#04x}") from None
+            number += 1
+
+
+def table_rows(
+    name: str,
+    lines: Iterator[str],
+    columns: Sequence[str],
+    label: str,
+    unlabelled: Callable[[str], None],
+    bare: Sequence[str] = (),
+) -> Iterator[Row]:
+    """Rows of CSV; or of TSV, in which quotes mean themselves. The columns are `bare` where the first line names none."""
+    csv.field_size_limit(FIELD)
+    plain = name.lower().endswith(".tsv")
+    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
+    wanted, places, width = (*columns, label), None, 0
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise wrong(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
+        if cells is None:
+            return
+        if not cells:
+            continue
+        if places is None:
+            width, titles = len(cells), [cell.strip() for cell in cells]
+            if named := not all(one.isdecimal() for one in wanted):
+                named = len(bare) != width or bool({*wanted} & {*titles})
+                titles = titles if named else list(bare)
+            else:
+                titles = [str(n) for n in range(1, width + 1)]
+            if label not in titles and named_split(name) == "test" and {*columns} <= {*titles}:
+                unlabelled(PurePosixPath(name).name)
+                return
+            places = [_place(name, titles, one) for one in wanted]
+            if named:
+                continue
+        if len(cells) != width:
+            raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
+        *values, given = (cells[place] for place in places)
+        start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if plain else 1
+        yield Row(tuple(values), _label(given, name, reader.line_num), name, reader.line_num, start)
+
+
+def _place(name: str, titles: Sequence[str], wanted: str) -> int:
+    if wanted not in titles:
+        shown = ", ".join(title[:40] for title in titles[:20])
+        raise ValueError(
+            f"data: {name}, line 1: expected a column {wanted}, got {shown}; name those to use, by numbers from 1 on where "
+            "the first line has no names"
+        )
+    return titles.index(wanted)
+
+
+def json_rows(
+    name: str,
+    lines: Iterator[str],
+    columns: Sequence[str],
+    label: str,
+    unlabelled: Callable[[str], None],
+    loads: Callable[[str], Any] = json.loads,
+) -> Iterator[Row]:
+    """Rows of JSON, an object a line, which `loads` reads."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            cells = loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            raise wrong(name, number, f"expected JSON, got none: {error.msg}", error.colno) from None
+        except RecursionError:
+            raise wrong(name, number, "expected an object of texts, got one too deep") from None
+        if not isinstance(cells, dict):
+            raise wrong(name, number, f"expected an object, as {{...}}, got {str(cells)[:40]}")
+        if label not in cells and named_split(name) == "test" and number == 1:
+            unlabelled(PurePosixPath(name).name)
+            return
+        for one in (*columns, label):
+            if one not in cells:
+                raise wrong(name, number, f"expected a field {one}, got {', '.join(cells)[:200] or 'none'}")
+        values = tuple(cells[one] for one in columns)
+        yield Row(values, _label(cells[label], name, number), name, number)
+
+
+def _label(value: Any, file: str, line: int) -> str:
+    if value is None or isinstance(value, list | dict) or not str(value).strip():
+        raise wrong(file, line, f"expected a label, got {'none' if value in (None, '') else repr(value)[:40]}")
+    return str(value).strip()
+
+
+def parts(names: Iterable[str]) -> Callable[[str, str], str]:
+    """The split of a row: a function of the name of its file and of what it holds, as text."""
+    named = {name: named_split(name) or named_split(PurePosixPath(name).parent.parent.name) for name in names}
+    by_name, held_out = "train" in named.values(), "validation" in named.values()
+
+    def split(name: str, content: str) -> str:
+        tenth = hashlib.sha256(content.encode()).digest()[0] % 10
+        if not by_name:
+            return ("test", "validation")[tenth] if tenth < 2 else "train"
+        own = named[name] or "train"
+        return "validation" if own == "train" and not held_out and tenth == 1 else own
+
+    return split
+
+
+class Classes:
+    """The labels of rows by split, as they come; `settle` makes classes of them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._first: list[tuple[str, int]] = []  # where each label stands first
+        self._rows = {split: array("q") for split in SPLITS}
+
+    def add(self, split: str, row: Row) -> None:
+        """Take the label of a row."""
+        number = self._numbers.setdefault(row.label, len(self._numbers))
+        if number == len(self._first):
+            self._first.append((row.file, row.line))
+        self._rows[split].append(number)
+
+    def settle(self) -> tuple[list[str], dict[str, np.ndarray]]:
+        """The names of the classes, in order of numbers where they are numbers, and the class of each row by split.
+
+        Raises:
+            ValueError: Where train or validation has no row, there is one class, a label is no class, or train lacks one.
+        """
+        count = sum(map(len, self._rows.values()))
+        for split in SPLITS[:2]:
+            if not self._rows[split]:
+                raise ValueError(f"data: expected rows for {split}, got none among {count}; give it more rows")
+        train = {*self._rows["train"]}
+        for label, number in self._numbers.items():
+            if number not in train:
+                split = next(split for split in SPLITS if number in self._rows[split])
+                said = f"expected a class that train has, too, got {label[:40]!r}, which is in {split} alone"
+                raise wrong(*self._first[number], said)
+        if not 1 < len(self._numbers) <= max(2, count // 2):
+            some = ", ".join([*self._numbers][:5])
+            raise ValueError(f"label: expected classes, 2 at least, got {len(self._numbers)} in {count} rows: {some[:200]}")
+        integers = all(label.removeprefix("-").isdecimal() for label in self._numbers)
+        names = sorted(self._numbers, key=int if integers else str)
+        order = np.argsort(np.array([self._numbers[name] for name in names]))
+        return names, {split: order[np.array(rows, np.int64)] for split, rows in self._rows.items()}

@@ -1,0 +1,224 @@
+r"""Texts with classes, alone or in pairs, as memory-mapped tokens; and those that come with isopos.
+
+Example:
+    >>> found = load("", tokenizer="bytes")
+    >>> found.classes, found.tokenizer.decode(found.sequence("train", 0))[-9:] != ""
+    (('both as usual', 'both turned', 'round ones turned', 'square ones turned'), True)
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from isopos.catalog import expect
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
+from isopos.lab.data.corpora import shown
+from isopos.lab.data.labelled import Classes, Row, parts, rows, wrong
+from isopos.lab.data.prepare import SPLITS, Progressing
+from isopos.lab.data.sources import Source, find, survey
+from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
+
+__all__ = ["Texts", "load"]
+
+FORMAT = 1
+WORDS, EACH = 7, 1.5  # of a text that comes with isopos, and how often a word of the reference is in one
+TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Tokens of every text, its class, and what they are tokens of."""
+
+    name: str  # of the source
+    tokenizer: Tokenizer
+    arrays: Arrays
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self.arrays.facts["classes"])
+
+    @property
+    def each(self) -> int:
+        """Texts of a sample: 2 of pairs."""
+        return self.arrays.facts["each"]
+
+    def labels(self, split: str) -> np.ndarray:
+        """The class of each sample, int64."""
+        return self.arrays[f"{split}-labels"]
+
+    def lengths(self, split: str) -> np.ndarray:
+        """Tokens of each text ``[samples each]``."""
+        return np.diff(self.arrays[f"{split}-starts"]).reshape(-1, self.each)
+
+    def sequence(self, split: str, n: int) -> np.ndarray:
+        """The tokens of the n-th text of a split; of pairs sample n has 2n and 2n + 1."""
+        starts = self.arrays[f"{split}-starts"]
+        return self.arrays[f"{split}-tokens"][starts[n] : starts[n + 1]]
+
+
+def load(
+    source: str,
+    columns: tuple[str, ...] = ("text",),
+    label: str = "label",
+    *,
+    tokenizer: str | Tokenizer = "bytes",
+    vocabulary: int | None = None,
+    root: Path | None = None,
+    console: object = None,
+) -> Texts:
+    """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.rows`.
+
+    Args:
+        source: A path; empty: passages of the Python language reference with some words in round brackets and some in square
+            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of pairs whether the
+            same ones are turned.
+        columns: Of a text, or of two that are a pair.
+        label: The column of the class.
+        tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
+        vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
+        root: Of the cache.
+        console: Shows the progress of the preparation.
+
+    Raises:
+        ValueError: Where there is nothing to read, or something in it is wrong (with file and line).
+    """
+    kinds = ("bytes", "words", "bpe")
+    if isinstance(tokenizer, str):
+        expect("tokenizer", tokenizer, kinds)
+    if vocabulary is not None and tokenizer not in kinds[1:]:
+        raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
+    if source.startswith("hf:"):
+        raise ValueError(
+            f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
+        )
+    if not source:
+        return _own(len(columns) > 1, tokenizer, vocabulary)
+    root = cache.default_root() if root is None else root
+    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
+        return _Read(find(source, tables=True), columns, label, root, progressing).texts(tokenizer, vocabulary)
+
+
+def _own(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
+    if isinstance(tokenizer, str):
+        texts = (text for row in _passages(pairs) if row.file == "train" for text in row.values)
+        tokenizer = Bytes() if tokenizer == "bytes" else {"words": Words, "bpe": BPE}[tokenizer].learn(texts, vocabulary)
+    split = parts(SPLITS)
+    found = collect(lambda writer: _fill(writer, _passages(pairs), split, tokenizer, []))
+    return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", tokenizer, found)
+
+
+def _passages(pairs: bool) -> Iterator[Row]:
+    """Some words of the reference, a few of them in brackets; every tenth topic is for validation, and another for test."""
+    from pydoc_data.topics import topics
+
+    random = np.random.default_rng(0)
+
+    def passage(words: list[str], turned: int) -> str:
+        begin = int(random.integers(max(1, len(words) - WORDS)))
+        some = words[begin : begin + WORDS]
+        for pair, way in zip(("()", "[]"), (turned % 2, turned // 2), strict=True):
+            first, last = sorted(random.integers(len(some), size=2).tolist())
+            opening, closing = pair[::-1] if way else pair
+            some[first] = opening + some[first]
+            some[last] += closing
+        return " ".join(some)
+
+    for n, name in enumerate(sorted(topics)):
+        words = re.sub(r"[()[\]]", " ", topics[name]).split()
+        split = {0: "validation", 1: "test"}.get(n % 10, "train")
+        for _ in range(int(EACH * len(words) / WORDS)):
+            turned = int(random.integers(len(TURNED)))
+            if not pairs:
+                yield Row((passage(words, turned),), TURNED[turned], split, 1)
+                continue
+            other = turned if random.random() < 0.5 else (turned + int(random.integers(1, len(TURNED)))) % len(TURNED)
+            both = passage(words, turned), passage(words, other)
+            yield Row(both, "alike" if turned == other else "different", split, 1)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A source, which is read as often as it takes: for its hash, for a vocabulary, for its tokens."""
+
+    source: Source
+    columns: tuple[str, ...]
+    label: str
+    root: Path
+    progressing: Progressing
+
+    def texts(self, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
+        """Those of the cache, prepared before or now."""
+        stamp = self.source.stamp()
+
+        def survey_all() -> tuple[str, list[tuple[str, int]]]:
+            return survey(self.source, False, lambda done: self.progressing("reading", done, 0))
+
+        index = f"index-{key_of(FORMAT, 'texts', self.source.name, [path for path, _, _ in stamp])[:32]}"
+        sha256, sizes = cache.remembered(self.root, index, stamp, tuple[str, list[tuple[str, int]]], survey_all)
+        names = [name for name, _ in sizes]
+        key = key_of(FORMAT, sha256, [[Path(name).name, size] for name, size in sizes], self.columns, self.label)
+        if tokenizer == "bytes":
+            tokenizer = Bytes()
+        elif isinstance(tokenizer, str):
+            tokenizer = self._learned(tokenizer, vocabulary, names, key)
+
+        def fill(writer: Writer) -> dict[str, object]:
+            left: list[str] = []
+            facts = _fill(writer, self._rows(names, left, "writing tokens"), parts(names), tokenizer, left)
+            if self.source.stamp() != stamp:
+                raise ValueError(f"data: expected {self.source.name} to stay as it is while it is read, but it changed")
+            return facts
+
+        found = prepared(self.root, f"texts-{key_of(key, tokenizer.fingerprint)[:32]}", fill)
+        return Texts(self.source.name, tokenizer, found)
+
+    def _rows(self, names: list[str], left: list[str], stage: str) -> Iterator[Row]:
+        for n, row in enumerate(rows(self.source, names, self.columns, self.label, left.append)):
+            for name, value in zip(self.columns, row.values, strict=True):
+                if not isinstance(value, str) or not value.strip():
+                    got = "an empty one" if isinstance(value, str) else repr(value)[:40]
+                    raise wrong(row.file, row.line, f"{name}: expected a text, got {got}")
+            if n % 1000 == 0:
+                self.progressing(stage, n, 0)
+            yield row
+
+    def _learned(self, kind: str, vocabulary: int | None, names: list[str], key: str) -> Tokenizer:
+        split = parts(names)
+
+        def build(folder: Path) -> None:
+            read = self._rows(names, [], "learning the vocabulary")
+            texts = (text for row in read if split(row.file, "\n".join(row.values)) == "train" for text in row.values)
+            {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary).save(folder)
+
+        return load_tokenizer(cache.prepared(self.root, f"vocabulary-{key_of(key, kind, vocabulary)[:32]}", build))
+
+
+def _fill(
+    writer: Writer, read: Iterator[Row], split: Callable[[str, str], str], tokenizer: Tokenizer, left: list[str]
+) -> dict[str, object]:
+    """Write tokens, starts and labels of rows; return the classes and what was left out."""
+    classes, dtype, each = Classes(), np.min_scalar_type(tokenizer.size - 1), 1
+    ends = dict.fromkeys(SPLITS, 0)
+    for name in SPLITS:
+        writer.add(f"{name}-tokens", np.empty(0, dtype))
+        writer.add(f"{name}-starts", np.zeros(1, np.int64))
+    for row in read:
+        each, where = len(row.values), split(row.file, "\n".join(row.values))
+        for text in row.values:
+            try:
+                tokens = tokenizer.encode(text)
+            except ValueError as error:
+                raise wrong(row.file, row.line, str(error)) from None
+            ends[where] += len(tokens)
+            writer.add(f"{where}-tokens", tokens)
+            writer.add(f"{where}-starts", np.array([ends[where]]))
+        classes.add(where, row)
+    names, labels = classes.settle()
+    for name, numbers in labels.items():
+        writer.add(f"{name}-labels", numbers)
+    return {"classes": names, "each": each, "left": {file: left.count(file) for file in sorted({*left})}}

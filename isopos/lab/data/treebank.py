@@ -1,0 +1,344 @@
+"""Trees with a class each: s-expressions and nested JSON lists, read without recursion, as arrays of tokens and nodes.
+
+A node is labelled by the first atom of its s-expression; the inner nodes of nested lists have no labels. Tokens are labels
+of the train split, by frequency; that of a node without a label is `NODE`, and of labels that train does not have `UNKNOWN`.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from random import Random
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
+from isopos.lab.data.corpora import shown
+from isopos.lab.data.labelled import Classes, Row, json_rows, lines_of, parts, table_rows, wrong
+from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.sources import Source, find, survey
+from isopos.trees import Unread, read
+
+__all__ = ["NODE", "UNKNOWN", "Bank", "load", "loads", "text"]
+
+FORMAT = 1
+LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
+NODE, UNKNOWN = "()", "<unk>"
+COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # of the trees that come with isopos
+DEPTH, NODES = 6, (6, 30)
+
+
+class Read(NamedTuple):
+    """A tree: where it stands, its class, and nodes ``[n 2]``, as of `isopos.tree`, with their labels."""
+
+    row: Row
+    nodes: np.ndarray
+    labels: Sequence[str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Bank:
+    """Tokens and nodes of every tree, and its class."""
+
+    name: str  # of the source
+    arrays: Arrays
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self.arrays.facts["classes"])
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The label that each token is."""
+        return tuple(self.arrays.facts["words"])
+
+    @property
+    def branches(self) -> int:
+        """The most children that a node has."""
+        return self.arrays.facts["branches"]
+
+    def labels(self, split: str) -> np.ndarray:
+        """The class of each tree, int64."""
+        return self.arrays[f"{split}-labels"]
+
+    def sizes(self, split: str) -> np.ndarray:
+        """Nodes of each tree."""
+        return np.diff(self.arrays[f"{split}-starts"])
+
+    def tree(self, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens ``[t]`` and nodes ``[t 2]`` of the n-th tree of a split, in preorder."""
+        own = slice(*self.arrays[f"{split}-starts"][n : n + 2])
+        return self.arrays[f"{split}-tokens"][own], self.arrays[f"{split}-nodes"][own]
+
+
+def load(
+    source: str,
+    column: str = "tree",
+    label: str = "label",
+    *,
+    inner: bool = False,
+    vocabulary: int = 0,
+    words: Sequence[str] = (),
+    root: Path | None = None,
+    console: object = None,
+) -> Bank:
+    """The labelled trees of a source, prepared once, then memory-mapped.
+
+    Lines of a file that is no table (in a folder: .txt, .ptb or .mrg) are s-expressions with their class at the root. Other
+    inner nodes are taken to have classes, too, hidden as in the Stanford Sentiment Treebank: a node above one word
+    is that word. Rows of a .tsv or .csv are a label and a tree, or have these columns by name; those of a .jsonl are objects
+    with nested lists, or an s-expression, beside their label. Splits are as of `labelled`.
+
+    Args:
+        source: A path; empty: random trees of "and", "or" and "not", whose class is what they evaluate to.
+        column: Of the tree.
+        label: Of its class.
+        inner: See the labels of inner nodes below the root, too, where the root's is the class.
+        vocabulary: At most so many tokens; 0: as many as train has.
+        words: What they are, where that is known already.
+        root: Of the cache.
+        console: Shows the progress of the preparation.
+
+    Raises:
+        ValueError: Where there is no tree, or one is wrong (with file, line and column).
+    """
+    if not source:
+        own = [*_random()]
+        arrays = collect(lambda writer: _fill(writer, lambda: own, parts(SPLITS), 0, words))
+        return Bank("random trees of and, or and not", arrays)
+    if source.startswith("hf:"):
+        raise ValueError(
+            f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
+        )
+    found, root = find(source, tables=True), cache.default_root() if root is None else root
+    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
+        stamp = found.stamp()
+
+        def survey_all() -> tuple[str, list[tuple[str, int]]]:
+            return survey(found, False, lambda done: progressing("reading", done, 0))
+
+        index = f"index-{key_of(FORMAT, 'trees', found.name, [path for path, _, _ in stamp])[:32]}"
+        sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], survey_all)
+        names = [name for name, _ in sizes]
+
+        def reading() -> Iterator[Read]:
+            for n, one in enumerate(_trees(found, column, label, inner)):
+                if n % 1000 == 0:
+                    progressing("reading trees", n, 0)
+                yield one
+
+        about = [[Path(name).name, size] for name, size in sizes]
+        key = key_of(FORMAT, sha256, about, column, label, inner, vocabulary, list(words))
+        arrays = prepared(root, f"trees-{key[:32]}", lambda writer: _fill(writer, reading, parts(names), vocabulary, words))
+    return Bank(found.name, arrays)
+
+
+def _fill(
+    writer: Writer,
+    trees: Callable[[], Iterable[Read]],
+    split: Callable[[str, str], str],
+    vocabulary: int,
+    words: Sequence[str],
+) -> dict[str, object]:
+    """Write tokens, nodes, starts and labels; return classes, words and branches."""
+    counts, classes, branches = Counter(), Classes(), 1
+    for one in () if words else trees():
+        if split(one.row.file, one.row.values[0]) == "train":
+            counts.update(label for label in one.labels if label not in (None, NODE, UNKNOWN))
+    ordered = sorted(counts, key=lambda word: (-counts[word], word))
+    words = list(words) or [NODE, UNKNOWN, *ordered][: vocabulary or None]
+    index, ends = {word: n for n, word in enumerate(words)}, dict.fromkeys(SPLITS, 0)
+    for name in SPLITS:
+        writer.add(f"{name}-tokens", np.empty(0, np.min_scalar_type(len(words))))
+        writer.add(f"{name}-nodes", np.empty((0, 2), np.int32))
+        writer.add(f"{name}-starts", np.zeros(1, np.int64))
+    for one in trees():
+        where = split(one.row.file, one.row.values[0])
+        tokens = [index.get(NODE if label is None else label, 1) for label in one.labels]
+        ends[where] += len(tokens)
+        writer.add(f"{where}-tokens", np.array(tokens))
+        writer.add(f"{where}-nodes", one.nodes)
+        writer.add(f"{where}-starts", np.array([ends[where]]))
+        classes.add(where, one.row)
+        branches = max(branches, 1 + int(one.nodes[:, 1].max()))
+    names, labels = classes.settle()
+    for name, numbers in labels.items():
+        writer.add(f"{name}-labels", numbers)
+    return {"classes": names, "words": words, "branches": branches}
+
+
+def _trees(source: Source, column: str, label: str, inner: bool) -> Iterator[Read]:
+    """The trees of a source, in its order."""
+    found, alone = 0, Path(source.name).is_file()
+    for name, blocks in source.read(raw=False):
+        suffix, lines = PurePosixPath(name).suffix.lower(), lines_of(name, blocks)
+        if suffix in (".tsv", ".csv"):
+            some = table_rows(name, lines, (column,), label, _refuse, (label, column))
+        elif suffix == ".jsonl":
+            some = json_rows(name, lines, (column,), label, _refuse, loads)
+        elif not alone and suffix not in LINES:
+            continue
+        else:
+            some = (Row((line,), "", name, n) for n, line in enumerate(lines, 1) if line.strip())
+        for row in some:
+            found += 1
+            yield _tree(row, inner)
+    if not found:
+        raise ValueError(f"data: expected trees, an s-expression a line or a label and a tree, got none in {source.name}")
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"data: expected labels in {name}, which is test by its name, got none; remove it")
+
+
+def _tree(row: Row, inner: bool) -> Read:
+    (value,) = row.values
+    try:
+        if not isinstance(value, str | list):
+            raise Unread(f"expected an s-expression or nested lists, got {str(value)[:40]}", 0)
+        rows, labels = read(value)
+    except Unread as error:
+        raise wrong(row.file, row.line, error.said, error.at + row.start) from None
+    rows = np.array(rows)
+    if row.label:
+        return Read(row._replace(values=(value if isinstance(value, str) else text(labels, rows),)), rows, labels)
+    row = row._replace(label=labels[0])
+    if len(rows) == 1:
+        raise wrong(
+            row.file, row.line, f"expected a label and a tree, as (label child ...), got {labels[0][:40]!r} alone", 1
+        )
+    return Read(row, *(_hidden(rows, labels) if not inner else (rows, [None, *labels[1:]])))
+
+
+def _hidden(rows: np.ndarray, labels: Sequence[str]) -> tuple[np.ndarray, list[str | None]]:
+    """The tree without the labels of inner nodes; those above a single leaf are that leaf."""
+    parent, n = rows[:, 0], len(rows)
+    children = np.bincount(parent[parent >= 0], minlength=n)
+    leaf = children == 0
+    merged = leaf & (parent >= 0) & (children[parent] == 1)  # in preorder such a leaf comes right after its parent
+    named = [label if is_leaf else None for label, is_leaf in zip(labels, leaf, strict=True)]
+    for row in merged.nonzero()[0].tolist():
+        named[row - 1] = labels[row]
+    place = np.cumsum(~merged) - 1
+    kept = rows[~merged].copy()
+    kept[:, 0] = np.where(kept[:, 0] >= 0, place[kept[:, 0]], -1)
+    return kept, [name for name, gone in zip(named, merged.tolist(), strict=True) if not gone]
+
+
+def text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
+    """The s-expression of a tree in preorder; nodes without labels have none.
+
+    Example:
+        >>> text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
+        '(and T (not F))'
+    """
+    parent = [int(row) for row in nodes[:, 0]]
+    inner, depth, pieces = {*parent}, [0] * len(parent), []
+    for row, (label, above) in enumerate(zip(labels, parent, strict=True)):
+        depth[row] = depth[above] + 1 if above >= 0 else 0
+        shown = "" if label in (None, NODE) else str(label)
+        pieces.append(f"({shown}" if row in inner else shown or "()")
+    closing = [(d + (row in inner)) - after for row, (d, after) in enumerate(pairwise([*depth, 0]))]
+    said = [piece + ")" * count for piece, count in zip(pieces, closing, strict=True)]
+    return re.sub(r"\( ", "(", " ".join(said))
+
+
+ATOM = re.compile(r'\s*([\[\]{},:]|"(?:[^"\\]|\\.)*"|[^\s\[\]{},:"]+|"|$)')
+
+
+def loads(line: str) -> Any:
+    """The value of JSON, however deep; atoms below lists are text.
+
+    Raises:
+        json.JSONDecodeError: Where it is none, with the column.
+
+    Example:
+        >>> loads('{"label": 1, "tree": [["the", "cat"], 2]}')
+        {'label': 1, 'tree': [['the', 'cat'], '2']}
+    """
+
+    def refuse(what: str, at: int) -> NoReturn:
+        raise json.JSONDecodeError(f"expected {what}", line, at)
+
+    def put(value: Any) -> None:
+        if keys[-1] is None:
+            stack[-1].append(value)
+        else:
+            stack[-1][keys[-1]] = value
+
+    stack: list[Any] = [[]]
+    keys: list[Any] = [None]  # of the object that is open, for the value that comes
+    state, at = "value", 0  # what comes: a value, a key, a colon; after a value, whatever may follow
+    while match := ATOM.match(line, at):
+        token, at, begin = match[1], match.end(), match.start(1)
+        inside = stack[-1]
+        if token == "":
+            if len(stack) > 1 or state != "after":
+                refuse("the end of a list or an object", begin)
+            return stack[0][0]
+        if len(stack) == 1 and state == "after":
+            refuse("the end of the line", begin)
+        if token in ("]", "}"):
+            kind, first = (list, "value") if token == "]" else (dict, "key")
+            if len(stack) == 1 or not isinstance(inside, kind) or not (state == "after" or (state == first and not inside)):
+                refuse(f"no {token}", begin)
+            stack.pop()
+            keys.pop()
+            put(inside)
+            state = "after"
+        elif state == "after":
+            if token != ",":
+                refuse("a comma", begin)
+            state = "key" if isinstance(inside, dict) else "value"
+        elif state == "colon":
+            if token != ":":
+                refuse("a colon", begin)
+            state = "value"
+        elif state == "value" and token in ("[", "{"):
+            stack.append([] if token == "[" else {})
+            keys.append(None)
+            state = "value" if token == "[" else "key"
+        else:
+            try:
+                value = json.loads(token)
+            except ValueError:
+                refuse("a value", begin)
+            if state == "key":
+                if not isinstance(value, str):
+                    refuse("a name in quotes", begin)
+                keys[-1], state = value, "colon"
+            else:
+                put(value if keys[-1] is not None or len(stack) == 1 or isinstance(value, str) else token)
+                state = "after"
+    return refuse("a value", at)
+
+
+def _random() -> Iterator[Read]:
+    """Trees of "and", "or" and "not", half of them true."""
+    draw = Random(0).random
+
+    def grow(depth: int) -> tuple[str, int, bool]:
+        if depth and (depth == DEPTH or draw() < 0.4):
+            value = draw() < 0.5
+            return "T" if value else "F", 1, value
+        name = ("not", "and", "or")[int(3 * draw())]
+        children = [grow(depth + 1) for _ in range(1 if name == "not" else 2 + int(2 * draw()))]
+        said, nodes, values = zip(*children, strict=True)
+        value = not values[0] if name == "not" else (all if name == "and" else any)(values)
+        return f"({name} {' '.join(said)})", 1 + sum(nodes), value
+
+    seen = set()
+    for split, count in COUNTS.items():
+        wanted = {True: count // 2, False: count // 2}
+        while any(wanted.values()):
+            said, nodes, value = grow(0)
+            if NODES[0] <= nodes <= NODES[1] and wanted[value] and said not in seen:
+                wanted[value] -= 1
+                seen.add(said)
+                yield _tree(Row((said,), str(value).lower(), split, 1), True)

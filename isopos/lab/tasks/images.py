@@ -1,0 +1,255 @@
+"""Images by class: folders or archives of them, or digits that are drawn, from tokens on a grid or in a line."""
+
+import base64
+import copy
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor, nn
+
+    from isopos.lab.data.images import Pictures
+    from isopos.lab.recipes import Recipe
+    from isopos.models import Vision
+
+__all__ = ["Album", "Images"]
+
+CROP = 8  # of a side, one part that training images are moved by at most
+
+
+@dataclass(frozen=True)
+class Images(Task):
+    """What a classifier of images sees, and how it makes tokens of pixels.
+
+    Positions are the row and the column of a token, or its number row by row, as the scheme has it.
+    """
+
+    data: str = ""
+    """A folder or an archive with a folder of images a class, perhaps below train, valid and test; by default 10,000 digits
+    are drawn. docs/data.md says more."""
+    height: int = 0  # Pixels; 0: as found, where all are alike. Others are scaled, and cut around their middle.
+    width: int = 0  # Pixels; 0: as found, where all are alike.
+    margin: int = 0  # Pixels around images, of the colours of their edges.
+    tokenizer: Literal["patches", "convolution"] = "patches"
+    """Tokens are squares side by side, as ViT's; or what a convolution and a max-pool find around them, as CCT's."""
+    patch: int = 4  # Pixels from one token to the next.
+    pooling: Literal["mean", "sequence"] = "mean"  # Of tokens; sequence: weighed by what a learned vector finds in them.
+    augment: Literal["none", "crop", "crop-flip"] = "none"
+    """Move training images by at most an eighth at random, and flip half of them, left to right."""
+    smoothing: float = 0.0  # Of labels: the share of the loss that asks for all classes alike.
+    channels: int = 0  # Of pixels: 1 where all images are grey, 3 otherwise; 0: as found.
+    classes: int = 0  # 0: as many as the data has.
+    validation_rows: int = 0  # At most so many held-out images are scored; 0: all.
+
+    name = "images"
+    schemes = "none,sinusoidal,rope,ape-sequence,ape-grid,permuteformer-2d,horn-clipped:axes=2"
+    edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 48, "heads": 4, "learning_rate": 5e-3})
+    unit = "images"
+    limits = (
+        ("height width margin", 0, 10**5),
+        ("patch", 1, 10**5),
+        ("channels", 0, 10**3),
+        ("classes validation_rows", 0, 10**9),
+        ("smoothing", 0, 1),
+    )
+    settled = ("height", "width", "channels", "classes")
+    views = ("split", "limit", "height", "width", "shift")
+    metrics = accuracy("held-out images", "whose class is named")
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        return (Metric("scored", "images", "higher", ",.0f"),)
+
+    def setting(self, recipe: "Recipe") -> str:
+        return (
+            f"A classifier of images of {self.height} x {self.width} pixels, a token for each {self.patch} x {self.patch} "
+            f"({self.tokenizer}), with {self.pooling} pooling."
+        )
+
+    def tokens(self, height: int, width: int) -> int:
+        """Tokens of an image of so many pixels."""
+        rows, columns = (-(-(side + 2 * self.margin) // self.patch) for side in (height, width))
+        return rows * columns
+
+    @property
+    def fits(self) -> dict[str, object]:
+        length = self.tokens(self.height, self.width)
+        known = {"length": length, "reach": length} if self.height and self.width else {}
+        return {"scale": 1.0, **known}  # tokens of pixels vary about as much
+
+    def check(self, recipe: "Recipe") -> list[str]:
+        from isopos.encodings import Permutation
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line, Product
+
+        where = "on a line or on a grid of 2 axes, which images have"
+        scheme = check_group(recipe, (Line, Product), where)
+        if not scheme.group.is_grid or scheme.group.columns > 2:
+            raise ValueError(
+                f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}"
+            )
+        expect("outside", scheme.outside, "0, since these models have no class tokens", scheme.outside == 0)
+        expect("width", self.width, "one beside a height, or neither", bool(self.height) == bool(self.width))
+        model = self.model(recipe)
+        if not self.height:
+            return []
+        model.tokens.sides(self.height + 2 * self.margin, self.width + 2 * self.margin)
+        longest = self.tokens(self.height, self.width)
+        if scheme.max_length is not None and scheme.max_length < longest:
+            raise ValueError(
+                f"height: expected images of at most {scheme.max_length} tokens, for which {recipe.scheme} has positions, "
+                f"got {longest}; choose a smaller one, or a larger --patch"
+            )
+        span = longest if scheme.group.columns == 1 else max(self.height, self.width) // self.patch
+        return [
+            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {span} of an image"
+            for module in scheme.modules()
+            if isinstance(module, Permutation) and (order := module.common_order) < span
+        ]
+
+    def check_view(self, view: View) -> None:
+        super().check_view(view)
+        for name, value in view.own:
+            expect(name, value, "pixels", value >= (name != "shift"))
+
+    def model(self, recipe: "Recipe") -> "Vision":
+        from isopos.lab.tasks.build import build_model
+        from isopos.models import Vision
+
+        options = {"tokenizer": self.tokenizer, "patch": self.patch, "pooling": self.pooling}
+        return build_model(recipe, Vision, self.channels or 1, self.classes or 2, **options)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Album":
+        return Album(self, self.pictures(self.height, self.width, console))
+
+    def pictures(self, height: int, width: int, console: "Console | None" = None) -> "Pictures":
+        """The images in a size; 0: as found."""
+        from isopos.lab.data import images
+
+        return images.read(self.data, height, width, console=console) if self.data else images.digits(height, width)
+
+
+class Album(Labelled):
+    """Images to train on and to score."""
+
+    unit = "images"
+    shift = 0  # pixels by which images that are scored are moved: right, down, left or up, in turns
+
+    def __init__(self, task: Images, pictures: "Pictures"):
+        self.task, self.name, self.sha256, self.limit = task, pictures.name, pictures.sha256, task.validation_rows
+        self.show(pictures)
+        train, validation, test = (pictures.splits[split] for split in ("train", "validation", "test"))
+        self.splits = ("validation", "test") if len(test) else ("validation",)
+        for name, count in self.found.items():
+            given = getattr(task, name)
+            expect(name, given, f"0, or the {count} of {self.name}", given in (0, count))
+        usual = int(np.bincount(pictures.labels[train]).argmax())
+        share = (pictures.labels[validation] == usual).mean()
+        height, width = pictures.pixels.shape[2:]
+        self.summary = (
+            f"{len(train)} + {len(validation)} + {len(test)} images of {height} x {width} pixels, "
+            f"{'grey' if pictures.pixels.shape[1] == 1 else 'in colours'}, {len(pictures.classes)} classes"
+            + "".join(f", {left} left out" for left in pictures.left)
+            + f"; without a model: always {pictures.classes[usual]} {share:.1%}"
+        )
+
+    def show(self, pictures: "Pictures") -> None:
+        """Take these images."""
+        tokens = self.task.tokens(*pictures.pixels.shape[2:])
+        self.pictures = pictures
+        self.sizes = {split: np.full(len(rows), tokens) for split, rows in pictures.splits.items()}
+
+    @property
+    def found(self) -> dict[str, int]:
+        """What the data tells of fields of the task."""
+        return {"channels": self.pictures.pixels.shape[1], "classes": len(self.pictures.classes)}
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        height, width = self.pictures.pixels.shape[2:]
+        recipe = recipe.edit(height=height, width=width, **self.found)
+        recipe.task.check(recipe)
+        return super().settle(recipe)
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Pixels ``[b c h w]`` uint8, with their margin, and classes ``[b]``."""
+        import torch
+
+        chosen = self.pictures.splits[split][rows]
+        pixels, side = self.pictures.pixels[chosen], np.array(self.pictures.pixels.shape[2:])
+        moves, flips = np.zeros((len(rows), 2), np.int64), np.zeros(len(rows), bool)
+        if step is None:
+            moves = self.shift * np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])[rows % 4]
+        elif self.task.augment != "none":
+            drawn = np.array([np.random.default_rng((recipe.seed, step, int(row))).random(3) for row in rows])
+            moves = np.floor(drawn[:, :2] * (2 * (side // CROP) + 1)).astype(np.int64) - side // CROP
+            flips = (drawn[:, 2] < 0.5) & (self.task.augment == "crop-flip")
+        pixels = _moved(pixels, moves, flips, self.task.margin)
+        return torch.from_numpy(pixels), torch.from_numpy(self.pictures.labels[chosen])
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        pixels, answers = batch
+        return F.cross_entropy(model(pixels), answers, label_smoothing=self.task.smoothing)
+
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """As of every classifier; images in another size are read in it from their source."""
+        seen, found = copy.copy(self), self.pictures.pixels.shape[2:]
+        own = {"shift": 0, "height": int(found[0]), "width": int(found[1])} | dict(view.own)
+        seen.shift, height, width, margin = own["shift"], own["height"], own["width"], 2 * self.task.margin
+        if (height, width) != found:
+            try:
+                model.tokens.sides(height + margin, width + margin)
+            except ValueError as error:
+                return Scored(reason=str(error))
+            most, tokens = model.scheme.max_length, self.task.tokens(height, width)
+            if most is not None and most < tokens:
+                return Scored(reason=f"height: expected at most {most} tokens, for which there are positions, got {tokens}")
+            seen.show(self.task.pictures(height, width))
+        return super(Album, seen).score(model, recipe, view)
+
+    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+        rows = np.arange(min(count, len(self.sizes["validation"])))
+        logits, answers = self.answers(model, recipe, "validation", rows)
+        sure, named = logits.softmax(-1).max(-1)
+        images, names = self.pictures.pixels[self.pictures.splits["validation"][rows]], self.pictures.classes
+        found = zip(images, answers.tolist(), named.tolist(), sure.tolist(), strict=True)
+        return [
+            {"image": _png(pixels), "class": names[answer], "model": names[guess], "with probability": f"{share:.0%}"}
+            for pixels, answer, guess, share in found
+        ]
+
+
+def _moved(pixels: np.ndarray, moves: np.ndarray, flips: np.ndarray, margin: int) -> np.ndarray:
+    """Images ``[n c h w]`` moved down and right by so many pixels ``[n 2]``, then flipped where ``[n]`` says so.
+
+    Edges go on beyond, into the margin, too.
+    """
+    if not (moves.any() or flips.any() or margin):
+        return pixels
+    n, channels, *sides = pixels.shape
+    y, x = (
+        (np.arange(-margin, side + margin) - move[:, None]).clip(0, side - 1)
+        for side, move in zip(sides, moves.T, strict=True)
+    )
+    x[flips] = x[flips, ::-1]
+    first, second = np.arange(n)[:, None, None, None], np.arange(channels)[:, None, None]
+    return pixels[first, second, y[:, None, :, None], x[:, None, None, :]]
+
+
+def _png(pixels: np.ndarray) -> str:
+    """An image ``[c h w]`` as the address of a PNG that is in it."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

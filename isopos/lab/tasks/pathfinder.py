@@ -1,0 +1,105 @@
+"""Pathfinder: whether two dots in a picture are the ends of one dashed path, from pixels in a row or on a grid."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.task import Metric, Task, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from isopos.lab.data.arrays import Arrays
+    from isopos.lab.recipes import Recipe
+
+__all__ = ["Pathfinder", "Pictures"]
+
+GREYS = 256
+
+
+@dataclass(frozen=True)
+class Pathfinder(Task):
+    """Pictures of dashed paths, drawn by the published description: a pixel is a token.
+
+    Their positions are those of the pixels in one row, or on a grid, as the scheme has it; the tokens are the same.
+    """
+
+    side: int = 16  # Pixels of a picture; the Long Range Arena has 32 and 128.
+    dashes: int = 3  # Of each of the two long paths.
+    distractors: int = 0  # Shorter paths.
+    pictures: int = 6000  # A tenth of them for validation, and another for the test.
+    validation_rows: int = 0  # At most so many held-out pictures are scored; 0: all.
+
+    name = "pathfinder"
+    schemes = "none,rope,ape-sequence,ape-grid"
+    edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
+    unit = "pictures"
+    limits = (("side", 8, 1024), ("dashes", 1, 1000), ("distractors validation_rows", 0, 10**9), ("pictures", 20, 10**8))
+    metrics = accuracy("held-out pictures", "whose dots are rightly said to be connected or not")
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        return (Metric("scored", "pictures", "higher", ",.0f"),)
+
+    def setting(self, recipe: "Recipe") -> str:
+        return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."
+
+    @property
+    def fits(self) -> dict[str, object]:
+        return {"length": self.side**2, "reach": self.side**2}
+
+    def check(self, recipe: "Recipe") -> Sequence[str]:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line, Product
+
+        group = check_group(recipe, (Line, Product), "in a row or on a grid of 2 axes, which pixels have").group
+        expect("schemes", group.noun, "positions in a row or on a grid of 2 axes", group.is_grid and group.columns <= 2)
+        return super().check(recipe)
+
+    def model(self, recipe: "Recipe") -> Any:
+        from isopos.lab.tasks.build import build_model
+        from isopos.models import Classifier
+
+        return build_model(recipe, Classifier, GREYS, 2)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Pictures":
+        from isopos.lab.data import pathfinder
+        from isopos.lab.data.corpora import shown
+
+        tenth = self.pictures // 10
+        counts = (self.pictures - 2 * tenth, tenth, tenth)
+        with shown(console) as progressing:
+            found = pathfinder.prepare(0, counts, self.side, self.dashes, self.distractors, progressing)
+        return Pictures(self, found)
+
+
+class Pictures(Labelled):
+    """Pictures to train on and to score."""
+
+    unit = "pictures"
+    splits = ("validation", "test")
+
+    def __init__(self, task: Pathfinder, arrays: "Arrays"):
+        self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
+        labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
+        self.sizes = {split: np.full(len(rows), task.side**2) for split, rows in labels.items()}
+        self.name = f"Pathfinder, {task.side} x {task.side}"
+        self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} pictures, half of them connected"
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Tokens ``[b side^2]``, positions ``[side^2 1]`` or ``[side^2 2]``, and classes ``[b]``."""
+        import torch
+
+        from isopos.lab.tasks.build import group_of
+        from isopos.positions import Line, grid, sequence
+
+        side = self.task.side
+        tokens = torch.from_numpy(self.arrays[f"{split}-pictures"][rows].reshape(len(rows), -1).astype(np.int64))
+        positions = sequence(side**2) if isinstance(group_of(recipe), Line) else grid(side, side)
+        return tokens, positions, torch.from_numpy(self.arrays[f"{split}-labels"][rows])

@@ -1,0 +1,334 @@
+"""Sequences into sequences: copied, reversed and repeated symbols, and texts into their translations."""
+
+import hashlib
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from isopos.lab.data.pairs import Pairs, read_texts, sequences
+from isopos.lab.data.tokenizers import BPE, UNK, Tokenizer, Words, load_tokenizer
+from isopos.lab.tasks.samples import Samples
+from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor, nn
+
+    from isopos.lab.recipes import Recipe
+    from isopos.models import Seq2Seq
+    from isopos.models.seq2seq import Follow
+
+__all__ = ["Sequences", "Transduced", "Transducing", "Transduction"]
+
+SYMBOLS = 20  # of random sequences
+PERPLEXITY = Metric("perplexity", "perplexity", style=".3f", note="perplexity of a target's token, given those before it")
+TOKENS = Metric(
+    "tokens", "accuracy", "higher", ".1%", note="tokens: share that is the likeliest, given the right ones before"
+)
+EXACT = Metric("exact", "exact", "higher", ".1%", note="exact: share of targets that come out whole, decoded freely")
+
+
+@dataclass(frozen=True)
+class Transducing(Task):
+    """What an encoder-decoder reads: sources and their targets, from files or made from a seed of their own."""
+
+    data: str = ""
+    samples: int = 4000  # Pairs to train with, where they are made.
+    held_out: int = 500  # Pairs of validation, and as many of the test, where they are made.
+    data_seed: int = 0  # Of the pairs that are made: seeds of weights leave them as they are.
+    longest: int = 0  # Tokens of a source or a target: longer pairs are left out; 0: none are.
+    tied: bool = True  # One matrix for the vectors of sources and targets, and the logits.
+    validation_rows: int = 0  # At most so many held-out pairs are scored; 0: all.
+    decoded: int = 200  # At most so many of them are decoded freely; 0: all.
+
+    unit = "pairs"
+    limits = (
+        ("samples held_out", 1, 10**9),
+        ("data_seed", 0, 2**63 - 1),
+        ("longest validation_rows decoded", 0, 10**9),
+    )
+    settled = ("longest",)
+    metrics = (PERPLEXITY, TOKENS, EXACT)
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        counts = Metric("scored", "pairs", "higher", ",.0f"), Metric("decoded", "decoded", "higher", ",.0f")
+        return Metric("nats/token", "nats"), *counts
+
+
+class Transduced(Samples):
+    """Pairs to train on and to score: teacher-forced, and decoded freely."""
+
+    unit = "pairs"
+    calls = ("greedy",)
+    limit: int  # at most so many held-out pairs are scored while training; 0: all
+    free: int  # at most so many of them are decoded freely; 0: all
+    start: int  # the token that every target is decoded from
+
+    @abstractmethod
+    def follow(self, recipe: "Recipe") -> "Follow":
+        """Where the tokens of decoded targets stand; see `Seq2Seq.greedy`."""
+
+    @abstractmethod
+    def ended(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens ``[n]`` of a decoded target up to its end."""
+
+    @abstractmethod
+    def shown(self, split: str, row: int) -> tuple[str, str]:
+        """Source and target as text."""
+
+    @abstractmethod
+    def text(self, tokens: np.ndarray) -> str:
+        """A decoded target as text."""
+
+    def most(self, source: "Tensor", answers: "Tensor") -> int:
+        """How many tokens a decoded target may have: those that are right have no more."""
+        return answers.shape[1]
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        """The mean of a pair's tokens, and of pairs: so shares of a batch weigh the same, whatever their lengths."""
+        from torch.nn import functional as F
+
+        *sample, answers = batch
+        nats = F.cross_entropy(model(*sample).flatten(0, 1), answers.flatten(), ignore_index=-1, reduction="none")
+        return (nats.view_as(answers).sum(1) / (answers >= 0).sum(1)).mean()
+
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """Perplexity, nats and accuracy of targets' tokens, the share of targets that are decoded whole, and the counts."""
+        from torch.nn import functional as F
+
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        limit, free = (self.limit, self.free) if view.limit < 0 else (view.limit,) * 2
+        nats, right, tokens, pairs = 0.0, 0, 0, 0
+        for rows in self.rounds(view.split, limit):
+            *sample, answers = self._on(model, recipe, view.split, rows)
+            logits, own = model(*sample), answers >= 0
+            nats += F.cross_entropy(logits[own], answers[own], reduction="sum").item()
+            right += int((logits.argmax(-1) == answers)[own].sum())
+            tokens, pairs = tokens + int(own.sum()), pairs + len(rows)
+        nats /= tokens
+        perplexity = math.exp(nats) if nats < 700 else math.inf
+        found = {"perplexity": perplexity, "nats": nats, "accuracy": right / tokens, "pairs": pairs}
+        decoded = [
+            one
+            for rows in self.rounds(view.split, min(free or pairs, pairs))
+            for one in self.freely(model, recipe, view.split, rows)
+        ]
+        return Scored(found | self.of_decoded(decoded) | {"decoded": len(decoded)})
+
+    def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+        """Figures of right and of decoded targets."""
+        return {"exact": sum(np.array_equal(*pair) for pair in decoded) / len(decoded)}
+
+    def freely(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The right and the decoded target of each row."""
+        source, _, positions, _, mask, answers = self._on(model, recipe, split, rows)
+        tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(recipe), positions, mask)
+        pairs = zip(answers.cpu().numpy(), tokens.cpu().numpy(), strict=True)
+        return [(right[right >= 0], self.ended(found)) for right, found in pairs]
+
+    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+        rows = np.arange(len(self.sizes["validation"]))[:count]
+        decoded = self.freely(model, recipe, "validation", rows)
+        shown = [self.shown("validation", row) for row in rows]
+        titles = ("source", "target", "model")
+        return [
+            dict(zip(titles, (*sides, self.text(found)), strict=True))
+            for sides, (_, found) in zip(shown, decoded, strict=True)
+        ]
+
+    def _on(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> "list[Tensor]":
+        """A batch on the model's device."""
+        device = next(model.parameters()).device
+        return [tensor.to(device) for tensor in self.tensors(split, rows, recipe)]
+
+
+@dataclass(frozen=True)
+class Transduction(Transducing):
+    """What an encoder-decoder of sequences learns: to copy, to reverse, to repeat, or to translate."""
+
+    data: str = ""
+    """Pairs of texts: a table with a tab between source and target or a folder of such .tsv, two files SOURCE,TARGET, or a
+    folder and --languages; names with train, valid and test make the splits. By default random symbols are transduced."""
+    languages: str = ""  # Endings of the files in a folder of texts: en,de.
+    operation: Literal["copy", "reverse", "repeat"] = (
+        "reverse"  # What targets of random symbols are; repeat: twice the source.
+    )
+    length: int = 16  # Symbols of a random source, on average.
+    deviation: int = 2  # Their standard deviation.
+    tokenizer: Literal["words", "bpe"] = "words"  # What a token of texts is; sources and targets share them.
+    vocabulary: int = 0  # Random symbols, 0: 20; of texts at most so many words or pieces, 0: as many as the tokenizer has.
+
+    name = "transduction"
+    schemes = (
+        "none:attention=softmax,sinusoidal:attention=softmax,shaw,rope:attention=softmax,ape-sequence:attention=softmax"
+    )
+    edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
+    limits = (*Transducing.limits, ("length", 1, 10**6), ("deviation vocabulary", 0, 10**9))
+    settled = ("longest", "vocabulary")
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Texts have BLEU instead of whole targets."""
+        bleu = Metric("BLEU", "bleu", "higher", ".1f", note="BLEU: of words, decoded greedily")
+        return (PERPLEXITY, TOKENS, bleu if self.data else EXACT)
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        return (*super().more, EXACT)
+
+    @property
+    def fits(self) -> dict[str, object]:
+        known = {"length": self.longest, "reach": self.longest if self.data else self.length}
+        return {name: value for name, value in known.items() if value}
+
+    def setting(self, recipe: "Recipe") -> str:
+        what = f"translates texts ({self.tokenizer})" if self.data else f"is to {self.operation} symbols"
+        return f"An encoder-decoder that {what}, of {self.vocabulary:,} tokens, in at most {self.longest} places."
+
+    def check(self, recipe: "Recipe") -> Sequence[str]:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line
+
+        expect("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)
+        length = check_group(recipe, (Line,), "on a line, which sequences have").max_length
+        if length is not None and length < self.longest:
+            raise ValueError(
+                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
+                f"--longest {length} leaves longer pairs out"
+            )
+        return super().check(recipe)
+
+    def model(self, recipe: "Recipe") -> "Seq2Seq":
+        from isopos.lab.tasks.build import build_model
+        from isopos.models import Seq2Seq
+
+        tokens = (self.vocabulary or SYMBOLS) + 2  # start and end
+        return build_model(recipe, Seq2Seq, tokens, tokens, tied=self.tied)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Sequences":
+        if not self.data:
+            made = sequences(
+                self.data_seed,
+                (self.samples, self.held_out, self.held_out),
+                length=self.length,
+                deviation=self.deviation,
+                vocabulary=self.vocabulary or SYMBOLS,
+            )
+            return Sequences(self, Pairs({name: [(row, row) for row in rows] for name, rows in made.items()}))
+        texts = read_texts(self.data, self.languages)
+        lines = (f"{side}\n" for pair in texts.splits["train"] for side in pair)
+        learn = {"words": Words, "bpe": BPE}[self.tokenizer].learn
+        used = learn(lines, self.vocabulary or None) if run is None else load_tokenizer(run)
+        coded = {name: [(used.encode(a), used.encode(b)) for a, b in pairs] for name, pairs in texts.splits.items()}
+        return Sequences(self, Pairs(coded, texts.left), used)
+
+
+class Sequences(Transduced):
+    """Symbols or tokens; the last two tokens of the vocabulary end and start a target."""
+
+    def __init__(self, task: Transduction, pairs: Pairs[np.ndarray], tokenizer: Tokenizer | None = None):
+        self.task, self.tokenizer, self.name = task, tokenizer, task.data or f"random symbols to {task.operation}"
+        self.end = tokenizer.size if tokenizer else task.vocabulary or SYMBOLS
+        self.start, self.limit, self.free = self.end + 1, task.validation_rows, task.decoded
+        if task.longest:
+            pairs = pairs.keep("longer", lambda pair: max(self._sizes(pair)) <= task.longest)
+        self.pairs = pairs.splits
+        self.sides = {
+            name: np.array([self._sizes(pair) for pair in rows]).reshape(-1, 2) for name, rows in self.pairs.items()
+        }
+        self.sizes = {name: sides.sum(1) for name, sides in self.sides.items()}
+        self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
+        self.sha256 = self._hash()
+        self.summary = (
+            " + ".join(f"{len(rows):,}" for rows in self.pairs.values()) + f" pairs{pairs.said}, {self.end:,} tokens"
+        )
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        longest = int(max(sides.max(initial=0) for sides in self.sides.values()))
+        recipe = recipe.edit(longest=self.task.longest or longest, vocabulary=self.end)
+        recipe.task.check(recipe)
+        return super().settle(recipe)
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
+
+        Answers are -1 beyond the end of a target.
+        """
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        from isopos.positions import sequence
+
+        sources, targets = zip(*(self.pair(split, row) for row in rows), strict=True)
+        source = pad_sequence([torch.from_numpy(side) for side in sources], batch_first=True, padding_value=-1)
+        answers = pad_sequence([torch.from_numpy(side) for side in targets], batch_first=True, padding_value=-1)
+        given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
+        positions = sequence(source.shape[1]), sequence(answers.shape[1])
+        return source.clamp_min(0), given, *positions, source >= 0, answers
+
+    def pair(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a source, and those of its target with the end."""
+        source, target = self.pairs[split][row]
+        if not self.task.data:
+            target = {"copy": source, "reverse": source[::-1], "repeat": np.tile(source, 2)}[self.task.operation]
+        return source, np.append(target, self.end)
+
+    def follow(self, recipe: "Recipe") -> "Follow":
+        from isopos.positions import sequence
+
+        def places(tokens: "Tensor") -> "Tensor | None":
+            over = bool((tokens == self.end).any(1).all())
+            return None if over else sequence(tokens.shape[1] + 1, device=tokens.device)
+
+        return places
+
+    def ended(self, tokens: np.ndarray) -> np.ndarray:
+        ends = np.flatnonzero(tokens == self.end)
+        return tokens[: ends[0] + 1] if len(ends) else tokens
+
+    def most(self, source: "Tensor", answers: "Tensor") -> int:
+        """Of texts, as many as a translation may have that is not the reference."""
+        return max(answers.shape[1], 2 * source.shape[1] + 10) if self.tokenizer else answers.shape[1]
+
+    def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+        """Also BLEU of texts, in per cent; a word that the vocabulary has not is never right."""
+        found = super().of_decoded(decoded)
+        if self.tokenizer:
+            from torchmetrics.functional.text import bleu_score
+
+            references, texts = ([self.text(side) for side in sides] for sides in zip(*decoded, strict=True))
+            found["bleu"] = 100 * float(bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references]))
+        return found
+
+    def shown(self, split: str, row: int) -> tuple[str, str]:
+        source, target = self.pair(split, row)
+        return self.text(source), self.text(target)
+
+    def text(self, tokens: np.ndarray) -> str:
+        own = [token for token in tokens.tolist() if token < self.end]
+        return self.tokenizer.decode(own).strip() if self.tokenizer else " ".join(map(str, own))
+
+    def save(self, folder: Path) -> None:
+        if self.tokenizer:
+            self.tokenizer.save(folder)
+
+    def _sizes(self, pair: tuple[np.ndarray, np.ndarray]) -> tuple[int, int]:
+        source, target = pair
+        twice = not self.task.data and self.task.operation == "repeat"
+        return len(source), (1 + twice) * len(target) + 1
+
+    def _hash(self) -> str:
+        """Of all tokens, in their order, and of what becomes of them."""
+        digest = hashlib.sha256(f"{self.name} {self.end}".encode())
+        for name, rows in self.pairs.items():
+            for source, target in rows:
+                digest.update(f"{name} {len(source)} {len(target)}".encode() + source.tobytes() + target.tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,206 @@
+"""Trees into trees: copied, mirrored, reduced and taken apart, written level by level or in preorder."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from isopos.lab.data.bushes import Growth, Order, rebuilt, shown, written
+from isopos.lab.data.tree_pairs import Operation, TreePairs, labels_of, random_trees, read_trees
+from isopos.lab.tasks.task import expect
+from isopos.lab.tasks.transduction import Transduced, Transducing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from isopos.lab.recipes import Recipe
+    from isopos.models import Seq2Seq
+    from isopos.models.seq2seq import Follow
+
+__all__ = ["TreeTransduction", "Trees"]
+
+
+@dataclass(frozen=True)
+class TreeTransduction(Transducing):
+    """What an encoder-decoder of trees learns, each node in the tree or in the line of its order, as the scheme has it.
+
+    The decoder's slots stand where the nodes are to be that they yield: a node says how many children it has, so the place
+    of the next one is known in both orders.
+    """
+
+    data: str = ""
+    """A table, or a folder of .tsv, with a tab between two s-expressions, (label child child ...); names with train, valid
+    and test make the splits. By default random trees are transduced."""
+    operation: Operation = "rotation"
+    """What targets of random trees are: the same, their mirror image, every sum of two numbers of C3 done, or what one of
+    four operators makes of a subtree."""
+    order: Order = "breadth"  # In which nodes are read and written: level by level, or in preorder.
+    depth: int = 4  # Of random trees, on average.
+    deviation: int = 1  # Its standard deviation.
+    labels: int = 0  # Of random trees but those of c3; 0: 20, of ops 2 to the power of depth + 1.
+    vocabulary: int = 0  # Tokens; 0: as many as the data has.
+    branches: int = 0  # Children of a node, at most; 0: as many as the data has.
+
+    name = "tree-transduction"
+    schemes = "sinusoidal:attention=softmax,rope:attention=softmax,shiv-quirk:attention=softmax,ape-tree:attention=softmax"
+    edits = MappingProxyType({"steps": 400, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
+    limits = (*Transducing.limits, ("depth", 1, 64), ("deviation labels vocabulary branches", 0, 10**9))
+    settled = ("longest", "vocabulary", "branches")
+
+    @property
+    def fits(self) -> dict[str, object]:
+        known = {"length": self.longest, "reach": self.longest, "branches": self.branches or 2}
+        known["depth"] = 0 if self.data else self.depth
+        return {name: value for name, value in known.items() if value}
+
+    def setting(self, recipe: "Recipe") -> str:
+        what = "given pairs" if self.data else f"the operation {self.operation} on random trees"
+        return f"An encoder-decoder of trees of at most {self.longest} nodes, {self.order} first, that learns {what}."
+
+    def check(self, recipe: "Recipe") -> Sequence[str]:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line, Tree
+
+        scheme = check_group(recipe, (Line, Tree), "on a line or in a tree, which nodes have")
+        length = scheme.max_length
+        if length is not None and length < self.longest:
+            raise ValueError(
+                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
+                f"--longest {length} leaves larger trees out"
+            )
+        if isinstance(scheme.group, Tree) and scheme.group.branches < self.branches:
+            raise ValueError(
+                f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
+            )
+        expect("labels", self.labels, "at least 2, of leaves and of others", self.labels != 1)
+        return super().check(recipe)
+
+    def model(self, recipe: "Recipe") -> "Seq2Seq":
+        from isopos.lab.tasks.build import build_model
+        from isopos.models import Seq2Seq
+
+        tokens = (self.vocabulary or 1) + 1  # the start
+        return build_model(recipe, Seq2Seq, tokens, tokens, tied=self.tied)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Trees":
+        if self.data:
+            return Trees(self, read_trees(self.data))
+        return Trees(
+            self,
+            random_trees(
+                self.data_seed,
+                (self.samples, self.held_out, self.held_out),
+                self.operation,
+                depth=self.depth,
+                deviation=self.deviation,
+                labels=self.labels or labels_of(self.operation, self.depth),
+            ),
+        )
+
+
+class Trees(Transduced):
+    """Trees to train on and to score; the last token of the vocabulary starts a target."""
+
+    def __init__(self, task: TreeTransduction, found: TreePairs):
+        self.task, self.names, self.arities = task, found.names, np.array((*found.arities, 0))
+        self.start, self.limit, self.free = len(found.names), task.validation_rows, task.decoded
+        self.name = task.data or f"random trees for {task.operation}, {task.order} first"
+        pairs = found.pairs
+        if task.longest:
+            pairs = pairs.keep("larger", lambda pair: max(len(tree.labels) for tree in pair) <= task.longest)
+        self.pairs = pairs.splits
+        self.sizes = {
+            name: np.array([sum(len(tree.labels) for tree in pair) for pair in rows], np.int64)
+            for name, rows in self.pairs.items()
+        }
+        self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
+        digest = hashlib.sha256(f"{self.name} {self.names} {found.arities}".encode())
+        for name, rows in self.pairs.items():
+            digest.update(f"{name} {rows}".encode())
+        self.sha256 = digest.hexdigest()
+        count = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
+        nodes = np.mean(np.concatenate([*self.sizes.values()])) / 2
+        self.summary = f"{count} pairs{pairs.said} of {nodes:.1f} nodes on average, {self.start:,} tokens"
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        every = [tree for rows in self.pairs.values() for pair in rows for tree in pair]
+        longest, branches = max(len(tree.labels) for tree in every), max(1, *(max(tree.arities) for tree in every))
+        for field, least in (("branches", branches), ("vocabulary", self.start)):
+            given = getattr(self.task, field)
+            expect(field, given, f"at least the {least} of the data, or 0", not 0 < given < least)
+        recipe = recipe.edit(
+            longest=self.task.longest or longest,
+            branches=self.task.branches or branches,
+            vocabulary=self.task.vocabulary or self.start,
+        )
+        recipe.task.check(recipe)
+        return super().settle(recipe)
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
+
+        Answers are -1 beyond the end of a target. Positions are those of lines ``[t 1]`` or of trees ``[b t 2]``.
+        """
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        from isopos.lab.tasks.build import group_of
+        from isopos.positions import Tree, sequence
+
+        pairs = [[written(tree, self.task.order) for tree in self.pairs[split][row]] for row in rows]
+        (source, x), (answers, y) = (
+            [
+                pad_sequence([torch.tensor(pair[side][what]) for pair in pairs], batch_first=True, padding_value=-1)
+                for what in (0, 1)
+            ]
+            for side in (0, 1)
+        )
+        if not isinstance(group_of(recipe), Tree):
+            x, y = sequence(source.shape[1]), sequence(answers.shape[1])
+        given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
+        return source.clamp_min(0), given, x, y, source >= 0, answers
+
+    def follow(self, recipe: "Recipe") -> "Follow":
+        import torch
+
+        from isopos.lab.tasks.build import group_of
+        from isopos.positions import Tree, sequence
+
+        lines, grown = not isinstance(group_of(recipe), Tree), []
+
+        def places(tokens: "Tensor") -> "Tensor | None":
+            if not tokens.shape[1]:
+                grown[:] = [Growth(self.task.order) for _ in tokens]
+            else:
+                for tree, token in zip(grown, tokens[:, -1].tolist(), strict=True):
+                    tree.add(int(self.arities[token]))
+            if all(tree.whole for tree in grown):
+                return None
+            if lines:
+                return sequence(tokens.shape[1] + 1, device=tokens.device)
+            return torch.tensor([tree.rows for tree in grown], device=tokens.device)
+
+        return places
+
+    def ended(self, tokens: np.ndarray) -> np.ndarray:
+        ends = np.flatnonzero((self.arities[tokens] - 1).cumsum() == -1)
+        return tokens[: ends[0] + 1] if len(ends) else tokens
+
+    def shown(self, split: str, row: int) -> tuple[str, str]:
+        source, target = (
+            shown([self.names[label] for label in tree.labels], tree.arities) for tree in self.pairs[split][row]
+        )
+        return source, target
+
+    def text(self, tokens: np.ndarray) -> str:
+        """The tree, or the labels of one without an end."""
+        own, arities = tokens.tolist(), self.arities[tokens].tolist()
+        if self.start in own or sum(arities) != len(own) - 1:
+            return " ".join((*self.names, "start")[token] for token in own) + " ..."
+        tree = rebuilt(own, arities, self.task.order)
+        return shown([self.names[label] for label in tree.labels], tree.arities)

@@ -1,0 +1,197 @@
+"""An encoder and a decoder that sees it: sequences into sequences, trees into trees."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Trunk, embedding
+from isopos.positions import sequence
+from isopos.scheme import Scheme
+from isopos.state import State
+
+__all__ = ["Follow", "Memory", "Seq2Seq"]
+
+Follow = Callable[[Tensor], Tensor | None]
+"""Positions ``[n+1 c]`` or ``[b n+1 c]`` of the n tokens ``[b n]`` that are there and of the next; None: none is to come."""
+
+
+class Memory(NamedTuple):
+    """A source as the decoder sees it: features ``[b s m]``, positions ``[s c]`` or ``[b s c]``, mask ``[b s]``."""
+
+    features: Tensor
+    positions: Tensor
+    mask: Tensor | None
+
+
+class Seq2Seq(Trunk):
+    """An encoder of sources and a causal decoder of targets, whose blocks also attend to the source.
+
+    One scheme serves all three attentions, as in Algebraic Positional Encodings (section 4.2). The decoder is given a start
+    token and the targets but the last, at the positions of the targets: a slot stands where the token is to be that it
+    yields. So cross-attention sees the true relative positions of target and source, in lines and in trees.
+
+    Args:
+        sources: Number of source tokens.
+        targets: Number of target tokens, one of which a task takes to start with.
+        model_dim, scheme, options: Of `Trunk`.
+        layers: Blocks of the encoder, and as many of the decoder.
+        tied: Whether sources, targets and logits share one matrix of vectors; logits have no bias then.
+
+    Raises:
+        ValueError: For tied vectors of different vocabularies, for a norm over tokens, and for linear attention with a
+            decay, which weighs no pairs of two sequences.
+
+    References:
+        Attention is all you need (Vaswani et al. 2017). https://arxiv.org/abs/1706.03762
+        Algebraic Positional Encodings (Kogkalidis et al. 2024), Appendix B. https://arxiv.org/abs/2312.16045
+
+    Example:
+        >>> import isopos
+        >>> model = Seq2Seq(11, 12, 32, 2, isopos.ape_sequence(8, 4))
+        >>> source, target = torch.arange(11)[None], torch.arange(5)[None]
+        >>> model(source, target).shape
+        torch.Size([1, 5, 12])
+        >>> model.greedy(source, start=11, steps=6).shape
+        torch.Size([1, 6])
+    """
+
+    tokens: nn.Embedding
+
+    def __init__(
+        self,
+        sources: int,
+        targets: int,
+        model_dim: int,
+        layers: int,
+        scheme: Scheme,
+        *,
+        tied: bool = False,
+        **options: Unpack[Options],
+    ):
+        if tied and sources != targets:
+            raise ValueError(f"tied: expected one vocabulary, got {sources} source tokens and {targets} target tokens")
+        if options.get("norm") == "batch":
+            raise ValueError("norm: expected layer in a decoder, whose tokens must not see later ones, got batch")
+        if scheme.attention == "linear" and scheme.decay is not None:
+            raise ValueError(
+                "decay: expected 'none' in linear attention of targets to sources, whose positions are in no common order, "
+                "got a decay; softmax attention takes it"
+            )
+        super().__init__(sources, model_dim, layers, scheme, **options)
+        kept: BlockOptions = {name: options[name] for name in BlockOptions.__annotations__ if name in options}  # pyright: ignore
+        depth = options.get("stochastic_depth", 0.0)
+        depths = [depth * n / max(1, layers - 1) for n in range(layers)]
+        self.targets = self.tokens if tied else embedding(targets, model_dim)
+        self.decoder = nn.ModuleList(Block(model_dim, scheme, cross=True, stochastic_depth=d, **kept) for d in depths)
+        self.last_norm = NORMS["layer"](model_dim)
+        self.head = nn.Linear(model_dim, targets, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.streams = not scheme.outside and (options.get("window") is None or scheme.attention == "softmax")
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        source: Tensor,
+        target: Tensor,
+        positions: Tensor | None = None,
+        places: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[b t targets]`` of what comes after each of the tokens ``[b t]`` that the decoder is given.
+
+        Args:
+            source: Tokens ``[b s]``.
+            target: A start token and the targets but the last ``[b t]``.
+            positions: Of the source ``[s c]`` or ``[b s c]``; 0 to s - 1 by default.
+            places: Positions ``[t c]`` or ``[b t c]`` of the tokens that the slots yield; 0 to t - 1 by default.
+            mask: ``[b s]``, True for a source's own tokens. Padding of targets needs none: no slot sees later ones.
+        """
+        return self.decode(target, self.encode(source, positions, mask), places)
+
+    def encode(self, source: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Memory:
+        """Sources ``[b s]`` for the decoder; see `forward`."""
+        positions = sequence(source.shape[1], device=source.device) if positions is None else positions
+        return Memory(self.features(source, positions, mask=mask), positions, mask)
+
+    def decode(self, target: Tensor, memory: Memory, places: Tensor | None = None) -> Tensor:
+        """Logits ``[b t targets]``; see `forward`."""
+        places = sequence(target.shape[1], device=target.device) if places is None else places
+        x = self._entered(target, places)
+        at, context = self.scheme.at(places, dtype=_tables(x)), self._context(memory, places, target.shape[1])
+        again = self.recompute and torch.is_grad_enabled()
+        for block in self.decoder:
+            call = partial(checkpoint, block, use_reentrant=False) if again else block
+            x = call(x, at, causal=True, context=context)
+        return self.head(self.last_norm(x))
+
+    def step(
+        self, token: Tensor, memory: Memory, places: Tensor, states: Sequence[State] = ()
+    ) -> tuple[Tensor, tuple[State, ...]]:
+        """Logits ``[b targets]`` after one more token ``[b]``, the start token at first, and the decoder's states then.
+
+        `places` are the positions of all slots so far, as in `decode`; the last one is the token's.
+        """
+        states = states or (State(),) * len(self.decoder)
+        x, after = self._entered(token[:, None], places), []
+        at = self.scheme.at(places[..., -1:, :], state=states[0], dtype=_tables(x))
+        context = self._context(memory, places, 1)
+        for block, state in zip(self.decoder, states, strict=True):
+            x, new = block(x, at.of(state), causal=True, context=context, return_state=True)
+            after.append(new)
+        return self.head(self.last_norm(x))[:, 0], tuple(after)
+
+    @torch.no_grad()
+    def greedy(
+        self,
+        source: Tensor,
+        start: int,
+        steps: int,
+        follow: Follow | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The likeliest tokens one after another, each given those before it: ``[b n]``, at most so many steps.
+
+        Slots are at positions 0, 1, ... or where `follow` says, until it says none. A stream is kept where the scheme has
+        one, otherwise all slots are computed again for each: the tokens are the same.
+        """
+        memory = self.encode(source, positions, mask)
+        given, states = torch.full_like(source[:, :1], start), ()
+        for n in range(1, steps + 1):
+            places = sequence(n, device=source.device) if follow is None else follow(given[:, 1:])
+            if places is None:
+                break
+            if self.streams:
+                logits, states = self.step(given[:, -1], memory, places, states)
+            else:
+                logits = self.decode(given, memory, places)[:, -1]
+            given = torch.cat((given, logits.argmax(-1, keepdim=True)), 1)
+        return given[:, 1:]
+
+    def _entered(self, target: Tensor, places: Tensor) -> Tensor:
+        """Vectors ``[b t m]`` of tokens in the last of these places, with what the scheme adds to them."""
+        x, added = self.targets(target), self.scheme.embedding
+        return x if added is None else x + added(places, x.dtype)[..., -target.shape[1] :, :]
+
+    def _context(self, memory: Memory, places: Tensor, new: int) -> Context:
+        """What the last `new` of the places see of a source."""
+        dtype = _tables(memory.features)
+        if not self.scheme.group.refers_to_rows:
+            return Context(
+                memory.features, self.scheme.at(places[..., -new:, :], memory.positions, dtype=dtype), memory.mask
+            )
+        at = self.scheme.at(places, memory.positions, dtype=dtype)  # a node is found from its root on
+        query, key = at["isometry"]
+        changes: dict[str, Any] = {"isometry": (query.last(new), key)}
+        if self.scheme.locality is not None:
+            changes["locality"] = at["locality"][..., -new:, :]
+        return Context(memory.features, at | changes, memory.mask)
+
+
+def _tables(x: Tensor) -> torch.dtype:
+    """The dtype of a scheme's tables for such features."""
+    return torch.promote_types(x.dtype, torch.float32)

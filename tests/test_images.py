@@ -1,0 +1,487 @@
+"""Images: folders and archives of them, the cache, batches, views, and what a classifier makes of them."""
+
+import base64
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import close
+from PIL import Image
+
+from isopos.lab.data import images
+from isopos.lab.data.digits import draw
+from isopos.lab.data.images import digits, read
+from isopos.lab.recipes import Recipe
+from isopos.lab.runs.folders import read_rows
+from isopos.lab.tasks.images import Images, _moved
+from isopos.lab.tasks.task import View
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+LINE, GRID = "rope", "ape-grid"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def paint(path, value=100, size=(8, 8), mode="L", **more):
+    """An image file of one value."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value).save(path, **more)
+    return path
+
+
+def bars(root, count=40, side=8):
+    """Two classes: a bar that lies, and one that stands, anywhere; a few values of grey."""
+    random = np.random.default_rng(0)
+    for n in range(count):
+        pixels = random.integers(0, 40, (side, side)).astype(np.uint8)
+        place = random.integers(1, side - 2)
+        pixels[(place, slice(None)) if n % 2 else (slice(None), place)] = 200
+        path = root / ("lying" if n % 2 else "standing") / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return str(root)
+
+
+def ready(tmp_path, scheme=GRID, count=40, side=8, **edits):
+    """A recipe, settled, and its data: of bars."""
+    source = bars(tmp_path / "bars", count, side)
+    sizes = {"batch": 4, "layers": 1, "model_dim": 16, "heads": 2, "patch": 2}
+    recipe = Recipe(task=Images(data=source)).edit(scheme=scheme, **sizes | edits)
+    data = recipe.task.load(recipe)
+    return data.settle(recipe), data
+
+
+def test_classes_are_folders_and_a_tenth_of_each_is_held_out(tmp_path):
+    found = read(bars(tmp_path / "bars"))
+    assert found.pixels.shape == (40, 1, 8, 8)
+    assert found.classes == ["lying", "standing"]
+    assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 36, "validation": 4, "test": 0}
+    assert sorted(found.labels[found.splits["validation"]]) == [0, 0, 1, 1]
+    assert sorted(np.concatenate([*found.splits.values()])) == list(range(40))
+    for row, label in enumerate(found.labels):
+        folders = [np.asarray(Image.open(path)) for path in (tmp_path / "bars" / found.classes[label]).iterdir()]
+        assert any(np.array_equal(found.pixels[row, 0], pixels) for pixels in folders)
+
+
+@pytest.mark.parametrize("packed", ["zip", "tar.xz", "folder of tar"])
+def test_an_archive_has_the_same_images_as_its_folder(tmp_path, packed):
+    for n, split in enumerate(("train", "train", "val", "test")):
+        for label in ("a", "b"):
+            paint(tmp_path / "in" / split / label / "deeper" / f"{n}.png", 10 * n + (label == "b"))
+    plain, target = read(str(tmp_path / "in")), tmp_path / packed
+    if packed == "zip":
+        with zipfile.ZipFile(target := tmp_path / "a.zip", "w") as archive:
+            for path in (tmp_path / "in").rglob("*.png"):
+                archive.write(path, path.relative_to(tmp_path / "in"))
+    elif packed == "tar.xz":
+        with tarfile.open(target := tmp_path / "a.tar.xz", "w:xz") as archive:
+            archive.add(tmp_path / "in", "wrapped")
+    else:
+        target.mkdir()
+        for split in ("train", "val", "test"):
+            with tarfile.open(target / f"{split}.tar", "w") as archive:
+                archive.add(tmp_path / "in" / split, "")
+    found = read(str(target))
+    for one in (plain, found):
+        assert {split: len(rows) for split, rows in one.splits.items()} == {"train": 4, "validation": 2, "test": 2}
+    for split, rows in plain.splits.items():
+        assert np.array_equal(found.pixels[found.splits[split]], plain.pixels[rows])
+        assert np.array_equal(found.labels[found.splits[split]], plain.labels[rows])
+
+
+def test_modes_of_images(tmp_path):
+    """Grey images stay grey until one has colours; alpha is over white, 16 bits are 8, EXIF turns, palettes are colours."""
+    for n in range(2):
+        paint(tmp_path / "a" / f"{n}.png", 51 + n)
+        paint(tmp_path / "b" / f"{n}.png", 1, mode="1")
+    Image.fromarray(np.full((8, 8), 0x33FF, np.uint16)).save(tmp_path / "a" / "sixteen.png")
+    found = read(str(tmp_path))
+    assert found.pixels.shape == (5, 1, 8, 8)
+    assert sorted(found.pixels[found.labels == 0, 0, 0, 0]) == [0x33, 51, 52]
+    assert set(found.pixels[found.labels == 1].flat) == {255}
+    paint(tmp_path / "a" / "clear.png", (200, 0, 0, 0), mode="RGBA")
+    paint(tmp_path / "a" / "palette.gif", 7, mode="P")
+    paint(tmp_path / "a" / "ink.jpg", (255, 0, 0, 0), mode="CMYK")
+    found = read(str(tmp_path))
+    assert found.pixels.shape == (8, 3, 8, 8)
+    pixels = {tuple(pixel) for pixel in found.pixels[found.labels == 0, :, 4, 4].tolist()}
+    assert {(255, 255, 255), (51, 51, 51), (0x33, 0x33, 0x33)} <= pixels
+    assert not found.left
+
+    shutil.rmtree(tmp_path / "a")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter to the right
+    turned = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    (tmp_path / "a").mkdir()
+    turned.save(tmp_path / "a" / "1.png", exif=exif)
+    paint(tmp_path / "a" / "2.png", 9, size=(2, 3))
+    for path in (tmp_path / "b").iterdir():
+        paint(path, 9, size=(2, 3))
+    found = read(str(tmp_path))
+    assert found.pixels.shape[2:] == (3, 2)
+    assert [[3, 0], [4, 1], [5, 2]] in found.pixels[:, 0].tolist()
+
+
+def test_sizes_that_differ_need_one_and_are_cut_around_their_middle(tmp_path):
+    source = bars(tmp_path / "bars", 8)
+    pixels = np.zeros((8, 24), np.uint8)
+    pixels[:, 8:16] = 250
+    Image.fromarray(pixels).save(tmp_path / "bars" / "lying" / "wide.png")
+    with pytest.raises(ValueError, match=r"^height: expected one .* 8 x 8 in .* and 24 x 8 in .*wide.png; give both sides$"):
+        read(source)
+    found = read(source, 8, 8)
+    assert any((image == 250).all() for image in found.pixels)
+    assert read(source, 16, 12).pixels.shape == (9, 1, 16, 12)
+
+
+def test_what_is_no_image_is_left_out_and_counted(tmp_path):
+    source = bars(tmp_path / "bars", 8)
+    whole = (tmp_path / "bars" / "lying" / "1.png").read_bytes()
+    (tmp_path / "bars" / "lying" / "broken.png").write_bytes(whole[:60])
+    (tmp_path / "bars" / "lying" / "none.jpg").write_bytes(b"no image")
+    (tmp_path / "bars" / "README.md").write_text("words")
+    (tmp_path / "bars" / "table.csv").write_text("a,b\n1,2\n")
+    found = read(source)
+    assert len(found.pixels) == 8
+    assert re.fullmatch(r"2 other files \(.*README.md\)", found.left[0])
+    assert re.fullmatch(r"2 that do not decode \(.*broken.png\)", found.left[1])
+    data = Images(data=source).load(Recipe(task=Images(data=source)))
+    assert f"{found.left[0]} left out, {found.left[1]} left out" in data.summary
+
+
+def layout(tmp_path, *names):
+    for n, name in enumerate(names):
+        paint(tmp_path / "set" / name, n)
+    return str(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a/1.png", "a/2.png"), "expected images in a folder of their class, at least two of them, got .* in none"),
+        (("train/a/1.png", "train/a/2.png", "val/a/1.png"), "expected at least 2 classes, a folder each, got a in"),
+        (("a/1.png", "a/2.png", "b/1.png"), "expected at least 2 images of the class b, got 1 in"),
+        (("a/1.png", "b/1.png", "1.png"), r"expected images in a folder of their class, .* got .*set/1.png in none"),
+        (
+            ("train/a/1.png", "train/b/1.png", "c/1.png"),
+            "in a folder train, valid or test, or none, got .*c/1.png elsewhere",
+        ),
+        (("train/a/1.png", "train/b/1.png", "val/c/1.png"), "classes of train in every split, got c, which train lacks"),
+        (("val/a/1.png", "val/b/1.png"), "expected images in a folder train beside validation, got none"),
+        (("train/1.png", "train/b/1.png"), r"got .*train/1.png in none"),
+    ],
+)
+def test_folders_that_make_no_classes_are_refused(tmp_path, names, message):
+    with pytest.raises(ValueError, match=f"^data: .*{message}"):
+        read(layout(tmp_path, *names))
+
+
+def test_folders_without_images_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^data: expected a folder or an archive of images, but .* does not exist; without"
+    ):
+        read(str(tmp_path / "absent"))
+    source = bars(tmp_path / "bars", 8)
+    (tmp_path / "bars" / "kneeling").mkdir()
+    with pytest.raises(ValueError, match=r"^data: expected images in .*kneeling, got none; fill or remove it$"):
+        read(source)
+    (tmp_path / "bars" / "kneeling" / "1.png").write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"^data: .* 2 images of the class kneeling, got 0 in .*; 1 more do not decode$"):
+        read(source)
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"^data: expected folders of images, got none that Pillow reads in"):
+        read(str(tmp_path / "words"))
+    (tmp_path / "a.zip").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"^data: cannot read .*a\.zip"):
+        read(str(tmp_path / "a.zip"))
+
+
+def test_images_are_decoded_once_whatever_their_folder_is_called(tmp_path, monkeypatch):
+    source = bars(tmp_path / "bars", 8)
+    first = read(source)
+    monkeypatch.setattr(images, "_decode", None)
+    assert np.array_equal(read(source).pixels, first.pixels)
+    (tmp_path / "bars").rename(tmp_path / "moved")
+    again = read(str(tmp_path / "moved"))
+    assert again.sha256 == first.sha256
+    assert np.array_equal(again.pixels, first.pixels)
+    paint(tmp_path / "moved" / "lying" / "1.png", 3)
+    with pytest.raises(TypeError, match="NoneType"):  # another content is decoded anew
+        read(str(tmp_path / "moved"))
+
+
+@pytest.mark.parametrize("file", ["pixels.bin", "rows.bin", "about.json"])
+def test_a_damaged_cache_is_told_with_its_remedy(tmp_path, file):
+    source = bars(tmp_path / "bars", 8)
+    read(source)
+    (path,) = Path(os.environ["ISOPOS_CACHE"]).glob(f"images-*/{file}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if file != "about.json" else b"{}")
+    with pytest.raises(ValueError, match=rf"{file}: .*; remove .*, and it is prepared again"):
+        read(source)
+
+
+def test_drawn_digits_are_those_of_their_seed_and_have_room():
+    pixels, labels = draw(3, 40, 20, 30)
+    same, _ = draw(3, 40, 20, 30)
+    assert np.array_equal(pixels, same)
+    assert not np.array_equal(pixels, draw(4, 40, 20, 30)[0])
+    assert pixels.shape == (40, 1, 20, 30)
+    assert set(labels) == set(range(10))
+    ink = pixels[:, 0] > 120
+    assert (ink.sum((1, 2)) > 8).all()
+    assert not ink[:, 0].any()
+    middles = [np.argwhere(one).mean(0) for one in ink]
+    assert np.std(middles, 0).min() > 1  # they lie anywhere
+    assert [len(rows) for rows in digits(4, 4).splits.values()] == [8000, 1000, 1000]
+
+
+def test_moving_flipping_and_margins_by_hand():
+    pixels = np.arange(12, dtype=np.uint8).reshape(1, 1, 3, 4)
+    still, no = np.zeros((1, 2), int), np.array([False])
+    assert _moved(pixels, still, no, 0) is pixels
+    assert _moved(pixels, np.array([[1, -2]]), no, 0)[0, 0].tolist() == [[2, 3, 3, 3], [2, 3, 3, 3], [6, 7, 7, 7]]
+    assert np.array_equal(_moved(pixels, still, ~no, 0), pixels[..., ::-1])
+    wide = _moved(pixels, still, no, 2)
+    assert np.array_equal(wide[0, 0], np.pad(pixels[0, 0], 2, "edge"))
+
+
+@pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
+def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path, augment):
+    recipe, data = ready(tmp_path, augment=augment, margin=2)
+    again = pickle.loads(pickle.dumps(data))  # as processes that prepare batches have it
+    for step in (1, 7, 60, 7):
+        whole = data.batch(recipe, step)
+        assert whole[0].shape == (4, 1, 12, 12)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again.batch(recipe, step), strict=True))
+        assert not torch.equal(whole[0], data.batch(recipe, step + 1)[0])
+        assert not torch.equal(whole[0], data.batch(recipe.edit(seed=1), step)[0])
+        parts = [data.batch(recipe, step, rank, 2) for rank in range(2)]
+        assert all(torch.equal(torch.cat(pair), one) for pair, one in zip(zip(*parts, strict=True), whole, strict=True))
+
+
+def test_augmented_images_are_those_of_the_data_moved_or_flipped(tmp_path):
+    recipe, data = ready(tmp_path, side=16, augment="crop-flip")
+    rows, found = np.arange(8), set()
+    plain, answers = data.tensors("train", rows, recipe)
+    for step in range(1, 60):
+        pixels, same = data.tensors("train", rows, recipe, step)
+        assert torch.equal(answers, same)
+        for before, after in zip(plain, pixels, strict=True):
+            ways = [
+                (down, right, flip)
+                for down in range(-2, 3)
+                for right in range(-2, 3)
+                for flip in (False, True)
+                if np.array_equal(_moved(before[None].numpy(), np.array([[down, right]]), np.array([flip]), 0)[0], after)
+            ]
+            assert ways
+            found |= {*ways}
+    assert len(found) == 50
+    crops, _ = ready(tmp_path, side=16, augment="crop")[1].tensors("train", rows, recipe, 1)
+    flipped = [not torch.equal(a, b) for a, b in zip(crops, data.tensors("train", rows, recipe, 1)[0], strict=True)]
+    assert 0 < sum(flipped) < 8
+
+
+def test_an_epoch_has_every_image_once(tmp_path):
+    recipe, data = ready(tmp_path)
+    for epoch in range(2):
+        steps = range(epoch * 9, epoch * 9 + 9)
+        found = np.concatenate([data.batch(recipe, step)[0].numpy() for step in steps])
+        assert sorted(map(bytes, found)) == sorted(map(bytes, data.pictures.pixels[data.pictures.splits["train"]]))
+
+
+def test_scores_are_of_images_that_are_moved_as_asked(tmp_path):
+    recipe, data = ready(tmp_path)
+    model = recipe.task.model(recipe).double()
+    pixels, answers = data.tensors("validation", np.arange(4), recipe)
+    for shift in (0, 3):
+        moves = shift * np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])
+        moved = torch.from_numpy(_moved(pixels.numpy(), moves, np.zeros(4, bool), 0))
+        with torch.no_grad():
+            expected = torch.nn.functional.cross_entropy(model.eval()(moved), answers)
+        scored = data.measure(model, recipe, View(own=(("shift", shift),))).figures
+        close(torch.tensor(scored["nats"], dtype=torch.float64), expected)
+        assert scored["images"] == 4
+    assert data.measure(model, recipe, View(limit=2)).figures["images"] == 2
+    assert data.measure(model, recipe, View(split="test")).reason.startswith("split: expected one of validation")
+
+
+def test_the_loss_is_smoothed_as_asked(tmp_path):
+    recipe, data = ready(tmp_path, smoothing=0.3)
+    model = recipe.task.model(recipe)
+    pixels, answers = data.batch(recipe, 1)
+    log = model(pixels).log_softmax(-1)
+    close(data.loss(model, pixels, answers), -(0.7 * log.gather(1, answers[:, None]).mean() + 0.3 * log.mean()))
+
+
+@pytest.mark.parametrize("scheme", [LINE, GRID, "horn-clipped:axes=2", "permuteformer-2d", "none", "sinusoidal"])
+def test_a_trained_size_is_scored_in_others(tmp_path, scheme):
+    recipe, data = ready(tmp_path, scheme)
+    model = recipe.task.model(recipe)
+    own = (("height", 16), ("width", 12))
+    assert data.measure(model, recipe, View(own=own)).figures["images"] == 4
+    assert data.pictures.pixels.shape[2:] == (8, 8)
+    reason = data.measure(model, recipe, View(own=(("height", 9),))).reason
+    assert reason == "height: expected a multiple of the 2 pixels of a patch, got 9"
+
+
+def test_schemes_with_so_many_positions_say_why_larger_images_have_no_figures(tmp_path):
+    recipe, data = ready(tmp_path, "learned")
+    model = recipe.task.model(recipe)
+    assert model.scheme.max_length == 16
+    view = View(own=(("height", 16),))
+    assert data.measure(model, recipe, view).reason.startswith("height: expected at most 16 tokens, for which there are pos")
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    recipe, data = ready(tmp_path)
+    task = recipe.task
+    assert (task.height, task.width, task.channels, task.classes) == (8, 8, 1, 2)
+
+    def check(**edits):
+        edited = recipe.edit(**edits)
+        return edited.task.check(edited)
+
+    for scheme in ("ape-tree", "ape-grid:axes=3", "ape-ring", "ape-product:parts=sequence+tree2"):
+        with pytest.raises(
+            ValueError, match=f"schemes: expected positions on a line or on a grid .* {re.escape(scheme)} takes"
+        ):
+            check(scheme=scheme)
+    with pytest.raises(ValueError, match="outside: expected 0, since these models have no class tokens, got 1"):
+        check(scheme="horn-clipped:axes=2,outside=1")
+    with pytest.raises(ValueError, match=r"height: expected images of at most 9 tokens, .* learned:length=9 .* got 16"):
+        check(scheme="learned:length=9")
+    with pytest.raises(ValueError, match="width: expected one beside a height, or neither, got 0"):
+        check(width=0)
+    with pytest.raises(ValueError, match="height: expected a multiple of the 3 pixels of a patch, got 8"):
+        check(patch=3)
+    with pytest.raises(ValueError, match=r"batch: expected at most the 36 images, got 37"):
+        data.settle(recipe.edit(batch=37))
+    for name in ("classes", "channels"):
+        with pytest.raises(ValueError, match=f"{name}: expected 0, or the . of .*, got 7"):
+            recipe.edit(**{name: 7}).task.load(recipe)
+    (note,) = check(scheme="permuteformer-2d", height=400, width=400)
+    assert re.search(r"permutations repeat after \d+ positions, fewer than the 200 of an image", note)
+
+
+def test_a_short_training_finds_which_side_a_dot_is_on_by_its_place(tmp_path):
+    """Without positions patches of one pixel tell nothing."""
+    random = np.random.default_rng(0)
+    for n in range(200):
+        pixels = random.integers(0, 40, (6, 6)).astype(np.uint8)
+        pixels[random.integers(6), random.integers(3) + 3 * (n % 2)] = 250
+        path = tmp_path / "dots" / ("right" if n % 2 else "left") / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    sizes, found = {"batch": 32, "layers": 1, "model_dim": 16, "heads": 2, "patch": 1}, {}
+    for scheme in ("none", "sinusoidal"):
+        recipe = Recipe(task=Images(data=str(tmp_path / "dots"), pooling="sequence")).edit(scheme=scheme, **sizes)
+        data = recipe.task.load(recipe)
+        recipe = data.settle(recipe)
+        model = recipe.task.model(recipe)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for step in range(1, 81):
+            optimizer.zero_grad()
+            data.loss(model, *data.batch(recipe, step)).backward()
+            optimizer.step()
+        found[scheme] = data.measure(model, recipe, View()).figures["accuracy"]
+    assert found["sinusoidal"] > 0.9
+    assert found["none"] < 0.8
+    shown = data.examples(model, recipe, 3)
+    assert len(shown) == 3
+    for n, one in enumerate(shown):
+        image = Image.open(io.BytesIO(base64.b64decode(one["image"].removeprefix("data:image/png;base64,"))))
+        assert np.array_equal(np.asarray(image), data.tensors("validation", np.array([n]), recipe)[0][0, 0])
+        assert one["class"] in data.pictures.classes
+        assert re.fullmatch(r"\d+%", one["with probability"])
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "channels", "classes"), [("mnist_png", 28, 1, 10), ("tiny_imagenet30", 64, 3, 30)]
+)
+@pytest.mark.slow
+def test_published_images(name, height, channels, classes):
+    if not (SHARED / name).exists():
+        pytest.skip("the published images are not beside this project")
+    found = read(str(SHARED / name))
+    assert found.pixels.shape[1:] == (channels, height, height)
+    assert len(found.classes) == classes
+    assert not any("decode" in one for one in found.left)
+
+
+SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--patch=2", "--device=cpu"]
+
+
+def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, tmp_path):
+    source = bars(tmp_path / "bars")
+    schemes = "rope,ape-grid"
+    status, out, err = isopos("compare", "--task=images", f"--data={source}", f"--schemes={schemes}", "--name=c", *SMALL)
+    assert (status, err) == (0, "")
+    found = re.findall(r"^│ ([\w-]+) .*?(\d+\.\d)%", out, re.MULTILINE)
+    assert sorted(name for name, _ in found) == sorted(schemes.split(","))
+    assert "36 + 4 + 0 images of 8 x 8 pixels, grey, 2 classes" in out
+    text = (tmp_path / "runs" / "c" / "report.html").read_text()
+    assert text.count('<img src="data:image/png;base64,') == 4
+    assert "A classifier of images of 8 x 8 pixels, a token for each 2 x 2 (patches), with mean pooling." in text
+    run = "runs/c/ape-grid-seed0"
+    status, out, _ = isopos("eval", run, "--view", "height=12", "width=16", "shift=1")
+    assert status == 0
+    assert ", height 12, width 16, shift 1\n" in out
+    saved = json.loads((tmp_path / run / "eval.json").read_text())
+    assert saved[0]["own"] == [["height", 12], ["width", 16], ["shift", 1]]
+    assert saved[0]["figures"]["1"]["images"] == 4
+    for wrong, message in (
+        ("shift", "view: expected NAME=NUMBER, got 'shift'"),
+        ("shift=-1", "view: expected NAME=NUMBER, got 'shift=-1'"),
+        (
+            "shft=2",
+            "shft: expected none, which samples of this task do not have; it takes split, limit, height, width, shift",
+        ),
+        ("height=0", "height: expected pixels, got 0"),
+        ("height=7", "height: expected a multiple of the 2 pixels of a patch, got 7"),
+    ):
+        status, _, err = isopos("eval", run, "--view", wrong)
+        assert (status, message in err) == (2, True), err
+
+
+@pytest.mark.slow
+def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
+    source = bars(tmp_path / "bars")
+
+    def train(name, *more):
+        own = ["train", "cct", "--scale=tiny", f"--data={source}", "--save-every=4", "--validate-every=4", *SMALL]
+        done = subprocess.run(
+            [sys.executable, "-m", "isopos", *own, f"--name={name}", *more],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return [row["loss"] for row in read_rows(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in row]
+
+    whole = train("one")
+    assert train("two", "--devices=2", "--strategy=fsdp2") == pytest.approx(whole, abs=1e-5)
+    assert train("three", "--workers=2") == whole
+    run = tmp_path / "runs" / "one"
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    assert train("one", "--resume") == whole

@@ -1,0 +1,334 @@
+"""Labelled texts: tables and folders of them, what is refused, batches, pairs, and what a classifier makes of them."""
+
+import csv
+import io
+import json
+import pickle
+import re
+import tarfile
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from isopos.lab.data import texts
+from isopos.lab.data.tokenizers import Bytes
+from isopos.lab.recipes import Recipe
+from isopos.lab.runs.folders import read_rows
+from isopos.lab.tasks.task import View
+from isopos.lab.tasks.text import TextClasses
+from isopos.models import Classifier, PairClassifier
+from isopos.schemes import build
+
+REVIEWS = Path(__file__).resolve().parents[2] / "shared" / "data" / "imdb" / "aclImdb_labeled.tar.xz"
+TINY = ("--layers=1", "--model-dim=16", "--heads=2", "--steps=3", "--batch=4", "--device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
+
+
+def samples(count=60, seed=0):
+    """Texts of 1 to 40 letters and a class each, by the first letter; every third has a line of its own in it."""
+    random = np.random.default_rng(seed)
+    words = ["".join(random.choice(list("abcde "), size=random.integers(1, 40))).strip() or "a" for _ in range(count)]
+    words = [f'{word}\n"{n}", {word}' if n % 3 == 0 else f"{word} {n}" for n, word in enumerate(words)]
+    return [(word, "ab" if word[0] in "ab" else "cde") for word in words]
+
+
+def as_csv(rows, titles=("label", "text"), **options):
+    file = io.StringIO()
+    csv.writer(file, **options).writerows([titles, *([label, *rest] for *rest, label in rows)])
+    return file.getvalue()
+
+
+def as_json(rows, names=("text",)):
+    return "".join(json.dumps(dict(zip((*names, "label"), row, strict=True))) + "\n" for row in rows)
+
+
+def ready(data, scheme="rope", **edits):
+    recipe = Recipe(task=TextClasses(data=str(data))).edit(
+        **{"scheme": scheme, "batch": 8, "layers": 1, "model_dim": 16, "heads": 2, "longest": 64} | edits
+    )
+    recipe.task.check(recipe)
+    data = recipe.task.load(recipe)
+    return data.settle(recipe), data
+
+
+def read(found, split):
+    """Text and class of every sample."""
+    label = [found.classes[n] for n in found.labels(split)]
+    whole = [found.tokenizer.decode(found.sequence(split, n)) for n in range(len(label) * found.each)]
+    return [(*whole[n * found.each : (n + 1) * found.each], one) for n, one in enumerate(label)]
+
+
+def test_formats_agree(tmp_path):
+    """CSV and JSON a line, in one file or packed, and a folder a class: with the same splits, chosen by a hash."""
+    rows = samples()
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + as_csv(rows).encode())
+    (tmp_path / "a.jsonl").write_text(as_json(rows))
+    folder = tmp_path / "folders"
+    for n, (text, label) in enumerate(rows):
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        (folder / label / f"{n:03}.txt").write_text(text)
+    (folder / "README.txt").parent.mkdir(exist_ok=True)
+    with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as archive:
+        archive.add(folder, "reviews")
+    found = [texts.load(str(tmp_path / name)) for name in ("a.csv", "a.jsonl", "folders", "a.tar.xz")]
+    assert found[0].classes == ("ab", "cde")
+    assert found[0].arrays.sha256 == found[1].arrays.sha256
+    assert found[2].arrays.sha256 == found[3].arrays.sha256
+    for split in ("train", "validation", "test"):
+        assert sorted(read(found[0], split)) == sorted(read(found[2], split)) != []
+    assert sorted(chain(*(read(found[0], split) for split in ("train", "validation", "test")))) == sorted(rows)
+
+
+def test_names_make_splits_and_test_files_without_labels_are_counted(tmp_path):
+    rows = [(text.replace("\n", " "), label) for text, label in samples(90)]
+    for name, some in (("train", rows[:50]), ("dev", rows[50:70])):
+        (tmp_path / f"{name}.tsv").write_text("".join("\t".join(row) + "\n" for row in [("sentence", "label"), *some]))
+    (tmp_path / "test.tsv").write_text("sentence\n" + "".join(f"{text}\n" for text, _ in rows[70:]))
+    (tmp_path / "notes.txt").write_text("no rows")
+    found = texts.load(str(tmp_path), ("sentence",))
+    assert (read(found, "train"), read(found, "validation"), read(found, "test")) == (rows[:50], rows[50:70], [])
+    recipe, data = ready(tmp_path, column="sentence")
+    assert "50 + 20 + 0 texts of 2 classes" in data.summary
+    assert "test.tsv left out, which has no labels" in data.summary
+    assert recipe.task.classes == 2
+    assert data.splits == ("validation",)
+
+
+def test_the_layout_of_film_reviews(tmp_path):
+    rows = samples(80)
+    for n, (text, label) in enumerate(rows):
+        place = tmp_path / ("train" if n < 60 else "test") / {"ab": "pos", "cde": "neg"}[label]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{n}_1.txt").write_text(text)
+    (tmp_path / "train" / "unsup").mkdir()
+    (tmp_path / "train" / "unsup" / "0_0.txt").write_text("nobody knows")
+    (tmp_path / "train" / "urls_pos.txt").write_text("http://x")
+    _, data = ready(tmp_path)
+    train, validation, test = (read(data.texts, split) for split in ("train", "validation", "test"))
+    assert sorted(train + validation) == sorted((t, {"ab": "pos", "cde": "neg"}[c]) for t, c in rows[:60])
+    assert len(test) == 20
+    assert 0 < len(validation) < 20
+    assert "train/unsup left out" in data.summary
+
+
+def test_columns_by_number_where_there_are_no_names(tmp_path):
+    rows = [(f"gj04\t{int(label == 'ab')}\t\t{text}") for text, label in samples(40) if "\n" not in text]
+    (tmp_path / "raw.tsv").write_text("\n".join(rows))
+    found = texts.load(str(tmp_path / "raw.tsv"), ("4",), "2")
+    assert found.classes == ("0", "1")
+    assert sum(len(found.labels(split)) for split in ("train", "validation", "test")) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "text,class\nx,1\n", r"line 1: expected a column label, got text, class; name those to use, by"),
+        ("a.csv", "text,label\nx,\n", r"line 2: expected a label, got none; repair or remove the line"),
+        ("a.csv", "text,label\nx,1\n  ,1\n", r"line 3: text: expected a text, got an empty one; repair"),
+        ("a.csv", "text,label\nx,1,2\n", r"line 2: expected 2 columns, as the first line has, got 3"),
+        ("a.csv", 'text,label\n"a\nb",1\n"x"y,1\n', r"line 4: expected CSV, got "),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": "x", "label": null}\n', r"line 2: expected a label, got none"),
+        ("a.jsonl", '{"text": "x"}\n', r"line 1: expected a field label, got text"),
+        ("a.jsonl", '{"text": 3, "label": 1}\n', r"line 1: text: expected a text, got 3"),
+        ("a.jsonl", '{"text": "x", "label": 1\n', r"line 1, column 25: expected JSON, got "),
+        ("a.jsonl", "[1]\n", r"line 1: expected an object"),
+        ("a.csv", "text,label\nx,1\n\xff,1\n", r"line 3: expected UTF-8, got the byte 0xff"),
+        ("a.txt", "no class", r"expected rows in files that end with \.csv, \.tsv, \.jsonl, or \.txt in a folder a class"),
+        ("a.csv", "text,label\n", r"expected rows in files that end with"),
+        ("a.csv", "text,label\n" + "x,1\n" * 40, r"expected rows for .*, got none among 40"),
+        ("a.csv", "text,label\n" + "".join(f"x{n},1\n" for n in range(40)), r"label: expected classes, 2 at least, got 1"),
+        ("a.csv", "text,label\n" + "".join(f"x{n},{n / 7}\n" for n in range(40)), "expected a class that train has, too"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message):
+        texts.load(str(tmp_path / name))
+
+
+def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
+    for name, rows in (("train", samples(30)), ("valid", samples(5, 1)), ("test", [("x", "ab"), ("y", "never")])):
+        (tmp_path / f"{name}.csv").write_text(as_csv(rows))
+    with pytest.raises(
+        ValueError, match=r"test\.csv, line 3: expected a class that train has, too, got 'never', which is in"
+    ):
+        texts.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"pairs": "towers"}, "pair: expected the column of a second text, which towers compare, got none"),
+        ({"vocabulary": 300}, "vocabulary: expected none beside bytes"),
+        ({"classes": 3}, "classes: expected the 4 of the data, or 0 for those, got 3"),
+        ({"data": "hf:imdb"}, "data: expected a path, got hf:imdb"),
+        ({"data": "nowhere.csv"}, r"data: expected a file or a folder, but nowhere\.csv does not exist"),
+        ({"scheme": "learned:length=9"}, "longest: expected at most 9, for which learned:length=9 has positions, got 64"),
+        ({"scheme": "ape-tree:branches=2"}, "schemes: expected positions on a line, which text has"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(edits, message):
+    with pytest.raises(ValueError, match=message):
+        ready(**{"data": ""} | edits)
+
+
+def test_what_is_prepared_is_kept_and_a_change_is_seen(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    path.write_text(as_csv(samples()))
+    first = texts.load(str(path))
+    assert isinstance(first.arrays["train-tokens"], np.memmap)
+    monkeypatch.setattr(texts, "_fill", None)
+    again = texts.load(str(path))
+    assert again.arrays.sha256 == first.arrays.sha256
+    monkeypatch.undo()
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
+    path.write_text(as_csv(samples(70)))
+    assert texts.load(str(path)).arrays.sha256 != first.arrays.sha256
+    (broken,) = [
+        one
+        for one in (tmp_path / "cache").glob("texts-*/train-tokens.bin")
+        if one.stat().st_size > len(first.arrays["train-tokens"])
+    ]
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    with pytest.raises(
+        ValueError, match=r"train-tokens\.bin: its content is not what was written; remove .*, and it is prepared"
+    ):
+        texts.load(str(path))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_batches_are_functions_of_their_step_cut_and_counted(tmp_path, tokenizer, pooling):
+    (tmp_path / "a.csv").write_text(as_csv(samples()))
+    recipe, data = ready(tmp_path / "a.csv", tokenizer=tokenizer, pooling=pooling, longest=12)
+    again, size = pickle.loads(pickle.dumps(data)), data.texts.tokenizer.size
+    assert (recipe.task.vocabulary, data.texts.tokenizer.size) == (size, size)
+    seen = []
+    for step in range(len(data.sizes["train"]) // 8):
+        whole = data.batch(recipe, step)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again.batch(recipe, step), strict=True))
+        assert torch.equal(torch.cat([data.batch(recipe, step, rank, 2)[-1] for rank in range(2)]), whole[-1])
+        tokens, positions, mask, labels = whole
+        assert positions[:, 0].tolist() == list(range(tokens.shape[1]))
+        for row, own, label in zip(tokens, mask, labels, strict=True):
+            assert own.sum() <= 12
+            assert (row[0] == size + 1) == (pooling == "first")
+            seen.append((bytes(row[own][pooling == "first" :].tolist()) if tokenizer == "bytes" else None, int(label)))
+    if tokenizer == "bytes":
+        room = 12 - (pooling == "first")
+        known = [(text.encode()[:room], data.texts.classes.index(c)) for text, c in read(data.texts, "train")]
+        assert not set(seen) - set(known)
+        cut = sum(len(text.encode()) > room for split in data.sizes for text, _ in read(data.texts, split))
+        assert f", {cut} of them cut at 12 tokens" in data.summary
+
+
+def test_pairs_share_their_room(tmp_path):
+    rows = [
+        ("a" * a, "b" * b, str(n % 2)) for n, (a, b) in enumerate([(3, 3), (30, 3), (3, 30), (30, 30), (9, 9), (10, 9)] * 9)
+    ]
+    (tmp_path / "train.jsonl").write_text(as_json(rows, ("text", "other")))
+    (tmp_path / "valid.jsonl").write_text(as_json(rows[:2], ("text", "other")))
+    _, data = ready(tmp_path, pair="other", longest=20)
+    recipe, _ = ready(tmp_path, pair="other", longest=20)
+    tokens, _, mask, _ = data.tensors("train", np.arange(6), recipe)
+    shown = [
+        "".join("ab|"["ab".find(chr(n)) if n < 256 else 2] for n in row[own]) for row, own in zip(tokens, mask, strict=True)
+    ]
+    expected = [(3, 3), (16, 3), (3, 16), (10, 9), (9, 9), (10, 9)]
+    assert shown == ["a" * a + "|" + "b" * b for a, b in expected]
+    assert data.sizes["train"][:6].tolist() == [a + b + 1 for a, b in expected]
+    recipe, data = ready(tmp_path, pair="other", longest=20, pairs="towers", pooling="first")
+    tokens, _, mask, _ = data.tensors("train", np.arange(6), recipe)
+    assert tokens.shape == (6, 2, 20)
+    assert mask.sum(-1).tolist() == [
+        [min(a, 19) + 1, min(b, 19) + 1] for a, b in [(3, 3), (30, 3), (3, 30), (30, 30), (9, 9), (10, 9)]
+    ]
+    scored = data.score(recipe.task.model(recipe), recipe, View())
+    assert scored.figures["texts"] == 2
+
+
+def test_towers_see_each_text_by_itself_and_padding_is_nothing():
+    torch.manual_seed(0)
+    model = PairClassifier(20, 3, 16, 1, build("rope", 8, 2)).double()
+    tokens, other = torch.randint(20, (2, 2, 7)), torch.randint(20, (2, 2, 9))
+    mask = torch.ones(2, 2, 9, dtype=torch.bool)
+    mask[:, :, 7:] = False
+    other[..., :7] = tokens
+    torch.testing.assert_close(model(tokens), model(other, None, mask))
+    u, v = (model.features(tokens[:, n], None).mean(1) for n in range(2))
+    torch.testing.assert_close(model(tokens), model.head(torch.cat((u, v, u * v, u - v), -1)))
+    first = Classifier(20, 3, 16, 1, build("rope", 8, 2), pooling="first")
+    torch.testing.assert_close(first(tokens[0]), first.head(first.features(tokens[0], None)[:, 0]))
+    with pytest.raises(ValueError, match="pooling: expected one of mean, first, got 'last'"):
+        Classifier(20, 3, 16, 1, build("rope", 8, 2), pooling="last")
+
+
+def test_a_part_of_what_is_held_out_is_spread_over_a_source_sorted_by_class(tmp_path):
+    rows = sorted(samples(300), key=lambda row: row[1])
+    (tmp_path / "train.csv").write_text(as_csv(rows))
+    (tmp_path / "valid.csv").write_text(as_csv(rows[:10] + rows[-10:]))
+    recipe, data = ready(tmp_path)
+    assert [data.texts.labels("validation")[row] for row in data.some("validation", 4)] == [0, 0, 1, 1]
+    assert data.score(recipe.task.model(recipe), recipe, View(limit=4)).figures["texts"] == 4
+    assert [one["class"] for one in data.examples(recipe.task.model(recipe), recipe, 2)] == ["ab", "cde"]
+
+
+def test_passages_are_told_apart_by_order_alone():
+    """A turned pair of brackets leaves the bytes as they are; no two splits have a topic in common."""
+    found = texts.load("")
+    assert isinstance(found.tokenizer, Bytes)
+    shares = np.bincount(found.labels("train")) / len(found.labels("train"))
+    assert len(shares) == 4
+    assert shares.max() < 0.27
+    for split in ("train", "test"):
+        for text, label in read(found, split)[::10]:
+            turned = {
+                "()": label in ("round ones turned", "both turned"),
+                "[]": label in ("square ones turned", "both turned"),
+            }
+            for pair, way in turned.items():
+                assert re.sub(rf"[^{re.escape(pair)}]", "", text) == (pair[::-1] if way else pair)
+
+
+def test_pairs_of_passages_are_alike_where_the_same_brackets_are_turned():
+    found = texts.load("", ("text", "other"))
+    assert (found.classes, found.each) == (("alike", "different"), 2)
+    rows = [row for split in ("train", "test") for row in read(found, split)[::20]]
+    for first, second, label in rows:
+        ways = [[re.sub(rf"[^{re.escape(pair)}]", "", text) for pair in ("()", "[]")] for text in (first, second)]
+        assert (ways[0] == ways[1]) == (label == "alike")
+    assert 0.4 < np.mean([label == "alike" for *_, label in rows]) < 0.6
+
+
+def test_every_command_knows_it(isopos, tmp_path):
+    (tmp_path / "a.csv").write_text(as_csv(samples()))
+    code, out, err = isopos("compare", "--task=text", "--data=a.csv", "--schemes=none,rope", "--name=a", *TINY)
+    assert code == 0, err
+    assert "texts of 2 classes" in out
+    assert "without a model: at most" in " ".join(out.split())
+    page = (tmp_path / "runs" / "a" / "report.html").read_text()
+    assert "<th>text</th><th>class</th><th>model</th>" in page
+    code, _, err = isopos("train", "text", "--data=a.csv", "--tokenizer=words", "--name=b", "--save-every=1", *TINY)
+    assert code == 0, err
+    assert (
+        isopos("train", "text", "--data=a.csv", "--tokenizer=words", "--name=b", "--resume", "--save-every=1", *TINY)[0] == 0
+    )
+    assert len(read_rows(tmp_path / "runs" / "b" / "metrics.jsonl")) == 3
+    assert isopos("eval", "runs/b", "--split=test")[0] == 0
+    assert "expected a column txt, got label, text" in isopos("compare", "--task=text", "--data=a.csv", "--column=txt")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REVIEWS.exists(), reason="the film reviews lie beside this repository only")
+def test_film_reviews():
+    found = texts.load(str(REVIEWS))
+    assert found.classes == ("neg", "pos")
+    assert len(found.labels("train")) + len(found.labels("validation")) == len(found.labels("test")) == 25_000
+    assert sum(int(found.arrays[f"{split}-starts"][-1]) for split in ("train", "validation", "test")) == 65_483_508
