@@ -9,9 +9,11 @@ from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
 from isopos.lab.tasks.bidirectional import Bidirectional
+from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
+from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.transduction import Transduction
 from isopos.lab.tasks.tree_transduction import TreeTransduction
 
@@ -78,6 +80,8 @@ WHOLE = {  # least and most
 OF_TASKS = {
     Language: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
     Bidirectional: {"length": (1, 10**9), "vocabulary": (1, 10**9)},
+    Masked: {"length": (1, 10**9), "vocabulary": (0, 10**9), "validation_tokens": (0, 10**15)},
+    Glue: {"length": (4, 10**9), "vocabulary": (0, 10**9), "validation_rows": (0, 10**9)},
     ListOps: dict.fromkeys(("longest", "branches", "validation_rows"), (0, 10**9)),
     Images: {
         **dict.fromkeys(("height", "width", "margin"), (0, 10**5)),
@@ -141,6 +145,12 @@ def test_recipes_of_papers_are_what_the_papers_say():
     assert (t.beta1, t.beta2, t.epsilon, t.weight_decay) == (0.9, 0.98, 1e-8, 0.01)
     assert lrpe.task.tied  # by Fairseq's command
     assert permuteformer == lrpe.edit(scheme="permuteformer:width=4", hidden_dim=1024)
+    masked = preset("lrpe-blm", "paper")
+    m, t = masked.model, masked.training
+    assert (m.layers, m.model_dim, m.heads, m.hidden_dim, m.activation) == (12, 768, 12, 3072, "gelu")
+    assert (masked.task.vocabulary + 1, masked.task.length, t.batch) == (50265, 512, 512)  # the mask is a word
+    assert (t.steps, t.warmup, t.learning_rate, t.schedule) == (23_000, 3000, 5e-4, "polynomial")
+    assert (t.beta1, t.beta2, t.epsilon, t.weight_decay) == (0.9, 0.98, 1e-6, 0.01)
 
 
 DECLARED = """
@@ -180,6 +190,30 @@ DECLARED = """
         batch=128
         learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 beta2=0.98 clip=0.0 validate_every=1000 save_every=1000
         device=auto
+    lrpe-blm tiny: task=masked scheme=lrpe-orthogonal mask_share=0.15 length=64 tied=True
+        validation_tokens=4096 layers=2 model_dim=64 hidden_dim=256 activation=gelu dropout=0.1 steps=100
+        schedule=polynomial warmup=10 beta2=0.98 epsilon=1e-06 clip=0.0 validate_every=50 save_every=50 device=auto
+    lrpe-blm small: task=masked scheme=lrpe-orthogonal mask_share=0.15 data=hf:Salesforce/wikitext:wikitext-103-raw-v1
+        tokenizer=bpe vocabulary=8192 tied=True validation_tokens=100000 layers=4 model_dim=256 hidden_dim=1024
+        activation=gelu dropout=0.1 steps=10000 batch=64 learning_rate=0.0005
+        schedule=polynomial warmup=1000 beta2=0.98 epsilon=1e-06 clip=0.0 validate_every=1000 save_every=1000 device=auto
+    lrpe-blm paper: task=masked scheme=lrpe-orthogonal mask_share=0.15 data=hf:Salesforce/wikitext:wikitext-103-raw-v1
+        tokenizer=bpe vocabulary=50264 length=512 tied=True validation_tokens=1000000 layers=12 model_dim=768 heads=12
+        hidden_dim=3072 activation=gelu dropout=0.1 steps=23000 batch=512 learning_rate=0.0005
+        schedule=polynomial warmup=3000 beta2=0.98 epsilon=1e-06 clip=0.0 validate_every=1000 save_every=1000 device=auto
+    lrpe-glue tiny: task=glue scheme=lrpe-orthogonal subset= start=runs/lrpe-blm length=128 validation_rows=0 layers=2
+        model_dim=64 hidden_dim=256 activation=gelu dropout=0.1 steps=60 batch=16 learning_rate=0.001
+        schedule=polynomial warmup=6 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=30 save_every=30
+        device=auto
+    lrpe-glue small: task=glue scheme=lrpe-orthogonal subset= start=runs/lrpe-blm validation_rows=0 layers=4
+        model_dim=256 hidden_dim=1024 activation=gelu dropout=0.1 steps=2000 batch=32 learning_rate=0.0001
+        schedule=polynomial warmup=200 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=500
+        save_every=500 device=auto
+    lrpe-glue paper: task=glue scheme=lrpe-orthogonal subset= start=runs/lrpe-blm length=512 validation_rows=0 layers=12
+        model_dim=768 heads=12 hidden_dim=3072 activation=gelu dropout=0.1 steps=5000 batch=16 learning_rate=2e-05
+        schedule=polynomial warmup=300 beta2=0.98 epsilon=1e-06 weight_decay=0.1 clip=0.0 validate_every=500
+        save_every=500 device=auto
+    listops tiny: task=listops longest=0 branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
     listops tiny: task=listops longest=0 depth=4 arguments=5 shortest=0 expressions=12000
         branches=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32
         learning_rate=0.002 device=auto

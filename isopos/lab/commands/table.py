@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -103,7 +104,7 @@ def run(options: Options, console: Console) -> int:
     for _, recipe in planned[: len(planned) // options.seeds]:
         check_recipe(recipe)
         check_memory(recipe)
-    sets = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
+    sets = _load(table, recipes, console)
     for cell in cells:  # those that are there were trained on the same
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             other = sets[cell.corpus].name
@@ -157,23 +158,47 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
         else:
             what = f"NAME=PATH with a name of {', '.join(names)}" if names else "none, since this table chooses no data"
             raise ValueError(f"data: expected {what}, got {entry!r}")
-    if given:
-        return {name: given[name] for name in names if name in given}
-    if options.scale == "tiny":
-        return dict.fromkeys(names, "")
     sources = {one.name: one.source if "data" in table.recipe_at("original", one).names else "" for one in table.corpora}
-    return {name: source for name, source in sources.items() if source != ASK}
+    free = {name: source for name, source in sources.items() if source != ASK}
+    if options.scale == "tiny":
+        free = {one.name: "" for one in table.corpora if not one.start or one.name in free}
+    chosen = given or free
+    for corpus in table.corpora:
+        if corpus.name in chosen and corpus.start and corpus.start not in chosen:
+            if corpus.start not in free:
+                raise ValueError(
+                    f"data: expected {corpus.start}=PATH, with whose runs those of {corpus.name} begin, got none"
+                )
+            chosen[corpus.start] = free[corpus.start]
+    return {name: chosen[name] for name in names if name in chosen}
+
+
+def _load(table: PaperTable, recipes: Mapping[str, Recipe], console: Console) -> dict[str, Data]:
+    """The data of each corpus; with what the weights of its start need to be used again, such as a tokenizer."""
+    sets: dict[str, Data] = {}
+    for name, recipe in recipes.items():
+        corpus = table.corpus(name)
+        with TemporaryDirectory() as folder:
+            start = corpus.start if corpus else ""
+            if start:
+                sets[start].save(Path(folder))
+            sets[name] = recipe.task.load(recipe, console, Path(folder) if start else None)
+    return sets
 
 
 def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
     """A cell; one that is there already must have the same recipe, but for where text and machine are."""
-    place = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed)
+    place, own, start = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed), table.corpus(corpus), None
+    if own and own.start:
+        start = place.with_name(cell_name(own.start, recipe.scheme, recipe.seed))
+        recipe = recipe.edit(start=str(start))
     if (place / "recipe.json").exists():
         before = recipe_of(place)
         then, now = before.as_dict(), recipe.settled_as(before)
         recipe = now.edit(data=then["data"]) if corpus and "data" in now.names else now
         same_recipe(place, recipe)
-    return Cell(place, corpus, recipe, [table.metric(column) for column in table.columns if column.corpus == corpus])
+    metrics = [table.metric(column) for column in table.columns if column.corpus == corpus]
+    return Cell(place, corpus, recipe, metrics, start)
 
 
 def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, Data], device: str) -> None:
@@ -216,7 +241,7 @@ def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Conso
             signals.heed()
             task, steps = cell.recipe.task, cell.recipe.training.steps
             with claimed(cell.claim) as mine:
-                if mine and not cell.done:
+                if mine and not cell.done and cell.ready:
                     title = f"{n + 1}/{len(cells)} {cell.folder.name}"
                     _compute(cell, sets[cell.corpus], bars.add(title, steps, task.loss_unit, f"{task.unit}/s", before=done))
             done += steps

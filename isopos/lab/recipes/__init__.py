@@ -23,6 +23,8 @@ RECIPES = {
     "quickstart": "language:quickstart",
     "lrpe-alm": "language:lrpe_alm",
     "permuteformer-lm": "language:permuteformer_lm",
+    "lrpe-blm": "masked:lrpe_blm",
+    "lrpe-glue": "masked:lrpe_glue",
     "listops": "listops:listops",
     "lra-text": "arena:lra_text",
     "lra-listops": "arena:lra_listops",

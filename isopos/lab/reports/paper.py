@@ -1,5 +1,6 @@
 """What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from isopos.lab.tables.loader import (
     read_scores,
     speed_rounds,
 )
-from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.language import TextTask
 from isopos.lab.tasks.task import Metric
 
 __all__ = ["PAIRED", "differences", "spearman", "write"]
@@ -95,7 +96,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
     draw = _speed_picture if table.timed else _along if table.along else _curves
-    figure = draw(table, rows, about["corpora"])
+    figure = draw(table, rows, _alone(table, about))
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
     return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
@@ -139,7 +140,7 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
     reached = {
-        name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in about["corpora"] if not table.timed
+        name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in _alone(table, about) if not table.timed
     }
     titles += [text + f", {name}" * (len(reached) > 1) for name, text in reached.items()]
     grid = []
@@ -148,12 +149,23 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
         cells = [row.line.name, "; ".join(filter(None, schemes)) or "not here"]
         for column in columns:
             at = table.columns.index(column)
-            cells += [table.metric(column).text(row.line.figures[at] if row.line.figures else None)] * papers
+            cells += [table.metric(column).text(_papers(row.line, at))] * papers
             mark = " *" * (table.marked and _leads(table, rows, row, column))
             cells.append(_ours(table, row, column) + mark if row.line.on(column.corpus) else "-")
         cells += [_updates(table, rows, row, corpus) for corpus in reached]
         grid.append(cells)
     return titles, grid
+
+
+def _alone(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
+    """The corpora on which training began with random weights, and what they are here."""
+    begun = {corpus.name for corpus in table.corpora if corpus.start}
+    return {name: text for name, text in about["corpora"].items() if name not in begun}
+
+
+def _papers(line: Line, at: int) -> float | None:
+    """The paper's figure in a column; none where it has none, which a table calls nan."""
+    return line.figures[at] if line.figures and not math.isnan(line.figures[at]) else None
 
 
 def _reference(table: PaperTable, rows: Sequence[Found]) -> Found:
@@ -245,16 +257,19 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
+    alike: dict[str, list[str]] = {}
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-        yield f"Scale{f' of {corpus.name}' if len(pairs) > 1 and corpus else ''}: {differences(original, ours)}"
+        alike.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
+    for text, names in alike.items():
+        yield f"Scale{f' of {_listed(names)}' if len(pairs) > 1 else ''}: {text}"
     if not table.timed:
         for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-            own = corpus is not None and corpus.recipe
+            own = corpus is not None and corpus.recipe and not corpus.start
             if corpus is not chosen[0] and not own:
-                continue  # the same as of the first
+                continue  # the same as of the first, or told by its scale
             model = f"A model of {corpus.name}" if corpus and own else "A model"
             seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
-            kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, Language) else "" for r in (original, ours)]
+            kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, TextTask) else "" for r in (original, ours)]
             paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
             yield f"{model} sees {seen}, the paper's {paper}."
         figures = [
@@ -300,6 +315,10 @@ def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
             yield f"{column.title}: {table.baseline} takes {middle}, the median of {len(taken)} rounds."
 
 
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _short(name: str) -> str:
     return name if name.startswith("hf:") or " " in name else Path(name).name
 
@@ -311,9 +330,9 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
             yield "This scale shows that the table runs; it says nothing about the order of the schemes."
         return
     for at, column in enumerate(table.columns):
-        both = [(row.line.name, row.line.figures[at], row.values[column.title]) for row in rows if row.line.figures]
+        both = [(row.line.name, _papers(row.line, at), row.values[column.title]) for row in rows]
         middle = statistics.median if table.timed else statistics.mean  # as the table shows
-        pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours]
+        pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours and paper is not None]
         if len(pairs) < FEW:
             continue
         rank = table.metric(column).rank
@@ -327,7 +346,7 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
 
 def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
     """Whether the order of rows changes with training: validations after a tenth of the updates beside the last ones."""
-    for corpus in about["corpora"] if about["scale"] != "tiny" else ():
+    for corpus in _alone(table, about) if about["scale"] != "tiny" else ():
         curves = {row.line.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)

@@ -26,6 +26,7 @@ __all__ = [
     "KEEP",
     "WEIGHTS",
     "Checkpoint",
+    "begin_with",
     "best",
     "build",
     "complete",
@@ -174,6 +175,25 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
         raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
     read_weights(model, weights)
     return recipe, model.eval()
+
+
+def begin_with(model: Any, run: Path) -> None:
+    """Give a model the weights that a run ended with, but those of its head.
+
+    Raises:
+        ValueError: Where the run has none, or they are not of the model's names and shapes.
+    """
+    weights = {name: value for name, value in load_run(run)[1].state_dict().items() if not name.startswith("head.")}
+    others = sorted(name for name in {*model.state_dict()} ^ {*weights} if not name.startswith("head."))
+    try:
+        if others:
+            raise RuntimeError(f"{others[0]} is in one of them only")
+        model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"start: expected weights of the model's shapes in {run}, got others: {said}; name another"
+        ) from None
 
 
 def build(folder: Path) -> tuple[Recipe, Any]:

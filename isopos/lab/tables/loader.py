@@ -54,6 +54,7 @@ class Corpus:
     recipe: str = ""  # its own, of any task; by default that of the table
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, that the paper made for it
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # edits of its own by scale, after the table's
+    start: str = ""  # the corpus with whose run, of the same row and seed, training begins; the task of `recipe` has `start`
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,20 @@ class PaperTable:
     corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
     notes: Sequence[str] = ()  # what a reader must know
     edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, where the paper's differs from the named one
+    begun: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, of the recipes that begin with a run
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
         own = corpus or Corpus("")
-        recipe = preset(own.recipe or self.recipe, "paper").edit(**self.edits)
+        if own.start:
+            before = self.recipe_at(scale, self.corpus(own.start))
+            recipe, scales = replace(preset(own.recipe, "paper").edit(start=""), model=before.model), self.begun
+        else:
+            recipe, scales = preset(own.recipe or self.recipe, "paper").edit(**self.edits), self.scales
         if corpus is not None and "data" in recipe.names:
             recipe = recipe.edit(data=corpus.source)
         recipe = recipe.edit(**own.edits)
-        return recipe if scale == "original" else recipe.edit(**{**self.scales[scale], **own.scales.get(scale, {})})
+        return recipe if scale == "original" else recipe.edit(**{**scales[scale], **own.scales.get(scale, {})})
 
     def with_steps(self, scale: str, steps: int) -> "PaperTable":
         """With so many updates at a scale; 0: with as many as it has.
@@ -176,6 +182,12 @@ class Cell:
     corpus: str
     recipe: Recipe
     metrics: Sequence[Metric]
+    start: Path | None = None  # the cell with whose weights it begins
+
+    @property
+    def ready(self) -> bool:
+        """Whether what it begins with is there."""
+        return self.start is None or ((self.start / SCORES).exists() and read_scores(self.start)["status"] == "finished")
 
     @property
     def claim(self) -> Path:
@@ -235,7 +247,13 @@ def _check(table: PaperTable) -> None:
         raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
     for corpus in table.corpora or (Corpus(""),):
         known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
-        for edits in (table.edits, *table.scales.values(), corpus.edits, *corpus.scales.values()):
+        given = [table.edits, *table.scales.values()]
+        if corpus.start:
+            given = [{"start": ""}, *table.begun.values()]
+            expect(f"{corpus.name}: start", corpus.start, [other.name for other in table.corpora if not other.start])
+            if set(table.begun) != set(SCALES):
+                raise ValueError(f"begun: expected {', '.join(SCALES)}, got {', '.join(table.begun) or 'none'}")
+        for edits in (*given, corpus.edits, *corpus.scales.values()):
             for name in edits:
                 expect("field of a recipe", name, known)
         for scale in corpus.scales:

@@ -8,6 +8,8 @@ __all__ = ["TASKS", "find", "spec"]
 TASKS = {
     "language": "isopos.lab.tasks.language:Language",
     "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
+    "masked": "isopos.lab.tasks.masked:Masked",
+    "glue": "isopos.lab.tasks.glue:Glue",
     "listops": "isopos.lab.tasks.listops:ListOps",
     "text": "isopos.lab.tasks.text:TextClasses",
     "trees": "isopos.lab.tasks.trees:TreeClasses",

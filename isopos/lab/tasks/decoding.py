@@ -6,6 +6,7 @@ Perplexity is measured as the papers do.
 import codecs
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
 
-__all__ = ["choose", "perplexity", "pieces", "why_not"]
+__all__ = ["at_once", "choose", "perplexity", "pieces", "why_not"]
 
 PIECE = 4096  # tokens that a model is given at once
 LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
@@ -54,7 +55,7 @@ def perplexity(
             f"vocabulary: expected the {own} tokens of the model, got the {corpus.vocabulary} of {corpus.name}; load the "
             "text with the tokenizer that was saved beside the model"
         )
-    piece = _at_once(model, length)
+    piece = at_once(model, length)
     device = model.tokens.weight.device
     total, count = 0.0, 0
     with torch.no_grad():
@@ -66,7 +67,7 @@ def perplexity(
     return {"nats": nats, "bits_per_byte": bits, "tokens": count, "perplexity": math.exp(nats) if nats < 700 else math.inf}
 
 
-def why_not(model: Decoder, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
+def why_not(model: Any, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
     """Why windows of that length cannot be scored, or nothing."""
     if length < 1 or (limit is not None and limit < 1):
         return f"length: expected positive numbers of tokens, got windows of {length} and a limit of {limit}"
@@ -79,7 +80,8 @@ def why_not(model: Decoder, corpus: Corpus, length: int, split: str = "validatio
     return ""
 
 
-def _at_once(model: Decoder, length: int) -> int:
+def at_once(model: Any, length: int) -> int:
+    """As many tokens, in windows of a length, as memory surely has room for."""
     piece = PIECE
     if isinstance(model.head, torch.nn.Linear):
         piece = min(piece, LOGITS // model.head.out_features)

@@ -113,6 +113,14 @@ class Task(ABC):
         self.model(recipe)
         return ()
 
+    def origin(self, recipe: "Recipe") -> Path | None:
+        """The folder of a run that has ended, with whose weights training begins, all but the head's; none by default.
+
+        Raises:
+            ValueError: Where there is none, or its model is another.
+        """
+        return None
+
     @property
     def fits(self) -> Mapping[str, object]:
         """What options of schemes follow where a user gives none, as in `isopos.schemes.build`: "length", "branches", ..."""

@@ -1,0 +1,277 @@
+"""The tasks of GLUE: an encoder, trained as a masked language model, learns to tell labels of texts and pairs of texts."""
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isopos import catalog
+from isopos.lab.data.glue import SUBSETS, Rows, Sample, Subset, phrases, read, subset_of
+from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
+from isopos.lab.runs.files import read_json
+from isopos.lab.tasks.masked import Masked
+from isopos.lab.tasks.samples import Labelled
+from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from isopos.lab.recipes import Recipe
+    from isopos.models import Classifier
+
+__all__ = ["Glue", "GlueSamples"]
+
+WEIGHTS = "model.safetensors"  # which a run has when it ends
+SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields of a model that begins with weights of another
+FIGURES = {
+    "accuracy": Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out rows labelled rightly"),
+    "matthews": Metric("Matthews", "matthews", "higher", note="Matthews: correlation of labels"),
+    "f1": Metric("F1", "f1", "higher", ".1%", note="F1: of the rows that are duplicates or paraphrases"),
+    "pearson": Metric("Pearson", "pearson", "higher", note="Pearson: correlation of scores"),
+    "spearman": Metric("Spearman", "spearman", "higher", note="Spearman: correlation of the scores' ranks"),
+}
+
+
+@dataclass(frozen=True)
+class Glue(Task):
+    """What a classifier of GLUE reads: a text or two, each ended by a line feed, whose tokens, averaged, tell the label."""
+
+    data: str = ""
+    """A folder or an archive of one of GLUE's tasks, with train.tsv and dev.tsv; empty: phrases of the Python language
+    reference, half of them with their words in reverse order, to be told from the others."""
+    subset: str = ""  # CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI or RTE; empty: as a folder of the data is called.
+    start: str = ""
+    """A run of the task masked, or a folder of such runs, of which that of the same scheme and seed counts: training begins
+    with its weights, but for the head, and its tokenizer. Empty: with random ones, and bytes."""
+    length: int = 256  # Tokens of a sample: of what is longer the longer text is cut.
+    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
+    validation_rows: int = 0  # At most so many held-out rows are scored; 0: all.
+
+    name = "glue"
+    schemes = "none,rope,lrpe-orthogonal,permuteformer"
+    edits = MappingProxyType({"steps": 300, "batch": 32, "length": 128, "learning_rate": 2e-3})
+    unit = "rows"
+    limits = (("length", 4, 10**9), ("vocabulary validation_rows", 0, 10**9))
+    settled = ("subset", "vocabulary")
+
+    @property
+    def own(self) -> Subset:
+        """That of `SUBSETS` which is learned."""
+        return SUBSETS[self.subset or subset_of(self.data)]
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        loss = Metric("loss", "loss", note=f"loss: {self.loss_unit}")
+        return (*(FIGURES[name] for name in self.own.figures), loss)
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        return (Metric("scored", "rows", "higher", ",.0f"),)
+
+    @property
+    def loss_unit(self) -> str:
+        return "nats" if self.own.labels else "squared error"
+
+    @property
+    def fits(self) -> dict[str, object]:
+        return {"length": self.length, "reach": self.length}
+
+    def setting(self, recipe: "Recipe") -> str:
+        begin = f"that begins with the weights of {self.start}" if self.start else "that begins with random weights"
+        return f"A classifier of {self.subset or subset_of(self.data)}, {begin}."
+
+    def check(self, recipe: "Recipe") -> list[str]:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line
+
+        catalog.expect("subset", self.subset or subset_of(self.data), SUBSETS)
+        scheme = check_group(recipe, (Line,), "on a line, which text has")
+        longest = scheme.max_length
+        at_most = f"at most {longest}, for which {recipe.scheme} has positions"
+        expect("length", self.length, at_most, longest is None or self.length <= longest)
+        self.model(recipe)
+        self.origin(recipe)
+        return []
+
+    def origin(self, recipe: "Recipe") -> Path | None:
+        from isopos.lab.recipes import Recipe
+        from isopos.lab.tasks.build import build_scheme
+
+        if not self.start:
+            return None
+        folder = self._run(recipe)
+        before = Recipe.from_dict(read_json(folder / "recipe.json", dict[str, Any], "name another run"))
+        expect("start", f"one of {type(before.task).__name__}", "a run of the task masked", isinstance(before.task, Masked))
+        expect("start", folder, f"a run that has ended, with {WEIGHTS}", (folder / WEIGHTS).exists())
+        then, now = _shapes(before), _shapes(recipe)
+        if others := [name for name in then if then[name] != now[name]]:
+            own = ", ".join(f"{name} {now[name]}" for name in others)
+            options = " ".join(f"--{name.replace('_', '-')} {then[name]}" for name in others)
+            raise ValueError(f"start: expected a model as that of {folder}, got {own}; give {options}")
+        if build_scheme(before).fingerprint != build_scheme(recipe).fingerprint:
+            raise ValueError(
+                f"start: expected {recipe.scheme} with the constants that it has in {folder}, which follow seed and length, "
+                f"got others; give --seed {before.seed}, or choose such options of the scheme in both"
+            )
+        return folder
+
+    def _run(self, recipe: "Recipe") -> Path:
+        """That of `start`, or the one in it that has the same scheme and seed."""
+        folder, found = Path(self.start), []
+        if (folder / "recipe.json").exists():
+            return folder
+        for path in sorted(folder.glob("*/recipe.json")):
+            values = read_json(path, dict[str, Any], "name another folder")
+            if values.get("task") == Masked.name:
+                found.append((values["scheme"], values["seed"], path.parent))
+        alike = [run for scheme, seed, run in found if (scheme, seed) == (recipe.scheme, recipe.seed)]
+        if len(alike) != 1:
+            wanted = f"start: expected one run with the scheme {recipe.scheme} and the seed {recipe.seed} in {folder}"
+            got = ", ".join(run.name for *_, run in found) or "none"
+            raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
+        return alike[0]
+
+    def model(self, recipe: "Recipe") -> "Classifier":
+        from isopos.lab.tasks.build import build_model
+        from isopos.models import Classifier
+
+        return build_model(recipe, Classifier, (self.vocabulary or 256) + 1, len(self.own.labels) or 1)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
+        folder = run or self.origin(recipe)
+        rows = read(self.data, self.subset or subset_of(self.data)) if self.data else phrases()
+        return GlueSamples(self, rows, load_tokenizer(folder) if folder else Bytes())
+
+
+def _shapes(recipe: "Recipe") -> Mapping[str, object]:
+    """What tells the shapes of weights, and what they are for."""
+    own = {name: getattr(recipe.model, name) for name in SAME}
+    return {"scheme": recipe.scheme, **own, "hidden_dim": recipe.model.hidden_dim or 4 * recipe.model.model_dim}
+
+
+class GlueSamples(Labelled):
+    """Rows of one task of GLUE."""
+
+    unit = "rows"
+
+    def __init__(self, task: Glue, rows: Rows, tokenizer: Tokenizer):
+        self.task, self.rows, self.tokenizer, self.limit = task, rows.splits, tokenizer, task.validation_rows
+        self.own, self.name = task.own, task.data or "built-in phrases"
+        self.sha256 = f"{rows.sha256[:32]}{tokenizer.fingerprint[:32]}"
+        self.splits = tuple(split for split in self.rows if split != "train")
+        cut = Counter()
+        self.tokens = {split: [self._encoded(row, cut) for row in samples] for split, samples in self.rows.items()}
+        self.sizes = {split: np.array([len(row) for row in rows]) for split, rows in self.tokens.items()}
+        left = cut + rows.left
+        said = "".join(f", {count} {what}{' left out' * (what in rows.left)}" for what, count in left.items())
+        usual = ""
+        if self.own.labels:
+            answer, _ = Counter(row.answer for row in self.rows["train"]).most_common(1)[0]
+            share = np.mean([row.answer == answer for row in self.rows["validation"]])
+            usual = f"; without a model: always {self.own.labels[int(answer)]} {share:.1%}"
+        counts = " + ".join(str(len(samples)) for samples in self.rows.values())
+        self.summary = f"{counts} rows ({', '.join(self.rows)}){said}{usual}"
+
+    def _encoded(self, row: Sample, cut: Counter[str]) -> np.ndarray:
+        """The tokens of its texts and of a line feed after each, of which there is room for `length`."""
+        end = self.tokenizer.encode("\n")
+        texts = [self.tokenizer.encode(text) for text in row.texts]
+        room = self.task.length - len(texts) * len(end)
+        if sum(map(len, texts)) > room:
+            cut[f"cut to {self.task.length} tokens"] += 1
+            first = max(room - len(texts[1]), room // 2) if len(texts) == 2 else room
+            texts[0] = texts[0][:first]
+            texts[1:] = [second[: room - len(texts[0])] for second in texts[1:]]
+        whole = np.concatenate([part for text in texts for part in (text, end)])
+        return whole.astype(np.min_scalar_type(self.tokenizer.size))
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        size, given = self.tokenizer.size, self.task.vocabulary
+        expect("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
+        if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
+            raise ValueError(
+                f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"
+            )
+        return super().settle(recipe.edit(vocabulary=size, subset=self.task.subset or subset_of(self.task.data)))
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]``, positions ``[t 1]``, mask ``[b t]`` and answers ``[b]``: labels, or scores from 0 to 1."""
+        import torch
+
+        from isopos.positions import sequence
+
+        lengths = torch.from_numpy(self.sizes[split][rows])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = torch.zeros(mask.shape, dtype=torch.int64)
+        tokens[mask] = torch.from_numpy(np.concatenate([self.tokens[split][n] for n in rows]).astype(np.int64))
+        answers = torch.tensor([self.rows[split][n].answer for n in rows])
+        answers = answers.long() if self.own.labels else answers.float()
+        return tokens, sequence(mask.shape[1]), mask, answers
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        if self.own.labels:
+            return super().loss(model, *batch)
+        *sample, scores = batch
+        return F.mse_loss(model(*sample)[:, 0], scores)
+
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """The task's own figures, of all rows together; a model that says the same of all has a correlation of 0."""
+        import torch
+        from torch.nn import functional as F
+
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        rounds = self.rounds(view.split, self.limit if view.limit < 0 else view.limit)
+        found = [self.answers(model, recipe, view.split, rows) for rows in rounds]
+        logits, answers = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+        loss = F.cross_entropy(logits, answers) if self.own.labels else F.mse_loss(logits[:, 0], answers)
+        own = {name: _figure(name, logits, answers) for name in self.own.figures}
+        return Scored({**own, "loss": loss.item(), "rows": len(answers)})
+
+    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+        rows = self.rows["validation"][:count]
+        logits, _ = self.answers(model, recipe, "validation", np.arange(len(rows)))
+        names = self.own.labels
+
+        def said(answer: float) -> str:
+            return names[int(answer)] if names else f"{answer:.2f}"
+
+        found = logits.argmax(-1).tolist() if names else logits[:, 0].tolist()
+        return [
+            {"texts": " | ".join(row.texts), "answer": said(row.answer), "model": said(answer)}
+            for row, answer in zip(rows, found, strict=True)
+        ]
+
+
+def _figure(name: str, logits: "Tensor", answers: "Tensor") -> float:
+    """A figure of merit of logits ``[n classes]``, or of scores ``[n 1]``.
+
+    Matthews' correlation is Pearson's of two labels; that of torchmetrics is not 0 where a model says the same of all.
+    """
+    from torchmetrics.functional import pearson_corrcoef, spearman_corrcoef
+    from torchmetrics.functional.classification import accuracy, binary_f1_score
+
+    guesses, scores = logits.argmax(-1), logits[:, 0].double()
+    match name:
+        case "accuracy":
+            value = accuracy(guesses, answers, "multiclass", num_classes=logits.shape[1], average="micro")
+        case "f1":
+            value = binary_f1_score(guesses, answers)
+        case "spearman":
+            value = spearman_corrcoef(scores, answers.double())
+        case _:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The variance of predictions or target is close to zero")
+                value = pearson_corrcoef(guesses.double() if name == "matthews" else scores, answers.double())
+    return value.nan_to_num().item()
