@@ -7,8 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -23,7 +21,6 @@ from isopos.lab.data import images
 from isopos.lab.data.digits import draw
 from isopos.lab.data.images import digits, read
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.images import Images, _moved
 from isopos.lab.tasks.task import View
 
@@ -465,29 +462,3 @@ def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, t
     ):
         status, _, err = isopos("eval", run, "--view", wrong)
         assert (status, message in err) == (2, True), err
-
-
-@pytest.mark.slow
-def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
-    source = bars(tmp_path / "bars")
-
-    def train(name, *more):
-        own = ["train", "cct", "--scale=tiny", f"--data={source}", "--save-every=4", "--validate-every=4", *SMALL]
-        done = subprocess.run(
-            [sys.executable, "-m", "isopos", *own, f"--name={name}", *more],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        return [row["loss"] for row in read_rows(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in row]
-
-    whole = train("one")
-    assert train("two", "--devices=2", "--strategy=fsdp2") == pytest.approx(whole, abs=1e-5)
-    assert train("three", "--workers=2") == whole
-    run = tmp_path / "runs" / "one"
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-00000012")
-    assert train("one", "--resume") == whole

@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
 import pickle
 import re
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from torch.nn import functional as F
 
 from isopos import schemes
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks import decoding
 from isopos.lab.tasks.masked import Masked, hide
 from isopos.lab.tasks.task import View
@@ -171,31 +166,3 @@ def test_a_comparison_ranks_by_loss_and_its_runs_are_evaluated(isopos, tmp_path)
     assert figures["figures"]["2"]["loss"] == pytest.approx(scores["loss at 2x"])
     assert "scored: expected none" in isopos("eval", "runs/c/rope-seed0", "--scored=8")[2]
     assert "expected a language model" in isopos("generate", "runs/c/rope-seed0")[2]
-
-
-@pytest.mark.slow
-def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
-    (tmp_path / "text.txt").write_text(LINES)
-
-    def train(name, *more):
-        command = ["train", "lrpe-blm", "--scale=tiny", "--data=text.txt", "--dropout=0", "--save-every=4", *SMALL]
-        command += ["--validate-every=0", f"--name={name}", *more]
-        done = subprocess.run(
-            [sys.executable, "-m", "isopos", *command],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        return read_rows(tmp_path / "runs" / name / "metrics.jsonl")
-
-    whole = train("one")
-    for strategy in ("ddp", "fsdp2"):
-        two = train(strategy, "--devices=2", f"--strategy={strategy}", "--accumulate=2")
-        assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in whole], abs=1e-5)
-    run = tmp_path / "runs" / "one"
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-00000012")
-    assert train("one", "--resume") == whole

@@ -1,12 +1,8 @@
 """Transduction: random symbols, texts in files, batches, teacher forcing and free decoding, and the commands."""
 
 import gzip
-import os
 import pickle
 import re
-import shutil
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +13,6 @@ from cases import close
 
 from isopos.lab.data.pairs import Pairs, read_texts, sequences, split
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.transduction import Transduction
 
@@ -293,27 +288,3 @@ def test_a_comparison_and_an_evaluation_show_both_figures(isopos, tmp_path):
     assert status == 2
     assert "absent.tsv does not exist" in err
     assert not (tmp_path / "runs" / "d").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
-    def train(name, *more):
-        command = ["train", "transduction", "--scheme=ape-sequence:attention=softmax", "--save-every=3", *TINY]
-        done = subprocess.run(
-            [sys.executable, "-m", "isopos", *command, f"--name={name}", *more],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        return read_rows(tmp_path / "runs" / name / "metrics.jsonl")
-
-    whole = train("one")
-    two = train("two", "--devices=2", "--strategy=fsdp2")
-    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in whole], abs=1e-5)
-    run = tmp_path / "runs" / "one"
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-00000006")
-    assert train("one", "--resume") == whole

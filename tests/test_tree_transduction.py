@@ -1,11 +1,7 @@
 """Trees into trees: operations, orders, places of nodes that are still to come, files, and the commands."""
 
 import gzip
-import os
 import re
-import shutil
-import subprocess
-import sys
 from itertools import chain
 
 import numpy as np
@@ -18,7 +14,6 @@ from hypothesis import strategies as st
 from isopos.lab.data.bushes import Bush, Growth, grow, mirrored, parsed, part, rebuilt, reduced, shown, sizes, written
 from isopos.lab.data.tree_pairs import ACTIONS, HOLE, random_trees, read_trees
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.tree_transduction import TreeTransduction
 from isopos.positions import Tree, tree
@@ -359,27 +354,3 @@ def test_a_comparison_and_an_evaluation_show_both_figures(isopos, tmp_path):
     assert (status, err) == (0, "")
     assert re.search(r"perplexity .*tokens .*exact", out)
     assert isopos("compare", "--task=tree-transduction", "--order=inside", *TINY)[0] == 2
-
-
-@pytest.mark.slow
-def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path):
-    def train(name, *more):
-        command = ["train", "tree-transduction", f"--scheme={TREE},locality=0.98", "--save-every=3", *TINY]
-        done = subprocess.run(
-            [sys.executable, "-m", "isopos", *command, f"--name={name}", *more],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        return read_rows(tmp_path / "runs" / name / "metrics.jsonl")
-
-    whole = train("one")
-    two = train("two", "--devices=2", "--strategy=fsdp2")
-    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in whole], abs=1e-5)
-    run = tmp_path / "runs" / "one"
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-00000006")
-    assert train("one", "--resume") == whole

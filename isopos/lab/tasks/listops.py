@@ -91,8 +91,8 @@ class ListOps(Task):
         if self.random:
             field = next(iter(self.random))
             expect(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
-            right = self.longest >= max(1, self.shortest)
-            expect("longest", self.longest, f"a number of tokens from {self.shortest} on, with a {field} of its own", right)
+            least, longest = max(1, self.shortest), self.longest
+            expect("longest", longest, f"at least {least} tokens beside {field}, to draw no longer ones", longest >= least)
         self.model(recipe)
         return []
 
