@@ -137,9 +137,15 @@ def test_what_the_page_makes_of_softmax_and_lengths_is_true(tables):
     four, two = tables["permuteformer-4"], tables["lrpe-2"]
     ahead, spread = four.ahead("WikiText-103 test", "Transformer", "Performer")
     assert abs(ahead) < spread
-    for figures in two.ours.values():
-        assert two.sort({row: figure for row, (figure, _) in figures.items()})[1] == "rope with softmax attention"
+    for column, figures in two.ours.items():
+        assert two.sort(column, {row: figure for row, (figure, _) in figures.items()})[1] == "rope with softmax attention"
     first, *_, last = tables["lengths"].ours.values()
     rises = {row: last[row][0] / first[row][0] for row in last}
     assert {row for row, rise in rises.items() if rise < 1} == {"permuteformer", "retnet", "alibi with softmax attention"}
     assert max(rises, key=rises.__getitem__) == "rope with softmax attention"
+
+
+def test_columns_may_have_different_directions(tables):
+    one = tables["ape-1"]
+    assert (one.better, one.sign("Copy"), one.sign("Copy, whole")) == ("lower", 1, -1)
+    assert one.sort("Copy, whole", {"a": 0.1, "b": 0.9}) == ["b", "a"]

@@ -26,6 +26,7 @@ class Shown:
     source: str
     baseline: str
     better: str  # lower or higher
+    others: Sequence[str]  # columns in which it is the other way
     paper: Mapping[str, Mapping[str, float]]
     ours: Mapping[str, Mapping[str, tuple[float, float]]]  # the spread is not a number where there is one seed
     reference: str  # from which distances are, paired by seed; empty where the table has none
@@ -33,16 +34,20 @@ class Shown:
     said: Sequence[str]
     commands: Sequence[str]
 
-    def sort(self, figures: Mapping[str, float]) -> list[str]:
-        """Names of rows, the best first."""
-        return sorted(figures, key=lambda row: figures[row] if self.better == "lower" else -figures[row])
+    def sort(self, column: str, figures: Mapping[str, float]) -> list[str]:
+        """Names of rows, the best in a column first."""
+        return sorted(figures, key=lambda row: figures[row] * self.sign(column))
+
+    def sign(self, column: str) -> int:
+        """1 where lower figures of a column are better, -1 where higher ones are."""
+        return 1 if (self.better == "lower") is (column not in self.others) else -1
 
     def ahead(self, column: str, first: str, second: str) -> tuple[float, float]:
         """By how much a row is better than another, and the spread of that: of distances paired by seed if there are."""
         paired = {**self.apart.get(column, {}), **({self.reference: (0.0, 0.0)} if self.reference else {})}
         figures = paired if first in paired and second in paired else self.ours[column]
         (a, a_spread), (b, b_spread) = figures[first], figures[second]
-        return (b - a) * (1 if self.better == "lower" else -1), math.hypot(a_spread, b_spread)
+        return (b - a) * self.sign(column), math.hypot(a_spread, b_spread)
 
 
 def read(path: Path) -> Shown:
@@ -57,12 +62,15 @@ def read(path: Path) -> Shown:
     distances = second[0][2:] if second else []
     said = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
     commands = [line.strip() for line in lines if line.startswith("    isopos table ")]
+    table = load_table(commands[0].split()[2])
+    better = "lower" if any("lower is better" in text for text in said) else "higher"
     return Shown(
         name=path.parent.name,
         title=lines[0].removeprefix("# "),
         source=lines[2].rsplit(", at the scale", 1)[0],
-        baseline=load_table(commands[0].split()[2]).baseline,
-        better="lower" if any("lower is better" in text for text in said) else "higher",
+        baseline=table.baseline,
+        better=better,
+        others=[one.title for one in table.columns if one.title in ours and table.metric(one).better != better],
         paper={title: {row[0]: found[0] for row in rows if (found := _figure(row[n]))} for title, n in paper.items()},
         ours={title: {row[0]: found for row in rows if (found := _figure(row[n]))} for title, n in ours.items()},
         reference=next((line.removeprefix(f"{PAIRED} ") for line in lines if line.startswith(PAIRED)), ""),
@@ -134,9 +142,9 @@ def _first(shown: Shown) -> Iterator[str]:
     """The best row and the next: a sentence for columns that have the same ones."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for column, figures in shown.ours.items():
-        order = shown.sort({row: figure for row, (figure, _) in figures.items()})
-        if len(order) > 1:
-            ahead, spread = shown.ahead(column, *order[:2])
+        order = shown.sort(column, {row: figure for row, (figure, _) in figures.items()})
+        ahead, spread = shown.ahead(column, *order[:2]) if len(order) > 1 else (0.0, 0.0)
+        if ahead:
             found.setdefault((*order[:2], _beside(ahead, spread)), {})[column] = f"{ahead:.3g}"
     for (first, second, beside), by in found.items():
         yield f"{'; '.join(by)}: {first} leads, ahead of {second} by {', '.join(by.values())}, {beside}."
@@ -166,7 +174,7 @@ def _ranks(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
 
 def _pairs(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
     """Which of the paper's orders of two rows ours have, too, and which they contradict."""
-    order = shown.sort(paper)
+    order = shown.sort(column, paper)
     same, near, other = 0, 0, []
     for better, worse in itertools.combinations(order, 2):
         if paper[better] == paper[worse]:
@@ -197,7 +205,7 @@ def _learned(shown: Shown) -> Iterator[str]:
         for fixed in (row for row in figures if row.endswith(LEARNS)):
             if (row := fixed.removesuffix(LEARNS)) in figures:
                 ahead, spread = shown.ahead(column, row, fixed)
-                yield f"{row}, {column} {-ahead if shown.better == 'lower' else ahead:+.3f}, {_beside(ahead, spread)}"
+                yield f"{row}, {column} {-ahead * shown.sign(column):+.3f}, {_beside(ahead, spread)}"
 
 
 def shown_in(folder: Path = RESULTS) -> list[Shown]:
