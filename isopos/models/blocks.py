@@ -15,7 +15,7 @@ from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Trunk", "embedding"]
+__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Trunk", "embedding", "rising"]
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -186,7 +186,7 @@ class Trunk(nn.Module, ABC):
         if added is not None and added.model_dim != model_dim:
             raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")
         self.tokens = tokens if isinstance(tokens, nn.Module) else embedding(tokens, model_dim)
-        depths = [stochastic_depth * n / max(1, layers - 1) for n in range(layers)]
+        depths = rising(stochastic_depth, layers)
         blocks = (Block(model_dim, scheme, stochastic_depth=depth, **options) for depth in depths)
         self.blocks, self.norm = nn.ModuleList(blocks), NORMS[options.get("norm", "layer")](model_dim)
         self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
@@ -219,6 +219,11 @@ class Trunk(nn.Module, ABC):
             call = partial(checkpoint, block, use_reentrant=False) if again else block
             x = call(x, at, causal=causal, mask=mask)
         return self.norm(x, mask)
+
+
+def rising(stochastic_depth: float, layers: int) -> list[float]:
+    """That of each block: from 0 in the first in equal steps to that of the last."""
+    return [stochastic_depth * n / max(1, layers - 1) for n in range(layers)]
 
 
 def embedding(vocabulary: int, model_dim: int) -> nn.Embedding:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Trunk, embedding
+from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Trunk, embedding, rising
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.state import State
@@ -83,8 +83,7 @@ class Seq2Seq(Trunk):
             )
         super().__init__(sources, model_dim, layers, scheme, **options)
         kept: BlockOptions = {name: options[name] for name in BlockOptions.__annotations__ if name in options}  # pyright: ignore
-        depth = options.get("stochastic_depth", 0.0)
-        depths = [depth * n / max(1, layers - 1) for n in range(layers)]
+        depths = rising(options.get("stochastic_depth", 0.0), layers)
         self.targets = self.tokens if tied else embedding(targets, model_dim)
         self.decoder = nn.ModuleList(Block(model_dim, scheme, cross=True, stochastic_depth=d, **kept) for d in depths)
         self.last_norm = NORMS["layer"](model_dim)
