@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isopos.lab.data.prepare import SPLITS, named_split
+from isopos.lab.data.prepare import SPLITS, named_split, split_rule
 from isopos.lab.data.sources import find, whole_lines
 
 __all__ = [
@@ -260,17 +260,11 @@ def _rows(name: str, blocks: Iterator[bytes]) -> Iterator[Expression]:
 
 def _split(files: dict[str, list[Expression]]) -> Rows:
     names = {name: named_split(name) for name in files}
-    by_name, held_out = "train" in names.values(), "validation" in names.values()
+    into = split_rule(names.values())
     splits: dict[str, list[Expression]] = {split: [] for split in SPLITS}
     for name, rows in files.items():
         for row in rows:
-            tenth = hashlib.sha256(row.tokens).digest()[0] % 10
-            split = names[name] or "train"
-            if not by_name:
-                split = ("test", "validation")[tenth] if tenth < 2 else "train"
-            elif split == "train" and not held_out and tenth == 1:
-                split = "validation"
-            splits[split].append(row)
+            splits[into(names[name], row.tokens)].append(row)
     before, seen = sum(map(len, splits.values())), set()
     for split in reversed(SPLITS):
         splits[split] = [row for row in splits[split] if row.tokens not in seen]

@@ -6,7 +6,6 @@ equal rows are in one split.
 """
 
 import csv
-import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import key_of
-from isopos.lab.data.prepare import SPLITS, Progressing, named_split
+from isopos.lab.data.prepare import SPLITS, Progressing, named_split, split_rule
 from isopos.lab.data.sources import Source, survey
 
 __all__ = [
@@ -234,21 +233,10 @@ def parts(names: Iterable[str]) -> Callable[[str, str], str]:
     named: dict[str, str | None] = {}
     for name in names:
         path = PurePosixPath(name.replace("\\", "/"))
-        folders = (
-            folder for folder in (path.parent.name, path.parent.parent.name) if folder.isalpha()
-        )  # train, not my-test
-        named[name] = next(filter(None, map(named_split, (name, *folders))), None)
+        named[name] = named_split(name) or _split_of_folder(path.parent) or _split_of_folder(path.parent.parent)
     said = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
-    by_name, held_out = "train" in said, "validation" in said
-
-    def split(name: str, content: str) -> str:
-        tenth = hashlib.sha256(content.encode()).digest()[0] % 10
-        if not by_name:
-            return ("test", "validation")[tenth] if tenth < 2 else "train"
-        own = named[name] or "train"
-        return "validation" if own == "train" and not held_out and tenth == 1 else own
-
-    return split
+    into = split_rule(said)
+    return lambda name, content: into(named[name], content.encode())
 
 
 def _split_of_folder(folder: PurePosixPath) -> str | None:

@@ -1,6 +1,5 @@
 """Pairs of a source and a target: random sequences, and texts with their translations in files."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from isopos.lab.data.prepare import SPLITS, named_split
+from isopos.lab.data.prepare import SPLITS, named_split, split_rule
 from isopos.lab.data.sources import find
 
 __all__ = ["Pairs", "documents", "read_texts", "sequences", "split", "tables"]
@@ -90,17 +89,11 @@ def split(files: dict[str, list[tuple[Side, Side]]]) -> Pairs[Side]:
     by a hash of the source. What a held-out split has is left out of those before it.
     """
     names = {name: named_split(name) for name in files}
-    by_name, held_out = "train" in names.values(), "validation" in names.values()
+    into = split_rule(names.values())
     splits: dict[str, list[tuple[Side, Side]]] = {name: [] for name in SPLITS}
     for name, pairs in files.items():
         for pair in pairs:
-            tenth = hashlib.sha256(repr(pair[0]).encode()).digest()[0] % 10
-            into = names[name] or "train"
-            if not by_name:
-                into = ("test", "validation")[tenth] if tenth < 2 else "train"
-            elif into == "train" and not held_out and tenth == 1:
-                into = "validation"
-            splits[into].append(pair)
+            splits[into(names[name], repr(pair[0]).encode())].append(pair)
     before, seen = sum(map(len, splits.values())), set()
     for name in reversed(SPLITS):
         splits[name] = [pair for pair in splits[name] if pair not in seen]

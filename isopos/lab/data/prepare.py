@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from isopos.lab.data.sources import Source, survey, whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
 from isopos.lab.runs.files import check_plain, damaged, read_json
 
-__all__ = ["SPLITS", "Progressing", "in_cache", "in_memory", "named_split"]
+__all__ = ["SPLITS", "Progressing", "in_cache", "in_memory", "named_split", "split_rule"]
 
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 FORMAT = 1  # of a prepared folder
@@ -137,6 +137,24 @@ def named_split(name: str) -> str | None:
     words = set(re.findall("[a-z]+", PurePosixPath(name.replace("\\", "/")).name.lower()))
     alike = {"train": {"train"}, "validation": {"valid", "validation", "val", "dev", "eval"}, "test": {"test"}}
     return next((split for split, names in alike.items() if names & words), None)
+
+
+def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str]:
+    """In which split a row is, by the split of which the name of its file speaks and by its content.
+
+    Where one of the names speaks of train they make the splits; if none speaks of validation, that is a tenth of train. Else
+    a tenth of all rows is validation and a tenth is test. Tenths are chosen by a hash: equal rows are in one split.
+    """
+    said = set(named)
+
+    def split(own: str | None, content: bytes) -> str:
+        tenth = hashlib.sha256(content).digest()[0] % 10
+        if "train" not in said:
+            return ("test", "validation")[tenth] if tenth < 2 else "train"
+        own = own or "train"
+        return "validation" if own == "train" and "validation" not in said and tenth == 1 else own
+
+    return split
 
 
 @dataclass(frozen=True)
