@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ SAME = {
     "both ways": ["two products, elu + 1, divided"],
     "both ways, no features": ["two products"],
     "rotation": ["torchtune's formula", "rotary-embedding-torch", "x-transformers"],
-    "decoding step": ["einsum step", "decoding step, in place", "decoding step of a scheme, no positions"],
+    "decoding step of a scheme, rotary": ["prepared step, rotary"],
+    "decoding step": ["einsum step", "prepared step, no positions", "decoding step of a scheme, no positions"],
 }
 
 
@@ -104,7 +106,7 @@ def test_a_row_comes_back_from_json(row):
 
 def test_every_work_of_a_race_is_known():
     names = {name for races_of in races.RACES.values() for race in races_of for name in itertools.chain(*race.pairs)}
-    assert names <= set(races.WORKS) | set(peers.PEERS)
+    assert names <= {*races.WORKS, *peers.PEERS, races.PRODUCT}
     assert set(races.WORKS) <= names
 
 
@@ -125,12 +127,44 @@ def test_works_of_a_race_compute_the_same(ours, other):
     ("decode", "decoding step, B=32 H=8 d=64, after 32 tokens"),
     ("sublayer", "attention module, householder + rotary, forward + backward, B=4 H=8 L=32"),
     ("growth", "B=1 H=4 L=32 d=64"),
+    ("threads", "causal, forward + backward, B=2 H=8 L=32 d=64, 2 threads"),
+    ("load", "causal, forward + backward, B=2 H=8 L=32 d=64, 2 busy"),
 ])  # fmt: skip
 def test_a_section_prints_its_rows(here, section, words):
     text = _printed(section, allocator="as-is")
     assert words in text
     assert "reused" not in text
     assert [function for function, _ in here] == ["section"]
+
+
+def test_shares_are_of_the_rate_of_a_product(monkeypatch):
+    """A product has 2^31 operations: where it takes 2 s, as many as ours has would have taken their part of that."""
+    monkeypatch.setattr(races, "rounds_of", lambda works, rounds: dict.fromkeys(works, [2.0] * rounds))
+    shape = races.Shape(2048)
+    (row,) = races.race(
+        "attention", races.Race("attention", races.BOTH, shape, {("causal", races.PRODUCT): at_least(0.6)}), 3
+    )
+    operations = 2 * 8 * 2048 * 86016
+    assert row.spread.median == pytest.approx(operations / 2**31)
+
+
+def test_busy_processes_run_and_end():
+    with races.busy(2):
+        (count,) = [sum("while True: pass" in line for line in _processes())]
+    assert count == 2
+    assert not any("while True: pass" in line for line in _processes())
+
+
+def _processes():
+    """Command lines of this process' children."""
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    return [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+
+
+def test_threads_are_as_many_as_before(here):
+    before = torch.get_num_threads()
+    list(races.threads(1, SMALL))
+    assert torch.get_num_threads() == before
 
 
 def test_memory_and_construction_measure_in_processes_of_their_own(here):

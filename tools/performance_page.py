@@ -16,6 +16,8 @@ SECTIONS = {
     "rotary": "Rotation of queries and keys",
     "decode": "Decoding, a token at a time",
     "sublayer": "What positions cost in an attention sublayer",
+    "threads": "Threads",
+    "load": "Beside busy processes",
     "growth": "Growth with length",
     "memory": "Memory",
     "construction": "Construction",

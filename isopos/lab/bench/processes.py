@@ -26,7 +26,7 @@ from isopos.schemes import REGISTRY
 
 __all__ = ["ALLOCATORS", "SECTIONS", "allocators", "call", "construction", "in_states", "memory", "section"]
 
-SECTIONS = (*races.RACES, "growth", "memory", "construction")
+SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
 ALLOCATORS: dict[str, Mapping[str, str]] = {
     "as-is": {},
     # Most of the time of a large tensor may go into pages fresh from the system: glibc is told to keep what it has.
@@ -51,6 +51,10 @@ def section(name: str, rounds: int, most: int = 1 << 62) -> Iterator[Row]:
     """The rows of a section, in this process; `most` cuts sequences, for a try."""
     if name == "growth":
         yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
+    if name == "threads":
+        yield from races.threads(rounds, most)
+    if name == "load":
+        yield from races.load(rounds, most)
     if name == "memory":
         lengths = dict.fromkeys(min(length, most) for length in LENGTHS)
         yield from memory(tuple(lengths), min(LONG, most))

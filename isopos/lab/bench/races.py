@@ -1,8 +1,11 @@
 """What is timed, by name: functions of the same inputs; and races: which take turns at which sizes, with our goals."""
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -11,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention import Attention, linear_attention
+from isopos.attention import Attention, Steps, linear_attention
 from isopos.feature_maps import elu1
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of
@@ -21,10 +24,25 @@ from isopos.scheme import Scheme
 from isopos.schemes import build
 from isopos.state import State
 
-__all__ = ["LENGTHS", "RACES", "WORKS", "Race", "Shape", "growth", "once", "race", "scheme_of", "work_of"]
+__all__ = [
+    "LENGTHS",
+    "RACES",
+    "WORKS",
+    "Race",
+    "Shape",
+    "growth",
+    "load",
+    "once",
+    "operations",
+    "race",
+    "scheme_of",
+    "threads",
+]
+__all__ += ["work_of"]
 
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
+SIDE = 1024  # of the matrices whose product is the measure of a machine
 
 
 class Shape(NamedTuple):
@@ -119,9 +137,9 @@ def _stacked(shape: Shape):
     return lambda q, k: (rotate(q), rotate(k))
 
 
-def _stream(shape: Shape, spec: str = "", *, in_place: bool = False):
+def _stream(shape: Shape, spec: str = ""):
     """A stream, of a scheme whose positions advance, or of none."""
-    scheme, state, place = scheme_of(spec, shape) if spec else None, State(in_place=in_place), 0
+    scheme, state, place = scheme_of(spec, shape) if spec else None, State(), 0
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal state, place
@@ -132,6 +150,13 @@ def _stream(shape: Shape, spec: str = "", *, in_place: bool = False):
         return out
 
     return step
+
+
+def _added(shape: Shape):
+    """As many numbers as a state has, added to another's in place: the least that a step reads and writes, and once more."""
+    size = shape.batch, shape.heads, shape.head_dim, shape.head_dim + 1
+    state, more = torch.zeros(size), torch.randn(size)
+    return lambda q, k, v: state.add_(more)
 
 
 def _einsum_step(shape: Shape):
@@ -175,19 +200,19 @@ WORKS: dict[str, Callable[[Shape], Any]] = {
     "rotate-half": _half_split,
     "torchtune's formula": _stacked,
     "decoding step": _stream,
-    "decoding step, in place": partial(_stream, in_place=True),
     "decoding step of a scheme, no positions": partial(_stream, spec="none"),
     "decoding step of a scheme, rotary": partial(_stream, spec="rope"),
-    "decoding step of a scheme, no positions, in place": partial(_stream, spec="none", in_place=True),
-    "decoding step of a scheme, rotary, in place": partial(_stream, spec="rope", in_place=True),
+    "prepared step, no positions": lambda shape: Steps(scheme_of("none", shape)),
+    "prepared step, rotary": lambda shape: Steps(scheme_of("rope", shape)),
+    "add_ to the state": _added,
     "einsum step": _einsum_step,
     "softmax (SDPA) step": _cached,
 }
 POSITIONS = {  # the scheme, and the goal of its speed beside none
     "no positions": ("none", None),
     "rotary": ("rope", at_least(0.95)),
-    "permutation": ("lrpe-permutation:basis=identity", at_least(0.92)),
-    "unitary": ("lrpe-unitary:basis=identity,learned=false", at_least(0.88)),
+    "permutation": ("lrpe-permutation:basis=identity", at_least(0.95)),
+    "unitary": ("lrpe-unitary:basis=identity,learned=false", at_least(0.75)),
     "householder + rotary": ("lrpe-orthogonal:learned=false", at_least(0.9)),
     "householder + permutation": ("lrpe-permutation", None),
     "householder + unitary": ("lrpe-unitary:learned=false", None),
@@ -211,21 +236,32 @@ class Race:
     pairs: Mapping[tuple[str, str], Goal | None]
 
 
+PRODUCT = "matrix products of as many operations"
 FT, PERFORMER, SDPA = (("causal", peer) for peer in ("fast-transformers", "performer-pytorch", "softmax (SDPA)"))
-DECAY = {("causal, retnet decay", "causal"): at_most(1.15)}
+DECAY = {("causal, retnet decay", "causal"): at_most(1.1)}
 BESIDES = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
 PRODUCTS = {
     ("both ways, no features", "two products"): at_most(1.05),
     ("both ways", "two products, elu + 1, divided"): at_most(1.05),
 }
+
+
+def _share(goal: float) -> dict[tuple[str, str], Goal | None]:
+    return {("causal", PRODUCT): at_least(goal)}
+
+
 ATTENTION = (
-    Race("attention", BOTH, Shape(512), {FT: at_least(2.6), PERFORMER: None}),
-    Race("attention", BOTH, Shape(2048), {FT: at_least(2.6), SDPA: at_least(5)} | DECAY | BESIDES),
-    Race("attention", BOTH, Shape(2048, batch=1, heads=4), {FT: at_least(1.9)}),
-    Race("attention", BOTH, Shape(8192), {FT: at_least(2.6)} | DECAY | BESIDES),
-    Race("attention", FORWARD, Shape(512), {FT: at_least(1.7), PERFORMER: None}),
-    Race("attention", FORWARD, Shape(2048), {FT: at_least(2.3)} | DECAY | BESIDES),
-    Race("attention", FORWARD, Shape(8192), {FT: at_least(2.3), SDPA: at_least(12)} | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(512), {FT: at_least(2.6), PERFORMER: None} | _share(0.45)),
+    Race("attention", BOTH, Shape(2048), {FT: at_least(6), SDPA: at_least(5)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(2048, batch=1, heads=4), {FT: at_least(1.9)} | _share(0.6)),
+    Race("attention", BOTH, Shape(2048, head_dim=32), _share(0.45)),
+    Race("attention", BOTH, Shape(2048, head_dim=128), _share(0.65)),
+    Race("attention", BOTH, Shape(8192), {FT: at_least(6)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(8192, batch=1, heads=1), _share(0.45)),
+    Race("attention", FORWARD, Shape(512), {FT: at_least(1.7), PERFORMER: None} | _share(0.45)),
+    Race("attention", FORWARD, Shape(2048), {FT: at_least(2.3)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", FORWARD, Shape(8192), {FT: at_least(2.3), SDPA: at_least(12)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", FORWARD, Shape(8192, batch=1, heads=1), _share(0.45)),
     *(Race("attention", passing, Shape(length), PRODUCTS) for passing in (FORWARD, BOTH) for length in (2048, 8192)),
 )
 PEERS_OF_ROTATION = {
@@ -240,18 +276,19 @@ ROTARY = (
     Race("rotary", FORWARD, Shape(8192), {CLONES: at_most(1.4)} | PEERS_OF_ROTATION),
     Race("rotary", BOTH, Shape(8192), {CLONES: at_most(2.6)} | PEERS_OF_ROTATION),
 )
+PREPARED = "prepared step, no positions"
 STEPS = {
-    (f"decoding step{how}", other): goal
-    for other, goal in (("einsum step", at_least(10)), ("softmax (SDPA) step", at_least(300)))
-    for how in ("", ", in place")
-}
-ROTATED = {
-    (f"decoding step of a scheme, rotary{how}", f"decoding step of a scheme, no positions{how}"): at_most(1.3)
-    for how in ("", ", in place")
+    ("decoding step", "einsum step"): None,
+    ("decoding step", "softmax (SDPA) step"): None,
+    ("decoding step of a scheme, rotary", "decoding step of a scheme, no positions"): None,
+    (PREPARED, "einsum step"): at_least(10),
+    (PREPARED, "softmax (SDPA) step"): at_least(300),
+    (PREPARED, "add_ to the state"): None,
+    ("prepared step, rotary", PREPARED): at_most(1.3),
 }
 DECODE = (
-    Race("attention", STEP, Shape(1, batch=1, cache=32768), STEPS | dict.fromkeys(ROTATED)),
-    Race("attention", STEP, Shape(1, batch=32, cache=32768), STEPS | ROTATED),
+    Race("attention", STEP, Shape(1, batch=1, cache=32768), STEPS),
+    Race("attention", STEP, Shape(1, batch=32, cache=32768), STEPS | {(PREPARED, "add_ to the state"): at_least(0.6)}),
 )
 KINDS: dict[str, Literal["attention", "layer"]] = {"attention function": "attention", "attention module": "layer"}
 
@@ -265,6 +302,10 @@ SUBLAYER = tuple(Race(what, BOTH, Shape(512, batch=4), _beside(kind)) for kind, 
 RACES = {"attention": ATTENTION, "rotary": ROTARY, "decode": DECODE, "sublayer": SUBLAYER}
 
 
+LOADED = tuple(Race("attention", BOTH, Shape(length), {FT: at_least(4)}) for length in (2048, 8192))
+IDLE = at_most(2.5)
+
+
 def race(section: str, contest: Race, rounds: int) -> Iterator[Row]:
     """The rows of a race: a pair each; where a peer is not installed, the row says so."""
     what, passing, shape = contest.what, contest.passing, contest.shape
@@ -274,10 +315,76 @@ def race(section: str, contest: Race, rounds: int) -> Iterator[Row]:
     works = {name: _work(name, what, shape, passing, inputs) for name in names if not notes.get(name)}
     with nullcontext() if passing == BOTH else torch.no_grad():
         seconds = rounds_of(works, rounds)
+    if PRODUCT in seconds:
+        seconds[PRODUCT] = [operations(shape, passing) / (2 * SIDE**3) * second for second in seconds[PRODUCT]]
     for (ours, other), goal in contest.pairs.items():
         work = ", ".join((ours, *(() if passing == STEP else (passing,)), str(shape)))
         times = seconds[ours], seconds.get(other, [])
         yield Row(section, work, other, goal, *times, note=notes.get(other, ""))
+
+
+def operations(shape: Shape, passing: str) -> int:
+    """Additions and multiplications of causal attention in chunks of 64 tokens, d features and d values, at the least.
+
+    Of a token and head forward 4 d^2 for its part of the state and what it reads there, 2 * 64 d for half a chunk of weights
+    and their sums. Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once
+    more, and 5 * 64 d for weights once more, their gradients, and those of q, k and v.
+
+    Example:
+        >>> operations(Shape(1, batch=1, heads=1), FORWARD), operations(Shape(1, batch=1, heads=1), BOTH)
+        (24576, 86016)
+    """
+    d, chunk = shape.head_dim, 64
+    each = 14 * d * d + 7 * chunk * d if passing == BOTH else 4 * d * d + 2 * chunk * d
+    return shape.batch * shape.heads * shape.length * each
+
+
+def threads(rounds: int, most: int) -> Iterator[Row]:
+    """Causal attention by 1 thread, 2, 4 and so on up to all cores, beside half as many."""
+    shape, before = Shape(2048).limited(most), torch.get_num_threads()
+    work = _work("causal", "attention", shape, BOTH, _inputs("attention", shape, BOTH))
+    counts = [2**n for n in range(max(2, os.cpu_count() or 1).bit_length())]
+
+    def by(count: int) -> Callable[[], Any]:
+        def run():
+            torch.set_num_threads(count)
+            work()
+
+        return run
+
+    try:
+        seconds = rounds_of({str(count): by(count) for count in counts}, rounds)
+    finally:
+        torch.set_num_threads(before)
+    for fewer, count in itertools.pairwise(map(str, counts)):
+        yield Row(
+            "threads", f"causal, {BOTH}, {shape}, {count} threads", f"{fewer} threads", None, seconds[count], seconds[fewer]
+        )
+
+
+def load(rounds: int, most: int) -> Iterator[Row]:
+    """Causal attention while other processes keep one core busy, then two, beside a peer then, and itself when alone."""
+    for contest in LOADED:
+        contest = replace(contest, shape=contest.shape.limited(most))
+        idle = list(race("load", contest, rounds))
+        for count in (1, 2):
+            with busy(count):
+                for row, alone in zip(race("load", contest, rounds), idle, strict=True):
+                    work = f"{row.work}, {count} busy"
+                    yield replace(row, work=work)
+                    yield Row("load", work, "itself, none busy", IDLE, row.ours_seconds, alone.ours_seconds)
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Processes that do nothing but compute, at this one's priority."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
@@ -307,6 +414,9 @@ def _inputs(what: str, shape: Shape, passing: str) -> list[torch.Tensor]:
 
 def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor]) -> Callable[[], Any]:
     """One pass of a work; gradients are of its inputs and of what it learns."""
+    if name == PRODUCT:
+        a, b = torch.randn(2, SIDE, SIDE)
+        return lambda: a @ b
     call = work_of(name, shape)
     if passing != BOTH:
         return lambda: call(*inputs)

@@ -22,7 +22,18 @@ class Options:
 
     section: Annotated[
         Literal[
-            "all", "attention", "rotary", "decode", "sublayer", "growth", "memory", "construction", "accuracy", "exactness"
+            "all",
+            "attention",
+            "rotary",
+            "decode",
+            "sublayer",
+            "threads",
+            "load",
+            "growth",
+            "memory",
+            "construction",
+            "accuracy",
+            "exactness",
         ],
         tyro.conf.Positional,
     ] = "all"
