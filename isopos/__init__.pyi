@@ -41,6 +41,10 @@ from isopos.schemes.algebraic import ape_product as ape_product
 from isopos.schemes.algebraic import ape_ring as ape_ring
 from isopos.schemes.algebraic import ape_sequence as ape_sequence
 from isopos.schemes.algebraic import ape_tree as ape_tree
+from isopos.schemes.axes import mrope as mrope
+from isopos.schemes.axes import rope_axial as rope_axial
+from isopos.schemes.axes import rope_golden as rope_golden
+from isopos.schemes.axes import rope_mixed as rope_mixed
 from isopos.schemes.horn import horn_clipped as horn_clipped
 from isopos.schemes.horn import horn_constrained as horn_constrained
 from isopos.schemes.logits import alibi as alibi
@@ -54,6 +58,7 @@ from isopos.schemes.lrpe import lrpe_unitary as lrpe_unitary
 from isopos.schemes.permutation import permuteformer as permuteformer
 from isopos.schemes.permutation import permuteformer_2d as permuteformer_2d
 from isopos.schemes.rotary import cosformer as cosformer
+from isopos.schemes.rotary import p_rope as p_rope
 from isopos.schemes.rotary import retnet as retnet
 from isopos.schemes.rotary import rope as rope
 from isopos.schemes.rotary import xpos as xpos

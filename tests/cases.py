@@ -182,6 +182,11 @@ SCHEMES = [
         ("decay", {"decay": "permuteformer"}),
         ("learned-decay", {"learned": True, "decay": _learned_decay}),
     ),
+    *_rows("p-rope", ("", {}), ("half", {"p": 0.5, "layout": "half"})),
+    *_rows("rope-axial", ("", {}), ("3d", {"axes": 3, "sections": "1+2+1"})),
+    *_rows("rope-mixed", ("", {}), ("3d-fixed", {"axes": 3, "learned": False})),
+    *_rows("rope-golden", ("", {}), ("3d", {"axes": 3})),
+    *_rows("mrope", ("", {}), ("interleaved", {"sections": "2+1+1", "interleaved": True, "layout": "half"})),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
     *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
     *_rows(
@@ -246,6 +251,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
 }
 STORED = {  # of options
     "rope-learned": {"encoding.frequency"},
+    "rope-mixed": {"encoding.frequency"},
     "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
     "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
     "lrpe-unitary-identity": {"encoding.frequency"},
