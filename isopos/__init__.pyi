@@ -9,6 +9,7 @@ from isopos import embeddings as embeddings
 from isopos import encodings as encodings
 from isopos import feature_maps as feature_maps
 from isopos import laws as laws
+from isopos import lengths as lengths
 from isopos import maps as maps
 from isopos import models as models
 from isopos import ops as ops

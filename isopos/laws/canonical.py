@@ -117,6 +117,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         )
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
+    scale *= scheme.extension.attention_factor**2 if softmax and scheme.extension is not None else 1.0
     locality = 1.0 if scheme.locality is None else scheme.locality
     rate = torch.zeros(1, dtype=torch.float64) if scheme.decay is None else constant(scheme.decay.rate)
     rate = rate[:, None, None]  # nats a step
@@ -223,7 +224,7 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling))]
         case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair rotates and shrinks
-            complex_frequency = _skew(coupling.frequency[0]) - torch.diag(coupling.log_scale)
+            complex_frequency = _skew(coupling.extended(coupling.frequency)[0]) - torch.diag(coupling.log_scale)
             return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
         case couplings.Constrained():
             nothing, outside = torch.zeros(1, 1, 1, dtype=torch.float64), coupling.outside
@@ -250,7 +251,7 @@ def _of_encoding(encoding: Coupling) -> Kernel:
         case encodings.Identity():
             return lambda t: _eye(d)
         case encodings.Rotary():
-            frequency = constant(encoding.parameter)  # [h c f]
+            frequency = encoding.extended(constant(encoding.parameter))  # [h c f]
             if encoding.is_lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
                 return lambda t: torch.diag_embed(_angles(t, frequency).cos())
             return lambda t: _exp(_skew(_angles(t, frequency)))
@@ -259,7 +260,8 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             return lambda t: reduce(torch.matmul, (_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t))))
         case encodings.Exponential():
             generator = constant(encoding.parameter)
-            return lambda t: _exp(t * (generator - generator.mT))
+            skew = _extended(encoding, generator - generator.mT)
+            return lambda t: _exp(t * skew)
         case encodings.TreePath():
             generator = constant(encoding.parameter)  # [h b d d]
             step = _exp(generator - generator.mT)
@@ -274,6 +276,16 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             inner, rest = _of_encoding(encoding.encoding), encoding.rest
             return lambda t: _blocks([inner(t), _eye(rest)])
     raise TypeError(f"encoding: expected one of isopos.encodings, got {type(encoding).__name__}")
+
+
+def _extended(encoding: encodings.Exponential, skew: Tensor) -> Tensor:
+    """A skew matrix ``[h d d]`` whose planes turn as the extension of an encoding has them."""
+    if encoding.extension is None:
+        return skew
+    turns, planes = torch.linalg.eigh(1j * skew)  # -w, ..., w
+    fast = turns[:, None, turns.shape[-1] // 2 :]
+    fast = encoding.extended(fast)[:, 0]
+    return (planes @ torch.diag_embed(-1j * torch.cat((-fast.flip(-1), fast), -1).to(planes)) @ planes.mH).real
 
 
 def _angles(t: Relative, frequency: Tensor) -> Tensor:
