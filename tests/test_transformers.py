@@ -59,7 +59,7 @@ def make(hf, family="Llama", **options):
     model = getattr(hf, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():  # so that attention matters to what is generated
-            weight.mul_(8 if weight.ndim == 2 else 1)
+            weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
     return model
 
 
@@ -411,6 +411,136 @@ def test_half_precision(model):
     close(found.float(), expected, 0.2)
 
 
+# Encoders
+
+
+def encoder(hf, family, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    sizes |= {"image_size": 16, "patch_size": 4} if family == "ViT" else {"vocab_size": VOCABULARY}
+    config = getattr(hf, f"{family}Config")(**sizes | options)
+    model = getattr(hf, "ViTModel" if family == "ViT" else f"{family}ForMaskedLM")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
+    return model
+
+
+@torch.no_grad()
+def encoded(model, scheme, x, *given):
+    """What each attention of a patched encoder returned, and what it ought to by definition at positions x ``[t c]``."""
+    seen, hooks = [], []
+    for module in model.modules():
+        if hasattr(module, "isopos"):
+            hook = lambda module, args, options, out: seen.append((module, args[0], out[0]))  # noqa: E731
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+    model(*given)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 2
+    for layer, hidden, out in seen:
+        names = ("q_proj", "k_proj", "v_proj") if hasattr(layer, "q_proj") else ("query", "key", "value")
+        split = (getattr(layer, name)(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2).double() for name in names)
+        y = softmax_by_definition(*split, **scheme.at(x, x, dtype=torch.float64)).transpose(1, 2).flatten(2).float()
+        yield out, layer.o_proj(y) if hasattr(layer, "o_proj") else y
+
+
+ENCODERS = {
+    "rope": lambda: rope(),
+    "alibi": lambda: isopos.alibi(HEAD_DIM, HEADS, attention="softmax"),
+    "t5": lambda: isopos.t5(HEAD_DIM, HEADS, attention="softmax"),
+    "permutation": lambda: isopos.permuteformer(HEAD_DIM, HEADS, attention="softmax"),
+    "clipped": lambda: isopos.horn_clipped(HEAD_DIM, HEADS, attention="softmax", outside=1),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_bert_sees_positions_through_its_scheme_alone(hf, name):
+    model, scheme, ids = encoder(hf, "Bert"), ENCODERS[name](), tokens()
+    patch(model, scheme)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    for found, expected in encoded(model, scheme, isopos.sequence(LENGTH), ids):
+        close(found, expected, 1e-5)
+    places = torch.arange(LENGTH)[None]
+    if name != "clipped":
+        close(logits(model, ids, position_ids=places + 300), logits(model, ids))
+    assert (logits(model, ids, position_ids=places.flip(1)) - logits(model, ids)).abs().max() > 0.01 or name == "alibi"
+    mask = torch.ones_like(ids)
+    mask[:, 8:] = 0
+    close(logits(model, ids, attention_mask=mask)[:, :8], logits(model, ids[:, :8]))
+
+
+def test_bert_without_positions_or_with_those_that_a_scheme_adds(hf):
+    model, ids = encoder(hf, "Bert"), tokens()
+    order, implementation = torch.randperm(LENGTH), model.config._attn_implementation
+    before = everything(model)
+    with patched(model, isopos.none(HEAD_DIM, HEADS, attention="softmax")):
+        close(logits(model, ids[:, order]), logits(model, ids)[:, order])
+        assert model.config._attn_implementation == implementation
+    scheme = isopos.learned(HEAD_DIM, HEADS, attention="softmax", length=20)
+    with patched(model, scheme):
+        out = model.bert.embeddings.position_embeddings(torch.arange(3)[None])
+        assert out.equal(scheme.embedding.weight[None, :3])
+        assert (logits(model, ids[:, order]) - logits(model, ids)[:, order]).abs().max() > 0.1
+        model(ids, labels=ids).loss.backward()
+        assert scheme.embedding.weight.grad[:LENGTH].ne(0).any(-1).all()
+    assert everything(model) == before
+
+
+def test_roformer_with_rope_is_the_original(hf):
+    model, ids = encoder(hf, "RoFormer"), tokens()
+    before, expected = everything(model), logits(model, ids)
+    for layout in ("interleaved", "half"):
+        with patched(model, rope(layout=layout)):
+            close(logits(model, ids), expected, 1e-6)
+    with patched(model, rope(base=100.0)):
+        assert (logits(model, ids) - expected).abs().max() > 0.1
+    with pytest.raises(ValueError, match=r"scheme: expected one that rotates pairs .* for RoFormer"):
+        patch(model, scheme_of("alibi"))
+    assert everything(model) == before
+
+
+GRIDS = {
+    "grid": lambda: isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"),
+    "grid-locality": lambda: isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax", locality=0.9),
+    "grid-permutation": lambda: isopos.permuteformer_2d(HEAD_DIM, HEADS, attention="softmax"),
+    "line": lambda: rope(),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("rows", [4, 5])
+def test_vit_has_patches_on_a_grid_of_any_size(hf, name, rows):
+    model, scheme = encoder(hf, "ViT"), GRIDS[name]()
+    before = everything(model)
+    patch(model, scheme)
+    places = [(0, 0), *((i + 1, j + 1) for i in range(rows) for j in range(4))]
+    x = torch.arange(len(places))[:, None] if name == "line" else torch.tensor(places)
+    images = torch.randn(2, 3, 4 * rows, 16)
+    for found, expected in encoded(model, scheme, x, images, None, rows != 4):
+        close(found, expected, 1e-5)
+    assert everything(unpatch(model)) == before
+
+
+def test_what_encoders_refuse(hf):
+    bert, vit = encoder(hf, "Bert"), encoder(hf, "ViT")
+    for model, scheme, said in (
+        (bert, isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"), "line or ring"),
+        (bert, isopos.learned(HEAD_DIM, HEADS, attention="softmax", model_dim=8), "embedding of 64 features, got 8"),
+        (vit, isopos.ape_tree(HEAD_DIM, HEADS, attention="softmax"), "grid of two axes, or on a line"),
+        (vit, isopos.learned(HEAD_DIM, HEADS, attention="softmax"), "acts in attention"),
+        (vit, isopos.horn_clipped(HEAD_DIM, HEADS, attention="softmax", outside=2), "outside=1 at most, got 2"),
+    ):
+        before = everything(model)
+        with pytest.raises(ValueError, match=f"^scheme: expected .*{said}"):
+            patch(model, scheme)
+        assert everything(model) == before
+    with pytest.raises(ValueError, match=r"model: expected BERT as an encoder, got is_decoder=True"):
+        patch(encoder(hf, "Bert", is_decoder=True), rope())
+
+
 # Training
 
 
@@ -511,7 +641,7 @@ REFUSED = {
     ),
     "4 heads of queries or 2 of keys, got 8": lambda: isopos.alibi(HEAD_DIM, 8, **SOFTMAX),
     "acts in attention, got one that adds": lambda: isopos.sinusoidal(HEAD_DIM, HEADS, **SOFTMAX),
-    "class tokens .* got outside=1": lambda: isopos.horn_clipped(HEAD_DIM, HEADS, outside=1, **SOFTMAX),
+    "class tokens outside=0 at most, got 1": lambda: isopos.horn_clipped(HEAD_DIM, HEADS, outside=1, **SOFTMAX),
 }
 
 

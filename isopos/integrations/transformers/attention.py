@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from isopos.attention import softmax_attention
 from isopos.integrations.transformers.places import ATTENTION, split
-from isopos.scheme import Scheme
+from isopos.positions import sequence
 
 __all__ = ["OWN", "register"]
 
 OWN = "isopos"
-"""The attribute of a patched module of attention: a tuple of its scheme, so that it is no submodule there."""
+"""The attribute of a patched module of attention: a tuple, so that it is no submodule there, of its scheme, and of whether
+positions are behind queries and keys, or among its arguments."""
 
 
 def register() -> None:
@@ -41,9 +42,12 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Softmax attention with the module's scheme, of positions behind queries ``[b h t d]`` and keys ``[b h s d]``.
+    """Softmax attention of queries ``[b h t d]`` and keys ``[b h s d]`` with the module's scheme.
+
+    Positions are behind both, or are `position_ids` ``[b t]`` or ``[b t c]``, which are 0 to t - 1 where there are none.
 
     A model that only shares its configuration with a patched one has no scheme, and PyTorch's attention.
 
@@ -53,20 +57,25 @@ def attend(
     Raises:
         ValueError: Where no mask came, though even one that hides nothing is made.
     """
-    scheme: Scheme | None
-    if (scheme := getattr(module, OWN, (None,))[0]) is None:
+    scheme, behind = getattr(module, OWN, (None, False))
+    if scheme is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)  # pyright: ignore[reportReturnType]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
     if attention_mask is None:
         raise ValueError(
             "attention_mask: expected [b 1 t s], even where all keys are seen, got none: whoever calls this model's "
             f"attention must make its mask with config._attn_implementation={ATTENTION!r}, or padding would be seen"
         )
-    (query, x), (key, y) = split(query), split(key)
-    bool_mask = attention_mask.dtype == torch.bool
-    seen = attention_mask if bool_mask else attention_mask > torch.finfo(attention_mask.dtype).min
-    y = torch.where(seen.any(-2).any(-2)[..., None], y, x[:, :1])  # nothing is written behind a static cache's free slots
+    if behind:
+        (query, x), (key, y) = split(query), split(key)
+        bool_mask = attention_mask.dtype == torch.bool
+        seen = attention_mask if bool_mask else attention_mask > torch.finfo(attention_mask.dtype).min
+        y = torch.where(seen.any(-2).any(-2)[..., None], y, x[:, :1])  # nothing is behind a static cache's free slots
+    elif position_ids is None:
+        x = y = sequence(query.shape[-2], device=query.device)
+    else:
+        x = y = position_ids if position_ids.ndim == 3 else position_ids[..., None]
     at = scheme.at(x, y, dtype=torch.promote_types(query.dtype, torch.float32))
     own = {} if scheme.scale is not None or scaling is None else {"scale": scaling}
     options: dict[str, Any] = at | own | {"attn_mask": attention_mask, "dropout": dropout}

@@ -1,4 +1,4 @@
-"""What takes the place of a decoder's rotary module, and so acts where the model rotates queries and keys."""
+"""What takes the place of modules of positions: rotary ones, which act where a model rotates, and absolute ones."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from isopos.bases import OddEven
 from isopos.encodings import Coupling, Identity, InBasis, Partial, Rotary
 from isopos.scheme import Scheme
 
-__all__ = ["ATTENTION", "Angles", "Digits", "rotations", "split"]
+__all__ = ["ATTENTION", "Absolute", "Angles", "Digits", "Sinusoids", "rotations", "split"]
 
 ATTENTION = "isopos"
 """The name of our attention, and of its masks."""
@@ -34,30 +34,80 @@ def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
     return None
 
 
+def tables(encoding: Coupling, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Cosines and sines ``[*b t f 2]`` of each of the `rotations`, at positions x ``[*b t 1]``."""
+    dtype, found = torch.promote_types(dtype, torch.float32), []
+    for part in rotations(encoding) or ():
+        if isinstance(part, Rotary):
+            found.append(part(x, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            still = torch.tensor((1, 0), dtype=dtype, device=x.device)
+            found.append(still.expand(*x.shape[:-1], part // 2, 2))
+    return found
+
+
 class Angles(nn.Module):
     """Cosines and sines of a scheme that rotates pairs, all heads alike, for the model's own code to rotate by.
 
     Args:
         scheme: One with `rotations`.
-        partial: Whether that code rotates as many features as there are cosines, and passes the rest.
+        narrow: Whether that code rotates as many features as there are cosines, and passes the rest.
     """
 
-    def __init__(self, scheme: Scheme, *, partial: bool):
+    def __init__(self, scheme: Scheme, *, narrow: bool):
         super().__init__()
-        self.scheme, self.partial = scheme, partial
+        self.scheme, self.narrow = scheme, narrow
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Of positions ``[b t]``, in the dtype of x, ``[b t d]`` each: those of f pairs, then the same again."""
-        places, dtype = position_ids[..., None], torch.promote_types(x.dtype, torch.float32)
-        tables = []
-        for part in rotations(self.scheme.encoding) or ():
-            if isinstance(part, Rotary):
-                tables.append(part(places, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
-            elif not self.partial or not tables:
-                still = torch.tensor((1, 0), dtype=dtype, device=x.device)
-                tables.append(still.expand(*position_ids.shape, part // 2, 2))
-        cos, sin = torch.cat(tables, -2).to(x.dtype).unbind(-1)
+        parts = tables(self.scheme.encoding, position_ids[..., None], x.dtype)
+        table = parts[0] if self.narrow else torch.cat(parts, -2)
+        cos, sin = table.to(x.dtype).unbind(-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+class Sinusoids(nn.Module):
+    """The same for RoFormer's code: sines of all pairs, then cosines.
+
+    Args:
+        scheme: One with `rotations`.
+        old: A parameter of what it replaces, whose dtype and device are the model's.
+    """
+
+    like: Tensor
+
+    def __init__(self, scheme: Scheme, old: Tensor):
+        super().__init__()
+        self.scheme = scheme
+        self.register_buffer("like", old.new_empty(0), persistent=False)
+
+    def forward(self, shape: torch.Size, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        """Of tokens of a ``[b t]`` after so many, or at positions ``[t]``: ``[t d]``."""
+        x = torch.arange(past, past + shape[1], device=self.like.device) if position_ids is None else position_ids
+        cos, sin = torch.cat(tables(self.scheme.encoding, x[..., None], self.like.dtype), -2).to(self.like.dtype).unbind(-1)
+        return torch.cat((sin, cos), -1)
+
+
+class Absolute(nn.Module):
+    """What a scheme adds to embeddings of tokens, or zeros, in place of a table of learned vectors.
+
+    Args:
+        scheme: Any.
+        old: The table ``[n m]``.
+    """
+
+    like: Tensor
+
+    def __init__(self, scheme: Scheme, old: Tensor):
+        super().__init__()
+        self.scheme = scheme
+        self.register_buffer("like", old.new_empty(0, old.shape[1]), persistent=False)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Of positions ``[b t]``: ``[b t m]``."""
+        if (added := self.scheme.embedding) is None:
+            return self.like.new_zeros(*position_ids.shape, self.like.shape[1])
+        return added(position_ids[..., None]).to(self.like.dtype)
 
 
 class Digits(nn.Module):
