@@ -2,6 +2,7 @@
 
 import copy
 import importlib.metadata
+import json
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ from cases import softmax_by_definition
 import isopos
 from isopos import schemes
 from isopos.encodings import Rotary
-from isopos.integrations.transformers import patch, patched, patching, places, unpatch
+from isopos.integrations.transformers import load, patch, patched, patching, places, unpatch
 
 pytestmark = pytest.mark.oracles
 VOCABULARY, HEAD_DIM, HEADS, KEY_HEADS, LENGTH = 50, 16, 4, 2, 12
@@ -107,7 +108,7 @@ def everything(model):
     """What a patch could leave behind: modules, attributes and the configuration."""
     found = {name: id(module) for name, module in model.named_modules()}
     found |= {name: {*vars(module)} for name, module in model.named_modules()}
-    return found, [*model.state_dict()], model.config.to_dict(), model.config._attn_implementation
+    return found, [*model.state_dict()], id(model.config), model.config.to_dict(), model.config._attn_implementation
 
 
 # Cosines and sines
@@ -370,14 +371,18 @@ def test_another_attention_is_refused_while_the_scheme_is_in(model):
     logits(model, tokens())
 
 
-def test_a_model_that_shares_the_configuration_stays_as_it_is(hf, model):
-    other = hf.LlamaForCausalLM(model.config).eval()
-    assert other.config is model.config
-    ids, mask = tokens(), torch.ones(2, LENGTH, dtype=torch.int64)
-    mask[0, :3] = 0
-    before = logits(other, ids, attention_mask=mask)
-    with patched(model, scheme_of("alibi")):
-        close(logits(other, ids, attention_mask=mask)[mask.bool()], before[mask.bool()], 1e-6)
+def test_models_that_share_a_configuration_have_schemes_of_their_own(hf, model):
+    first, second = (hf.LlamaForCausalLM(model.config).eval() for _ in range(2))
+    assert first.config is second.config is model.config
+    ids = tokens()
+    before, expected = everything(model), logits(model, ids)
+    patch(first, scheme_of("alibi"))
+    patch(second, scheme_of("t5"))
+    assert logits(model, ids).equal(expected)
+    assert everything(model) == before
+    assert [a.config.isopos["scheme"] for a in (first, second)] == ["alibi", "t5"]
+    unpatch(first)
+    assert first.config is model.config
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -431,7 +436,7 @@ def encoded(model, scheme, x, *given):
     """What each attention of a patched encoder returned, and what it ought to by definition at positions x ``[t c]``."""
     seen, hooks = [], []
     for module in model.modules():
-        if hasattr(module, "isopos"):
+        if isinstance(getattr(module, "isopos", None), tuple):
             hook = lambda module, args, options, out: seen.append((module, args[0], out[0]))  # noqa: E731
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     model(*given)
@@ -625,6 +630,110 @@ def test_heads_of_other_tasks(hf):
         close(logits(model, ids), expected, 1e-6)
     with patched(hf.LlamaModel(config), scheme_of("alibi")) as base:
         assert base(ids).last_hidden_state.shape == (2, LENGTH, HEADS * HEAD_DIM)
+
+
+# Saving
+
+
+def saved(hf, tmp_path, scheme, family="Llama"):
+    """A patched model, and the folder that it was saved to."""
+    model = make(hf, family)
+    patch(model, scheme).save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", [None, *OURS])
+def test_a_folder_keeps_the_scheme_and_what_it_learned(hf, tmp_path, name):
+    scheme = rope(base=500.0) if name is None else scheme_of(name)
+    model, folder = saved(hf, tmp_path, scheme)
+    entry = json.loads((folder / "config.json").read_text())["isopos"]
+    assert (entry["scheme"], entry["options"]["head_dim"]) == (
+        (OURS[name][0] if name else isopos.rope).__name__.replace("_", "-"),
+        HEAD_DIM,
+    )
+    assert entry["fingerprint"] == scheme.fingerprint
+    assert ("seed" in entry["options"]) == ("seed" in schemes.registry.options_of(entry["scheme"]))
+    ids, expected = tokens(), logits(model, tokens())
+    for again in (load(folder), patch(hf.AutoModelForCausalLM.from_pretrained(folder))):
+        assert not again.training
+        assert logits(again, ids).equal(expected)
+        assert again.config._attn_implementation == model.config._attn_implementation
+        assert again.base_model.rotary_emb.scheme.fingerprint == scheme.fingerprint
+
+
+def test_encoders_and_bases_are_saved_too(hf, tmp_path):
+    bert, vit = encoder(hf, "Bert"), encoder(hf, "ViT")
+    patch(bert, isopos.learned(HEAD_DIM, HEADS, attention="softmax", length=20)).save_pretrained(tmp_path / "bert")
+    assert logits(load(tmp_path / "bert"), tokens()).equal(logits(bert, tokens()))
+    grid, images = isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"), torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        [parameter.mul_(1.5) for parameter in patch(vit, grid).isopos.parameters()]
+        assert [*vit.isopos.parameters()]
+        vit.save_pretrained(tmp_path / "vit")
+        found = load(tmp_path / "vit")(images).last_hidden_state
+        assert found.equal(vit(images).last_hidden_state)
+    model, folder = saved(hf, tmp_path, scheme_of("angles-a-head"))
+    base = load(folder, hf.AutoModel)
+    assert base(tokens()).last_hidden_state.equal(model.base_model(tokens()).last_hidden_state)
+
+
+def test_a_loaded_model_does_not_run_with_other_positions(hf, tmp_path):
+    model, folder = saved(hf, tmp_path, rope(base=500.0))
+    loaded, ids = hf.AutoModelForCausalLM.from_pretrained(folder), tokens()
+    with pytest.raises(ValueError, match=r"model: expected the scheme .*patch\(model\) puts it in"):
+        logits(loaded, ids)
+    with patched(loaded):
+        assert logits(loaded, ids).equal(logits(model, ids))
+    with pytest.raises(ValueError, match=r"model: expected the scheme"):
+        logits(loaded, ids)
+
+
+def test_without_isopos_transformers_names_it(hf, tmp_path, monkeypatch):
+    folder = saved(hf, tmp_path, rope())[1]
+    monkeypatch.delitem(hf.AttentionInterface._global_mapping, places.ATTENTION)
+    with pytest.raises(ValueError, match='attn_implementation="isopos"` is not supported'):
+        hf.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_another_fingerprint_is_refused(hf, tmp_path):
+    folder = saved(hf, tmp_path, scheme_of("permutation"))[1]
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    before = everything(model)
+    with pytest.raises(ValueError, match=r"scheme: expected that of the checkpoint, permuteformer with fingerprint"):
+        patch(model, isopos.permuteformer(HEAD_DIM, KEY_HEADS, attention="softmax", seed=1))
+    model.config.isopos["options"]["seed"] = 1
+    with pytest.raises(ValueError, match=r"scheme: expected that of the checkpoint"):
+        patch(model)
+    del model.config.isopos["options"]["seed"]
+    assert everything(model)[:3] == before[:3]
+    del model.config.isopos
+    patch(model, rope())
+    with pytest.raises(ValueError, match="scheme: expected one, since the model's configuration names none, got none"):
+        patch(make(hf))
+
+
+def test_a_scheme_without_a_name_is_given_again(hf, tmp_path):
+    def own(slope=0.5):
+        decay = isopos.decays.Decay(torch.tensor([slope]))
+        return schemes.Scheme(isopos.encodings.Identity(HEAD_DIM), 1, attention="softmax", decay=decay)
+
+    model, folder = saved(hf, tmp_path, own())
+    loaded = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"has no name to find it by, got none; patch\(model, scheme\)"):
+        patch(loaded)
+    with pytest.raises(ValueError, match=r"expected that of the checkpoint, one without a name"):
+        patch(loaded, own(0.25))
+    assert logits(patch(loaded, own()), tokens()).equal(logits(model, tokens()))
+
+
+def test_learned_values_that_are_gone_are_missed(hf, tmp_path):
+    folder = saved(hf, tmp_path, scheme_of("t5"))[1]
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    before = everything(model)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"model: expected a folder with what its scheme has learned"):
+        patch(model)
+    assert everything(model) == before
 
 
 # Bad input

@@ -49,19 +49,18 @@ def attend(
 
     Positions are behind both, or are `position_ids` ``[b t]`` or ``[b t c]``, which are 0 to t - 1 where there are none.
 
-    A model that only shares its configuration with a patched one has no scheme, and PyTorch's attention.
-
     Returns:
         ``[b t h d]``, and None where other attentions may have weights.
 
     Raises:
-        ValueError: Where no mask came, though even one that hides nothing is made.
+        ValueError: For a module without a scheme, and where no mask came, though even one that hides nothing is made.
     """
     scheme, behind = getattr(module, OWN, (None, False))
     if scheme is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+        raise ValueError(
+            "model: expected the scheme that its configuration names, got a model as it was loaded; "
+            "isopos.integrations.transformers.patch(model) puts it in"
+        )
     if attention_mask is None:
         raise ValueError(
             "attention_mask: expected [b 1 t s], even where all keys are seen, got none: whoever calls this model's "

@@ -52,16 +52,17 @@ class Hook(NamedTuple):
 Changes = list[Change | Hook]
 
 
-def _decoder(base: Any, scheme: Scheme, *, own: str = "self_attn", narrow: bool = False) -> Changes:
+def _decoder(base: Any, config: Any, scheme: Scheme, *, own: str = "self_attn", narrow: bool = False) -> Changes:
     """Of models that rotate queries and keys by the cosines and sines that one module makes.
 
     Args:
         base: The model without its head.
+        config: The configuration that it will have.
         scheme: Not checked yet.
         own: The attribute of layers that is their attention.
         narrow: Whether the model rotates as many features as there are cosines, and passes the rest.
     """
-    config, heads = base.config, base.config.num_attention_heads
+    heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     _check(scheme, head_dim, (heads, getattr(config, "num_key_value_heads", None) or heads), class_tokens=0)
     _refuse_embedding(scheme)
@@ -71,9 +72,8 @@ def _decoder(base: Any, scheme: Scheme, *, own: str = "self_attn", narrow: bool 
     return [Change(base, "rotary_emb", Digits(scheme, config)), *_ours(config, layers, scheme, behind=True)]
 
 
-def _bert(base: Any, scheme: Scheme) -> Changes:
+def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
     """Of BERT, whose absolute embeddings give way to the scheme's own, or to none."""
-    config = base.config
     if config.is_decoder:
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
     _check(scheme, config.hidden_size // config.num_attention_heads, (config.num_attention_heads,) * 2, class_tokens=1)
@@ -85,9 +85,8 @@ def _bert(base: Any, scheme: Scheme) -> Changes:
     return [zeros, *([] if _is_nothing(scheme) else _ours(config, layers, scheme))]
 
 
-def _roformer(base: Any, scheme: Scheme) -> Changes:
+def _roformer(base: Any, config: Any, scheme: Scheme) -> Changes:
     """Of RoFormer, whose code knows no other attention than its own."""
-    config = base.config
     _check(scheme, config.hidden_size // config.num_attention_heads, (config.num_attention_heads,) * 2, class_tokens=0)
     _refuse_embedding(scheme)
     if not _is_rotation(scheme):
@@ -95,25 +94,27 @@ def _roformer(base: Any, scheme: Scheme) -> Changes:
     return [Change(base.encoder, "embed_positions", Sinusoids(scheme, base.encoder.embed_positions.weight))]
 
 
-def _vit(base: Any, scheme: Scheme) -> Changes:
+def _vit(base: Any, config: Any, scheme: Scheme) -> Changes:
     """Of ViT, whose absolute embeddings become zeros; its patches are on a grid, or row by row on a line."""
-    config, old = base.config, base.embeddings.position_embeddings
+    old = base.embeddings.position_embeddings
     heads = (config.num_attention_heads,) * 2
     _check(scheme, config.hidden_size // config.num_attention_heads, heads, class_tokens=1, columns=(1, 2))
     _refuse_embedding(scheme)
     zeros = Change(base.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
     layers = [layer.attention for layer in base.layers]
-    return [zeros, *([] if _is_nothing(scheme) else [Hook(base, _with_patches), *_ours(config, layers, scheme)])]
+    if _is_nothing(scheme):
+        return [zeros]
+    return [zeros, Change(base, attention.OWN, scheme), Hook(base, _with_patches), *_ours(config, layers, scheme)]
 
 
-FAMILIES: dict[str, Callable[[Any, Scheme], Changes]] = {
+FAMILIES: dict[str, Callable[[Any, Any, Scheme], Changes]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma"), _decoder),
     "gpt_neox": partial(_decoder, own="attention", narrow=True),
     "bert": _bert,
     "roformer": _roformer,
     "vit": _vit,
 }
-"""By ``config.model_type``: what a scheme changes in a model without its head; ValueError where it cannot take it."""
+"""By ``config.model_type``: what a scheme changes in a model without its head, and in its configuration."""
 
 
 def _ours(config: Any, layers: Sequence[nn.Module], scheme: Scheme, *, behind: bool = False) -> Changes:
@@ -140,7 +141,7 @@ def _with_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     sides = [
         size // patch for size, patch in zip(pixels.shape[-2:], model.embeddings.patch_embeddings.patch_size, strict=True)
     ]
-    group = getattr(model.layers[0].attention, attention.OWN)[0].group
+    group = getattr(model, attention.OWN).group
     patches = (
         grid(*sides, device=pixels.device) if group.columns == 2 else sequence(sides[0] * sides[1], device=pixels.device)
     )
