@@ -12,7 +12,9 @@ from cases import softmax_by_definition
 import isopos
 from isopos import schemes
 from isopos.encodings import Rotary
-from isopos.integrations.transformers import load, patch, patched, patching, places, unpatch
+from isopos.integrations import transformers
+from isopos.integrations.transformers import patching, places
+from isopos.integrations.transformers.patching import load, patch, patched, unpatch  # without transformers as yet
 
 pytestmark = pytest.mark.oracles
 VOCABULARY, HEAD_DIM, HEADS, KEY_HEADS, LENGTH = 50, 16, 4, 2, 12
@@ -792,7 +794,17 @@ def test_models_that_it_does_not_know(hf, model):
     assert everything(unpatch(model)) == before
 
 
+def test_its_names_make_our_attention_known(hf, monkeypatch):
+    monkeypatch.delitem(hf.AttentionInterface._global_mapping, places.ATTENTION, raising=False)
+    assert transformers.patch is patch
+    assert places.ATTENTION in hf.AttentionInterface._global_mapping
+    with pytest.raises(AttributeError, match="no attribute 'pach'"):
+        transformers.pach  # noqa: B018
+
+
 def test_an_old_transformers(model, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
     with pytest.raises(ImportError, match=r"transformers: expected version 5 or later, got 4.57.1; pip install -U"):
         patch(model, rope())
+    with pytest.raises(ImportError, match=r"got 4.57.1"):
+        transformers.patch  # noqa: B018

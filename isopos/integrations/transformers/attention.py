@@ -1,5 +1,6 @@
 """The attention, and the masks of the same name, for schemes that no cosines and sines of a model can express."""
 
+import importlib.metadata
 from typing import Any
 
 import torch
@@ -11,13 +12,24 @@ from isopos.positions import sequence
 
 __all__ = ["OWN", "register"]
 
+LEAST = 5  # version of transformers
 OWN = "isopos"
 """The attribute of a patched module of attention: a tuple, so that it is no submodule there, of its scheme, and of whether
 positions are behind queries and keys, or among its arguments."""
 
 
 def register() -> None:
-    """Make transformers know both by name; without masks of that name it would give none, and padding would be seen."""
+    """Make transformers know both by name; without masks of that name it would give none, and padding would be seen.
+
+    Raises:
+        ImportError: For transformers before version 5, or none.
+    """
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if version == "none" or int(version.partition(".")[0]) < LEAST:
+        raise ImportError(f"transformers: expected version {LEAST} or later, got {version}; pip install -U 'isopos[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, attend)

@@ -119,7 +119,6 @@ FAMILIES: dict[str, Callable[[Any, Any, Scheme], Changes]] = {
 
 def _ours(config: Any, layers: Sequence[nn.Module], scheme: Scheme, *, behind: bool = False) -> Changes:
     """Our attention in layers, which find positions behind queries and keys, or among their arguments."""
-    attention.register()
     owns = [Change(layer, attention.OWN, (scheme, behind)) for layer in layers]
     return [*owns, Change(config, "_attn_implementation", ATTENTION)]
 

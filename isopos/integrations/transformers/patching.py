@@ -1,7 +1,6 @@
 """A scheme in a model of transformers, in place of the positions that it has, and out of it again."""
 
 import copy
-import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["load", "patch", "patched", "unpatch"]
 
 Model = TypeVar("Model", bound="PreTrainedModel")
-LEAST = 5  # version of transformers
 CHANGES = "_isopos_changes"  # the attribute of a patched model that knows what was there before
 
 
@@ -38,8 +36,8 @@ def patch(model: Model, scheme: Scheme | None = None) -> Model:
 
     The scheme becomes a part of the model: what it learns is among ``model.parameters()``. The model has a configuration of
     its own while it is in, ``model.config.isopos`` naming it, its options, a seed among them, and its fingerprint.
-    ``save_pretrained`` keeps all that. `load` reads it, or ``patch(AutoModel....from_pretrained(folder))`` does, where this
-    was imported after transformers. Without isopos, transformers stops at an unknown attention of that name.
+    ``save_pretrained`` keeps all that, `load` and ``patch(AutoModel....from_pretrained(folder))`` read it. Without isopos,
+    transformers stops at an unknown attention of that name.
 
     Args:
         model: Of a family in `FAMILIES`, with any head: Llama, Qwen 2 and 3, Mistral, Gemma, GPT-NeoX; BERT, RoFormer, ViT.
@@ -138,12 +136,7 @@ def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
 
 def _check_model(model: Any) -> None:
     """An error for what is no model of transformers 5, or of no known family."""
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
-    if version == "none" or int(version.partition(".")[0]) < LEAST:
-        raise ImportError(f"transformers: expected version {LEAST} or later, got {version}; pip install -U 'isopos[hf]'")
+    attention.register()
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
