@@ -20,7 +20,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "attention": ("Attention", "linear_attention", "softmax_attention"),
+    "attention": ("Attention", "Steps", "linear_attention", "softmax_attention"),
     "catalog": ("CATALOG",),
     "models": ("Decoder",),
     "ops.linear": ("Clamped",),

@@ -17,6 +17,7 @@ from isopos import schemes as schemes
 from isopos import state as state
 from isopos import terms as terms
 from isopos.attention import Attention as Attention
+from isopos.attention import Steps as Steps
 from isopos.attention import linear_attention as linear_attention
 from isopos.attention import softmax_attention as softmax_attention
 from isopos.catalog import CATALOG as CATALOG

@@ -273,7 +273,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
             paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
             yield f"{model} sees {seen}, the paper's {paper}."
         figures = [
-            (table.task_of(column.corpus).figure(metric.figure), metric.better)
+            (table.recipe_at(about["scale"], table.corpus(column.corpus)).task.figure(metric.figure), metric.better)
             for column, metric in zip(table.columns, map(table.metric, table.columns), strict=True)
             if column.corpus in (*about["corpora"], "")
         ]
