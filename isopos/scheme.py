@@ -121,6 +121,8 @@ class Scheme(nn.Module):
         True
     """
 
+    origin: tuple[str, dict[str, Any]] | None = None  # the registered scheme, and the arguments of its function
+
     def __init__(
         self,
         encoding: Coupling,
@@ -269,7 +271,7 @@ class Scheme(nn.Module):
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():
             digest.update(f"{name} {type(module).__name__}".encode())
-            for key, value in sorted(vars(module).items()):
+            for key, value in sorted((vars(module) | {"training": True}).items()):
                 if isinstance(value, Tensor):
                     digest.update(key.encode() + value.contiguous().numpy().tobytes())
                 elif isinstance(value, bool | int | float | str | Group | Extension):
