@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, Never, Self, TypedDict, get_args
 
@@ -119,6 +120,8 @@ class Scheme(nn.Module):
         >>> torch.allclose(last, y[..., 9:, :], atol=1e-6)
         True
     """
+
+    origin: tuple[str, dict[str, Any]] | None = None  # the registered scheme, and the arguments of its function
 
     def __init__(
         self,
@@ -268,7 +271,7 @@ class Scheme(nn.Module):
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():
             digest.update(f"{name} {type(module).__name__}".encode())
-            for key, value in sorted(vars(module).items()):
+            for key, value in sorted((vars(module) | {"training": True}).items()):
                 if isinstance(value, Tensor):
                     digest.update(key.encode() + value.contiguous().numpy().tobytes())
                 elif isinstance(value, bool | int | float | str | Group | Extension):
@@ -330,7 +333,13 @@ class Scheme(nn.Module):
         return (y, *after) if after else y
 
     def at(
-        self, x: Tensor, x_key: Tensor | None = None, *, state: State | None = None, dtype: torch.dtype = torch.float32
+        self,
+        x: Tensor,
+        x_key: Tensor | None = None,
+        *,
+        state: State | None = None,
+        dtype: torch.dtype = torch.float32,
+        evaluated: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
     ) -> Arguments:
         """Keyword arguments of the attention function: ``linear_attention(q, k, v, **scheme.at(x))``.
 
@@ -340,11 +349,15 @@ class Scheme(nn.Module):
             state: Of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one tensor of
                 all nodes so far, and all operators are computed again.
             dtype: Of tables: float32, or float64 for float64 queries; a smaller one is taken for float32.
+            evaluated: What `at` gave in this dtype at x alone and at x_key alone, whose isometries serve again.
         """
         if state is not None:
             return self._continued(x, x_key, state, dtype)
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
-        if isinstance(self.encoding, Encoding) and not self.inside:
+        if evaluated is not None:
+            first, second = (a if isinstance(a := one["isometry"], tuple) else (a, a) for one in evaluated)
+            rho = (first[0], second[1])
+        elif isinstance(self.encoding, Encoding) and not self.inside:
             rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
         else:
             rho = (self.encoding.query(x, dtype), self.encoding.key(y, dtype))
@@ -360,7 +373,7 @@ class Scheme(nn.Module):
                 found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
             return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
-        if self.inside:
+        if self.inside and evaluated is None:
             both = sides(undivided(phi) if self.normalised else phi)
             found["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, both, strict=True))
         found["feature_map"] = None if self.inside else phi

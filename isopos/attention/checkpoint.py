@@ -64,6 +64,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest
     vars(absorbed).pop("fingerprint", None)  # it is another scheme's
+    absorbed.origin = None
     return absorbed
 
 

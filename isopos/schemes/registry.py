@@ -83,10 +83,14 @@ def register(**said: Any) -> Callable[[Function], Function]:
         def checked(*arguments: Any, **options: Any) -> Scheme:
             if unknown := [option for option in options if option not in known()]:
                 raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known())}")
-            given = signature.bind(*arguments, **options).arguments
+            bound = signature.bind(*arguments, **options)
+            given = bound.arguments
             at_least("head_dim", given["head_dim"])
             at_least("heads", 1 if given.get("heads") is None else given["heads"])
-            return function(*arguments, **options)
+            scheme = function(*arguments, **options)
+            bound.apply_defaults()
+            scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in known()}
+            return scheme
 
         checked.__doc__ = _described(function)
         REGISTRY[name], CATALOG[name] = checked, entry

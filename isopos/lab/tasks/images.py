@@ -35,8 +35,8 @@ class Images(Task):
     """
 
     data: str = ""
-    """A folder or an archive with a folder of images a class, perhaps below train, valid and test; by default 10,000 digits
-    are drawn. docs/data.md says more."""
+    """A folder or an archive with a folder of images a class, perhaps below train, valid and test, or hf:NAME[:CONFIG]; by
+    default 10,000 digits are drawn. docs/data.md says more."""
     height: int = 0  # Pixels; 0: as found, where all are alike. Others are scaled, and cut around their middle.
     width: int = 0  # Pixels; 0: as found, where all are alike.
     margin: int = 0  # Pixels around images, of the colours of their edges.
