@@ -98,7 +98,7 @@ AUTHORS = {
         "both axes have the same permutations, of fixed width and height; its class token shares the first pixel's place",
     ),
     "rope": Code("ZhuiyiTechnology/roformer"),
-    "p-rope": Code("huggingface/transformers", 'named "proportional", of pairs (i, i + d/2) (`layout=half`)'),
+    "p-rope": Code("huggingface/transformers", 'its "proportional" frequencies are of pairs (i, i + d/2) (`layout=half`)'),
     "retnet": Code(
         "microsoft/torchscale",
         "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d) (`frequencies=torchscale`); no feature map and no "
