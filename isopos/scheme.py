@@ -13,7 +13,7 @@ from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling, Encoding
+from isopos.encodings import Coupling
 from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.maps import Mapped
@@ -302,10 +302,9 @@ class Scheme(nn.Module):
         if state is not None:
             return self._continued(x, x_key, state, dtype)
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
-        if isinstance(self.encoding, Encoding) and not self.inside:
-            rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
-        else:
-            rho = (self.encoding.query(x, dtype), self.encoding.key(y, dtype))
+        shared = self.encoding.alike and x_key is None and not self.inside
+        query = self.encoding.query(x, dtype)
+        rho: Any = query if shared else (query, self.encoding.key(y, dtype))
         found: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
