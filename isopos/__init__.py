@@ -20,7 +20,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "attention": ("Attention", "linear_attention", "softmax_attention"),
+    "attention": ("Attention", "Steps", "linear_attention", "softmax_attention"),
     "catalog": ("CATALOG",),
     "models": ("Decoder",),
     "ops.linear": ("Clamped",),
@@ -31,7 +31,7 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
     *("attention", "bases", "biases", "catalog", "couplings", "decays", "embeddings", "encodings", "feature_maps"),
-    *("generators", "laws", "maps", "models", "ops", "positions", "schemes", "state", "terms"),
+    *("generators", "laws", "lengths", "maps", "models", "ops", "positions", "schemes", "state", "terms"),
 )
 
 

@@ -10,6 +10,7 @@ from isopos import encodings as encodings
 from isopos import feature_maps as feature_maps
 from isopos import generators as generators
 from isopos import laws as laws
+from isopos import lengths as lengths
 from isopos import maps as maps
 from isopos import models as models
 from isopos import ops as ops
@@ -18,6 +19,7 @@ from isopos import schemes as schemes
 from isopos import state as state
 from isopos import terms as terms
 from isopos.attention import Attention as Attention
+from isopos.attention import Steps as Steps
 from isopos.attention import linear_attention as linear_attention
 from isopos.attention import softmax_attention as softmax_attention
 from isopos.catalog import CATALOG as CATALOG
@@ -42,6 +44,10 @@ from isopos.schemes.algebraic import ape_product as ape_product
 from isopos.schemes.algebraic import ape_ring as ape_ring
 from isopos.schemes.algebraic import ape_sequence as ape_sequence
 from isopos.schemes.algebraic import ape_tree as ape_tree
+from isopos.schemes.axes import mrope as mrope
+from isopos.schemes.axes import rope_axial as rope_axial
+from isopos.schemes.axes import rope_golden as rope_golden
+from isopos.schemes.axes import rope_mixed as rope_mixed
 from isopos.schemes.clock import clock as clock
 from isopos.schemes.commuting import comrope as comrope
 from isopos.schemes.commuting import grape as grape
@@ -63,6 +69,7 @@ from isopos.schemes.permutation import permuteformer as permuteformer
 from isopos.schemes.permutation import permuteformer_2d as permuteformer_2d
 from isopos.schemes.polar import pope as pope
 from isopos.schemes.rotary import cosformer as cosformer
+from isopos.schemes.rotary import p_rope as p_rope
 from isopos.schemes.rotary import retnet as retnet
 from isopos.schemes.rotary import rope as rope
 from isopos.schemes.rotary import xpos as xpos

@@ -197,7 +197,7 @@ class XPos(_Sided):
         A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1. https://arxiv.org/abs/2212.10554
     """
 
-    is_causal = True
+    is_causal = extensible = True
 
     def __init__(self, frequency: Tensor, *, length: float = 512.0):
         super().__init__()
@@ -219,7 +219,9 @@ class XPos(_Sided):
             )
         sign = 1 if side == "query" else -1  # queries shrink with x, keys grow
         factor = torch.exp(sign * wide(self.log_scale, x.device) * wide(x))[..., None, :, :]
-        return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(narrow(factor, dtype, x.device)))
+        return Composed(
+            Rotation(rotations(x, self.extended(self.frequency), dtype)), Scaling(narrow(factor, dtype, x.device))
+        )
 
 
 class Polar(_Apart):

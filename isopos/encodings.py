@@ -18,6 +18,7 @@ from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import expect
 from isopos.exact import ExactModule, constant, narrow, wide
+from isopos.lengths import Extension
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.spectrum import check_spectrum, spectrum
@@ -48,6 +49,12 @@ class Coupling(ExactModule, ABC):
     alike: bool = False  # whether one map serves queries and keys
     weaker_law: str = ""  # what holds instead, where scores do not see relative positions only
     is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
+    extensible: bool = False  # whether it has frequencies of its own that an extension may change
+    extension: Extension | None = None  # of its frequencies, for sequences longer than in training
+
+    def extended(self, frequency: Tensor) -> Tensor:
+        """Frequencies ``[h c f]`` as its extension has them."""
+        return frequency if self.extension is None else self.extension(wide(frequency))
 
     @abstractmethod
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -159,6 +166,7 @@ class Rotary(Encoding):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
             self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
         self.is_lift, self.is_complex, self.max_length = lift, not lift, max_length
+        self.extensible = self.group.is_grid and max_length is None  # a ring closes by its frequencies alone
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
         self.parametrise("frequency", frequency, learned=learned)
@@ -167,7 +175,7 @@ class Rotary(Encoding):
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
         self._check_length(x)
-        return Rotation(rotations(x, self.parameter, dtype), self.is_lift)
+        return Rotation(rotations(x, self.extended(self.parameter), dtype), self.is_lift)
 
     def _check_length(self, x: Tensor) -> None:
         """ValueError where positions leave those that make sense; not while compiling, nor on a GPU, which would wait."""
@@ -318,6 +326,8 @@ class Exponential(Encoding):
         torch.Size([1, 2, 4, 6])
     """
 
+    extensible = True
+
     def __init__(self, generator: Tensor, *, learned: bool = True):
         super().__init__()
         if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2] or generator.shape[-1] % 2:
@@ -333,13 +343,14 @@ class Exponential(Encoding):
             check_spectrum(self.parameter)
 
     def frequency(self) -> Tensor:
-        """Angles a step of the planes that the generator rotates now: float64 ``[h d/2]``."""
+        """Angles a step of the planes that the generator rotates now, before an extension: float64 ``[h d/2]``."""
         return spectrum(wide(self.parameter))[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         frequency, basis = spectrum(wide(self.parameter, x.device))
-        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency[:, None], dtype)))
+        turned = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
+        return Chain(Matrix(narrow(basis, dtype, x.device)), turned)
 
 
 class TreePath(Encoding):

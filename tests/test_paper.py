@@ -25,6 +25,7 @@ style = ".2f"
 {rows}
 [scales.paper]
 [scales.small]
+tokenizer = "bytes"
 [scales.tiny]
 """
 FIGURES = {"Base": (3.0, 1.0), "Rope": (1.0, 3.0), "Both | more": (2.0, 2.0), "Alone": (None, 9.0)}  # the paper's, and ours
@@ -77,6 +78,12 @@ def test_figures_are_means_with_standard_deviations_of_seeds(write):
     assert "| Rope | rope | 1.00 | 4.000 ± 1.000 | " in page
     assert any(text.endswith("lower is better; means and standard deviations of up to 3 seeds.") for text in said)
     assert any(text.startswith("Machine time: 6.0 minutes, 12 cells") for text in said)
+
+
+@pytest.mark.parametrize(("scale", "token"), [("small", "byte"), ("paper", "token")])
+def test_figures_are_of_the_scale_s_tokens(write, scale, token):
+    _, page = write("lower", more='figure = "perplexity"\n[edits]\ntokenizer = "words"', scale=scale)
+    assert f"- Figures are perplexity of a {token}, lower is better;" in page
 
 
 def test_speeds_are_medians_with_half_the_range_of_quartiles(write):
@@ -226,7 +233,8 @@ def test_figures_are_drawn_by_the_choice_in_which_columns_differ(tmp_path, drawn
 )
 def test_a_column_may_show_a_validation_in_the_midst_of_training(tmp_path, curve, shown):
     rows = "".join(json.dumps({"step": step, "validation": value}) + "\n" for step, value in curve.items())
-    text = of_images(tmp_path, "", {"early": "after = 0.5", "end": ""}, lambda *cell: 0.9, rows)
+    columns = {"early": "after = 0.5", "end": 'style = ".2%"'}  # two digits of a percentage are as many as ours have
+    text = of_images(tmp_path, "", columns, lambda *cell: 0.9, rows)
     assert f"| Grid | ape-grid | {shown} ± 0.00% | 90.00% ± 0.00% |" in text
 
 

@@ -244,7 +244,7 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert (heads != 0).all()
 
 
-ANGLES = ("lrpe-unitary", "lrpe-orthogonal")  # they learn them by default
+ANGLES = ("lrpe-unitary", "lrpe-orthogonal", "rope-mixed")  # they learn them by default
 
 
 @every
@@ -1105,6 +1105,10 @@ DEFAULTS = """
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
+    rope-axial: linear elu+1 plain none, axes=2 base=100.0
+    rope-mixed: linear elu+1 plain none, axes=2 base=10.0 learned=True seed=0
+    rope-golden: linear elu+1 plain none, axes=2 base=100.0
+    mrope: linear elu+1 plain none, interleaved=False base=10000.0 layout=interleaved
     horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
         inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
@@ -1121,6 +1125,7 @@ DEFAULTS = """
     permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
     permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
     rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
+    p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048

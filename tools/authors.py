@@ -54,6 +54,20 @@ AUTHORS = {
         "(`attention=softmax,locality=0.98`); depth up to 16; else as ape-sequence",
     ),
     "ape-product": Code("no code"),
+    "rope-axial": Code(
+        "naver-ai/rope-vit", "columns come before rows in positions; the class token does not turn, as one at the origin"
+    ),
+    "rope-mixed": Code(
+        "naver-ai/rope-vit",
+        "two axes, of which columns come before rows; frequencies of all layers in one parameter; the class token does not "
+        "turn, as one at the origin",
+    ),
+    "rope-golden": Code("no package: listings of an essay"),
+    "mrope": Code(
+        "huggingface/transformers",
+        "pairs (i, i + d/2) (`layout=half`); Qwen2-VL's default is base 10^6 (`base=1000000`), Qwen3-VL's is 5 10^5 "
+        "(`base=500000`), and its axes take turns (`interleaved=true`)",
+    ),
     "clock": Code("no code"),
     "string": Code("no code"),
     "comrope": Code(
@@ -101,6 +115,7 @@ AUTHORS = {
     ),
     "pope": Code("lucidrains/x-transformers, which is not the authors'", "phases are cut to [-2 pi, 0]; float32 angles"),
     "rope": Code("ZhuiyiTechnology/roformer"),
+    "p-rope": Code("huggingface/transformers", "as `proportional`, of pairs (i, i + d/2) (`layout=half`)"),
     "retnet": Code(
         "microsoft/torchscale",
         "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d) (`frequencies=torchscale`); no feature map and no "

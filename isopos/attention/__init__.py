@@ -4,9 +4,11 @@ from isopos.attention.checkpoint import absorb, convert_layout
 from isopos.attention.linear import explain, linear_attention, naive_linear_attention
 from isopos.attention.module import Attention
 from isopos.attention.softmax import softmax_attention
+from isopos.attention.steps import Steps
 
 __all__ = [
     "Attention",
+    "Steps",
     "absorb",
     "convert_layout",
     "explain",

@@ -129,10 +129,10 @@ def linear_attention(
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
         elif problem.window is not None:
-            total = linear.windowed(_sums(problem), problem.window, linear.linear)
+            total = linear.windowed(sums_of(problem), problem.window, linear.linear)
             out, after = _divided(total, problem), State()
         else:
-            total = with_terms(linear.linear(_sums(problem)), problem)
+            total = with_terms(linear.linear(sums_of(problem)), problem)
             out, after = _divided(total, problem), State()
     out = restored(out.to(q.dtype), problem)
     return (out, after) if return_state else out
@@ -151,7 +151,7 @@ def explain(
         cpu does not: it sums up float32, not torch.float64
     """
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
-    sums = _sums(problem)
+    sums = sums_of(problem)
     if problem.window is not None:  # features are made before they are cut into blocks
         (queries, *_), (keys, *_), values = sums.made()
         sums = Sums(queries, keys, values, ALL_READY, sums.g, sums.causal)
@@ -188,7 +188,7 @@ def naive_linear_attention(
     return restored(out.to(q.dtype), problem)
 
 
-def _sums(problem: Problem, values: Tensor | None = None) -> Sums:
+def sums_of(problem: Problem, values: Tensor | None = None) -> Sums:
     """The problem as the engine has it; `values` are those of a stream with terms, complete."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
@@ -250,7 +250,7 @@ def _divided(total: Tensor, problem: Problem) -> Tensor:
 def _streamed(problem: Problem, state: State) -> tuple[Tensor, State]:
     """The output of the next tokens of a stream, and the state after them."""
     values = values_of_terms(problem) if problem.terms else None
-    total, found = linear.stream(_sums(problem, values))
+    total, found = linear.stream(sums_of(problem, values))
     after = {f"sum{n}": x for n, x in enumerate(found)}
     if values is not None:
         total, of_terms = with_terms_of_stream(total, values, problem, state)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from isopos.attention.linear import linear_attention
 from isopos.attention.softmax import softmax_attention
+from isopos.attention.steps import Steps
 from isopos.catalog import at_least
 from isopos.scheme import Scheme
 
@@ -71,7 +72,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        at: Mapping[str, Any],
+        at: Mapping[str, Any] | Steps,
         *,
         context: Tensor | None = None,
         causal: bool = False,
@@ -84,7 +85,8 @@ class Attention(nn.Module):
 
         Args:
             x: Tokens.
-            at: What the scheme's `at` returned; with a state, x are the next tokens of a stream.
+            at: What the scheme's `at` returned; with a state, x are the next tokens of a stream. Or `Steps`, which keep the
+                state; x ``[b 1 m]`` is their next token.
             context: Tokens of keys and values.
             causal: A token sees those up to its own.
             mask: ``[b s]``, True where a key takes part.
@@ -95,16 +97,18 @@ class Attention(nn.Module):
         source = x if context is None else context
         inputs = (self.query, x, self.heads), (self.key, source, self.kv_heads), (self.value, source, self.kv_heads)
         heads = (layer(a).unflatten(-1, (count, -1)).transpose(1, 2) for layer, a, count in inputs)
-        options = {**at, "causal": causal, "mask": mask, "segment_ids": segment_ids, "return_state": return_state}
-        options |= {"attn_mask": attn_mask, "window": self.window}
+        options: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "attn_mask": attn_mask, "window": self.window}
         if self.dropout and self.training:
             options["dropout"] = self.dropout
-        found = self.attend(*heads, **options)
-        y, *state = found if return_state else (found,)
+        if isinstance(at, Steps):
+            y, state = at(*heads, **options), ()
+        else:
+            found = self.attend(*heads, **{**at, **options, "causal": causal, "return_state": return_state})
+            y, *state = found if return_state else (found,)
         if self.normalised:
             y = F.layer_norm(y, y.shape[-1:])
         y = self.out(y.transpose(1, 2).flatten(2))
-        return (y, *state) if return_state else y
+        return (y, *state) if state else y
 
 
 def _heads(model_dim: int, scheme: Scheme, kv_heads: int) -> int:

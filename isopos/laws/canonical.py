@@ -118,6 +118,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         )
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
+    scale *= scheme.extension.attention_factor**2 if softmax and scheme.extension is not None else 1.0
     locality = 1.0 if scheme.locality is None else scheme.locality
     rate = torch.zeros(1, dtype=torch.float64) if scheme.decay is None else constant(scheme.decay.rate)
     rate = rate[:, None, None]  # nats a step
@@ -224,7 +225,7 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling))]
         case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair rotates and shrinks
-            complex_frequency = _skew(coupling.frequency[0]) - torch.diag(coupling.log_scale)
+            complex_frequency = _skew(coupling.extended(coupling.frequency)[0]) - torch.diag(coupling.log_scale)
             return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
             angle, phase = partial(_angles, frequency=coupling.frequency), constant(coupling.parameter)
@@ -259,7 +260,7 @@ def _of_encoding(encoding: Coupling) -> Kernel:
         case encodings.Identity():
             return lambda t: _eye(d)
         case encodings.Rotary():
-            frequency = constant(encoding.parameter)  # [h c f]
+            frequency = encoding.extended(constant(encoding.parameter))  # [h c f]
             if encoding.is_lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
                 return lambda t: torch.diag_embed(_angles(t, frequency).cos())
             return lambda t: _exp(_skew(_angles(t, frequency)))
@@ -268,7 +269,8 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             return lambda t: reduce(torch.matmul, (_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t))))
         case encodings.Exponential():
             generator = constant(encoding.parameter)
-            return lambda t: _exp(t * (generator - generator.mT))
+            skew = _extended(encoding, generator - generator.mT)
+            return lambda t: _exp(t * skew)
         case generators.Circulant() | generators.Commuting() | generators.RankTwo():
             axes = _skew_of_axes(encoding)  # [h c d d]
             return lambda t: _exp((torch.tensor(_numbers(t), dtype=torch.float64)[:, None, None] * axes).sum(1))
@@ -306,6 +308,16 @@ def _skew_of_axes(encoding: generators.Circulant | generators.Commuting | genera
         case generators.RankTwo():  # (Zhang et al.) a b^T
             half = value[:, :1, :, None] * value[:, 1:, None, :]
     return half - half.mT
+
+
+def _extended(encoding: encodings.Exponential, skew: Tensor) -> Tensor:
+    """A skew matrix ``[h d d]`` whose planes turn as the extension of an encoding has them."""
+    if encoding.extension is None:
+        return skew
+    turns, planes = torch.linalg.eigh(1j * skew)  # -w, ..., w
+    fast = turns[:, None, turns.shape[-1] // 2 :]
+    fast = encoding.extended(fast)[:, 0]
+    return (planes @ torch.diag_embed(-1j * torch.cat((-fast.flip(-1), fast), -1).to(planes)) @ planes.mH).real
 
 
 def _angles(t: Relative, frequency: Tensor) -> Tensor:

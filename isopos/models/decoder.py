@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isopos.attention import Steps
 from isopos.models.blocks import Options, Trunk
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.state import State
 
-__all__ = ["AdaptiveHead", "Decoder", "Stream"]
+__all__ = ["AdaptiveHead", "Continuation", "Decoder", "Stream"]
 
 
 class Decoder(Trunk):
@@ -38,6 +40,9 @@ class Decoder(Trunk):
         >>> logits, stream = model.step(tokens[:, 9], stream)
         >>> torch.allclose(logits, model(tokens)[:, -1], atol=1e-5)
         True
+        >>> steps = model.steps(stream)  # the same, prepared for many tokens
+        >>> steps(torch.tensor([10])).shape, steps.length
+        (torch.Size([1, 256]), 11)
     """
 
     tokens: nn.Embedding
@@ -97,9 +102,52 @@ class Decoder(Trunk):
         return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
 
     def step(self, token: Tensor, stream: "Stream") -> tuple[Tensor, "Stream"]:
-        """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it."""
+        """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it.
+
+        Several continuations may start from one stream; `steps` are faster for one that goes on.
+        """
         logits, stream = self.prefill(token[:, None], stream)
         return logits[:, 0], stream
+
+    def steps(self, stream: "Stream | None" = None) -> "Continuation":
+        """The next tokens of a stream, by default a new one's, one a call."""
+        return Continuation(self, Stream(0, (State(),) * len(self.blocks)) if stream is None else stream)
+
+
+class Continuation:
+    """A stream of a decoder that goes on: a call with a token ``[b]`` gives the logits ``[b vocabulary]`` after it.
+
+    Layers check one token for all of them, see `isopos.Steps`; what the model learns is taken to stay as it is.
+
+    Attributes:
+        model: The decoder.
+        layers: Steps of its layers.
+    """
+
+    def __init__(self, model: Decoder, stream: "Stream"):
+        self.model, self.layers = model, list[Steps]()
+        for state in stream.states:
+            beside = self.layers[0] if self.layers else None
+            self.layers.append(Steps(model.scheme, state, length=stream.length, beside=beside))
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self.layers[0].length
+
+    @property
+    def stream(self) -> "Stream":
+        """The tokens so far, for `step` and for other continuations; tokens to come do not change it."""
+        return Stream(self.length, tuple(layer.state for layer in self.layers))
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Logits ``[b vocabulary]`` after the next token ``[b]``."""
+        x, embedding = self.model.tokens(token[:, None]), self.model.scheme.embedding
+        if embedding is not None:
+            x = x + embedding(torch.tensor([[self.length]], device=token.device), x.dtype)
+        for block, layer in zip(self.model.blocks, self.layers, strict=True):
+            x = block(x, layer, causal=True)
+        return self.model.head(self.model.norm(x))[:, 0]
 
 
 class AdaptiveHead(nn.Module):

@@ -43,7 +43,7 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own")),
-        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends")),
+        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "start")),
         *((name, View) for name in ("g_q", "g_k")),
         *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),

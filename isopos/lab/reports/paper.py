@@ -218,7 +218,9 @@ def _leads(table: PaperTable, rows: Sequence[Found], row: Found, column: Column)
 
 
 def _finer(metric: Metric) -> Metric:
-    """With one digit more than the paper's figures have, for means and spreads."""
+    """With one digit more than the paper's figures have, for means and spreads; of a percentage with at most two."""
+    if metric.style == ".2%":
+        return metric
     return replace(metric, style=re.sub(r"\.(\d+)", lambda digits: f".{int(digits[1]) + 1}", metric.style))
 
 
@@ -273,7 +275,7 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
             paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
             yield f"{model} sees {seen}, the paper's {paper}."
         figures = [
-            (table.task_of(column.corpus).figure(metric.figure), metric.better)
+            (table.recipe_at(about["scale"], table.corpus(column.corpus)).task.figure(metric.figure), metric.better)
             for column, metric in zip(table.columns, map(table.metric, table.columns), strict=True)
             if column.corpus in (*about["corpora"], "")
         ]

@@ -138,9 +138,9 @@ def pieces(
     """Text as it comes: the tokens ``[1 t]`` of its start are read at once, then each token is chosen, see `choose`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     x, stream = model.advance(start)
-    logits = model.head(x[:, -1])  # of the last token only: a vocabulary may be large
+    logits, steps = model.head(x[:, -1]), model.steps(stream)  # of the last token only: a vocabulary may be large
     for _ in range(tokens):
         token = choose(logits, temperature, top_p, generator)
         yield decoder.decode(tokenizer.piece(int(token)))
-        logits, stream = model.step(token, stream)
+        logits = steps(token)
     yield decoder.decode(b"", final=True)

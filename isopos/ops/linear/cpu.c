@@ -49,9 +49,9 @@ typedef struct {
 
 /* States [all . .] hold those before these tokens and end as those after them, gradients of states the reverse. */
 typedef struct {
-    long all, heads, length, parts, d, e, own, threads, denominated, divide, begins, ends;
+    long all, heads, length, parts, d, e, own, threads, denominated, divide, begins, ends, start;
     /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0;
-       begins, ends: no token comes before, or after */
+       begins, ends: no token comes before, or after; start: of a step, its token's place in tables and weights */
     View g_q, g_k;      /* log decays, double, or null */
     float *state, *row; /* sums of k v^T and of a denominator's k; in a step those before it */
     float *saved, *saved_rows, *across; /* those before each group of chunks, or null; in a step those after it, and weights */
@@ -1169,22 +1169,22 @@ void isopos_backward(const Call *call)
 }
 
 /* A token a head, of a stream: states [heads d e], of one column more where that is the sum of k, into `saved`, which may be
-   the same. `across` holds weights of the states before, or is null; `row` and `saved_rows` are sums of own k. */
+   the same. `across` holds weights of the states before [. all], or is null; `row` and `saved_rows` are sums of own k. */
 void isopos_step(const Call *call)
 {
     const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominated && !own);
     for (long n = 0; n < call->all; n++) /* before a state is written over */
         for (const Input *o = &call->q; o <= &call->v; o++)
-            if (o->kind == GATHER && !in_range(table_of(call, o, (Chunk){n, 0, 1}, 0), o->width)) {
+            if (o->kind == GATHER && !in_range(table_of(call, o, (Chunk){n, call->start, 1}, 0), o->width)) {
                 *call->out_of_range = 1;
                 return;
             }
 #pragma omp parallel for num_threads(call->threads) if (call->all * d * columns > 1 << 17)
     for (long n = 0; n < call->all; n++) {
-        const Chunk token = {n, 0, 1};
+        const Chunk token = {n, call->start, 1};
         float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
         float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(call, &call->out, token);
-        const float across = call->across ? call->across[n] : 1;
+        const float across = call->across ? call->across[call->start * call->all + n] : 1;
         make_token(call, &call->q, token, 0, d, moves(&call->q) ? q_plain : q, q);
         make_token(call, &call->k, token, 0, d, moves(&call->k) ? k_plain : k, k);
         make_token(call, &call->v, token, 0, e, v, v);

@@ -38,6 +38,11 @@ class Clamped:
 _CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # of each thread its own
 
 
+def counted() -> bool:
+    """Whether there is a counter."""
+    return not torch.compiler.is_compiling() and _CLAMPED.get() is not None
+
+
 def count(denominator: Tensor) -> None:
     """Tell the counter, if there is one; compiled code has clamped them by then."""
     if not torch.compiler.is_compiling() and (counter := _CLAMPED.get()) is not None:

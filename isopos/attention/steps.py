@@ -1,0 +1,145 @@
+"""A stream of attention that goes on token by token: checked once, then a fixed plan."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopos.attention.linear import linear_attention, sums_of
+from isopos.attention.problem import check_linear
+from isopos.attention.softmax import softmax_attention
+from isopos.ops.linear.prepared import Prepared
+from isopos.scheme import Arguments, Scheme
+from isopos.state import State, expect_state
+
+__all__ = ["Steps"]
+
+AHEAD = 64  # tokens whose tables are made at once
+
+
+class Steps:
+    """The next tokens of a stream, one a call: what attention gives of them at positions that go on by one.
+
+    A call is ``linear_attention(q, k, v, **scheme.at([[length]], state=state), causal=True, return_state=True)``, or
+    `softmax_attention`, without its checks: they are made once, tables of 64 tokens at once, and sums are written over in
+    place. That is so for float32 on a CPU with what its kernel serves (`isopos.attention.explain`), without gradients;
+    other tokens, and those laid out otherwise than the one before, go the long way, to the same numbers.
+
+    What the scheme learns is taken to stay as it is. `Attention` and `Block` take steps for `at`, and `Decoder.steps` are
+    those of a whole model.
+
+    Args:
+        scheme: What sees positions, on a line or on a ring.
+        state: The tokens before; it stays as it is.
+        length: Their number, which is the position of the next one.
+        beside: Steps of another layer with the same scheme, as long: tables are made once for both.
+
+    Attributes:
+        length: Tokens so far.
+
+    Example:
+        >>> import isopos
+        >>> scheme = isopos.rope(16, 2)
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 16)
+        >>> steps = Steps(scheme)
+        >>> outs = [steps(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(10)]
+        >>> torch.allclose(torch.cat(outs, -2), scheme(q, k, v, isopos.sequence(10), causal=True), atol=1e-6)
+        True
+        >>> steps.length, steps.state["sum0"].shape
+        (10, torch.Size([1, 2, 16, 16]))
+    """
+
+    def __init__(self, scheme: Scheme, state: State | None = None, *, length: int = 0, beside: "Steps | None" = None):
+        expect_state(state)
+        if beside is not None and (beside.scheme is not scheme or beside.length != length):
+            raise ValueError("beside: expected steps of the same scheme at the same length, got others")
+        self.scheme, self.length, self._state = scheme, length, State() if state is None else state
+        self._ahead = _Ahead(scheme) if beside is None else beside._ahead
+        self._learns = any(parameter.requires_grad for parameter in scheme.parameters())
+        self._prepared: Prepared | None = None
+        self._served = True  # until the kernel refuses a step
+        self._rows = range(0)  # positions whose tables are prepared
+        self._decay: Tensor | None = None  # log decays there and at the one before, [*b h 1+n]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention of the next token: q ``[*b h 1 d]``, k ``[*b h 1 d]``, v ``[*b h 1 e]`` -> ``[*b h 1 e]``.
+
+        With options of the attention function that are not None, the long way.
+        """
+        options = {name: value for name, value in options.items() if value is not None}
+        prepared = None if options or self._differentiable(q, k, v) or torch.compiler.is_compiling() else self._prepared
+        if prepared is None or not prepared.fits(q, k, v):
+            return self._checked(q, k, v, options)
+        if self.length not in self._rows:
+            self._look_ahead(prepared)
+        out = prepared(q, k, v, self.length - self._rows.start)
+        self.length += 1
+        return out
+
+    @property
+    def state(self) -> State:
+        """The tokens so far; steps to come do not change it."""
+        if self._prepared is None:
+            return self._state
+        after = {f"sum{n}": x.clone() for n, x in enumerate(self._prepared.sums)}
+        if self._decay is not None:
+            after["decay"] = self._decay[..., self.length - self._rows.start].clone()
+        return self._state.next(self._state.kind, **after)
+
+    def _differentiable(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        wanted = torch.is_grad_enabled()
+        return wanted and (self._learns or q.requires_grad or k.requires_grad or v.requires_grad)
+
+    def _checked(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """A token the long way; those after it are prepared, if they can be."""
+        self._state, self._prepared, linear = self.state, None, self.scheme.attention == "linear"
+        place = torch.tensor([[self.length]], device=q.device)
+        at = self.scheme.at(place, state=self._state, dtype=torch.promote_types(q.dtype, torch.float32))
+        attend: Any = linear_attention if linear else softmax_attention
+        out, self._state = attend(q, k, v, **at | options, causal=True, return_state=True)
+        self.length += 1
+        simple = linear and not self.scheme.group.refers_to_rows and not torch.compiler.is_compiling()
+        if simple and self._served and not options and not self._differentiable(q, k, v):
+            self._prepare(q, k, v, at)
+        return out
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, at: Arguments) -> None:
+        """Prepare what comes after a step, whose sums nobody else has."""
+        again: Any = at | {"state": replace(self._state, in_place=True), "causal": True}
+        problem = check_linear(q, k, v, again, streams=True)
+        step = sums_of(problem)
+        if all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
+            self._prepared, self._problem = Prepared.of(step), problem
+            self._rows = range(self.length, self.length)
+            self._decay = None if problem.before is None else problem.before[..., None]
+        self._served = self._prepared is not None
+
+    def _look_ahead(self, prepared: Prepared) -> None:
+        """Make tables of the next tokens."""
+        self._rows, at = self._ahead(self.length)
+        rho, weights = at["isometry"], None
+        rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)
+        features = sums_of(self._problem._replace(rho_q=rho_q, rho_k=rho_k)).features
+        if self._decay is not None:
+            last = self._decay[..., -1:]
+            self._decay = torch.cat((last, at["decay"].expand(*last.shape[:-1], -1)), -1)
+            weights = self._decay.diff().exp().to(torch.float32).flatten(0, -2).T.contiguous()
+        prepared.look_ahead((features[0], features[1]), weights)
+
+
+class _Ahead:
+    """A scheme at the next positions, for all layers that share it."""
+
+    def __init__(self, scheme: Scheme):
+        self.scheme, self.rows, self.at = scheme, range(0), Arguments()
+
+    def __call__(self, length: int) -> tuple[range, Arguments]:
+        """Positions from `length` on, and the scheme there."""
+        if self.rows.start != length or not self.rows:
+            most = self.scheme.max_length
+            count = AHEAD if most is None else min(AHEAD, max(1, most - length))
+            self.rows = range(length, length + count)
+            with torch.no_grad():
+                self.at = self.scheme.at(torch.arange(length, length + count)[:, None])
+        return self.rows, self.at

@@ -1,0 +1,90 @@
+"""Steps of a stream in cpu.c, prepared: what one step was checked for holds for those after it."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from isopos.ops import library
+from isopos.ops.library import view
+from isopos.ops.linear.cpu import CPU, Closed
+from isopos.ops.linear.division import count, counted
+from isopos.ops.linear.features import Features, Sums
+
+__all__ = ["Prepared"]
+
+
+class Prepared:
+    """Steps that write over the sums of a stream, one call of the library each.
+
+    Args:
+        sums: One step, which cpu.c serves; its stream's sums are written over from then on.
+
+    Attributes:
+        sums: Those of all tokens so far.
+    """
+
+    def __init__(self, sums: Sums):
+        assert sums.stream is not None
+        lib, (*_, values), self.call = sums.notes["step"]
+        call, self.step, self.sums = self.call, lib.isopos_step, sums.stream.sums
+        self.inputs, self.shapes, self.strides = sums.inputs, [x.shape for x in sums.inputs], [()] * 3
+        self.out_of_range = ctypes.c_long(0)
+        call.out_of_range, call.denominated = ctypes.pointer(self.out_of_range), sums.denominator is not None
+        call.state = call.saved = self.sums[0].data_ptr()
+        if call.own:
+            call.row = call.saved_rows = self.sums[1].data_ptr()
+        self.address, self.parts = ctypes.byref(call), (call.q, call.k, call.v)
+        values.describe(call.v, sums.v)
+        call.out = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
+        self.firsts = (*(part.x for part in self.parts), call.out)  # of the call's own memory
+
+    @classmethod
+    def of(cls, sums: Sums) -> "Prepared | None":
+        """The steps after this one, if cpu.c serves them."""
+        return cls(sums) if sums.stream is not None and not CPU.serves(sums) else None
+
+    def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
+        """Take the tables of the next n tokens.
+
+        Args:
+            features: Those of queries and keys, with tables as the step had, of n tokens.
+            weights: What the sums before each of these tokens weigh, float32 ``[n all]``; None where all weigh 1.
+        """
+        self.alive = [weights]
+        for part, own, x in zip(self.parts, features, self.inputs, strict=False):
+            closed = Closed.of(own, x)
+            assert closed is not None
+            self.alive += closed.describe(part, x)[1]
+        self.call.across = None if weights is None else weights.data_ptr()
+
+    def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are what the step had, and nobody watches."""
+        inputs = (q, k, v)
+        for x, shape in zip(inputs, self.shapes, strict=True):
+            if type(x) is not Tensor or x.shape != shape or x.dtype != torch.float32 or x.stride(-1) != 1:
+                return False
+        return not library.unreadable(*inputs)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        """The output ``[*b h 1 e]`` of the token that has row n of the tables."""
+        call, inputs, out = self.call, (q, k, v), torch.empty(v.shape)
+        strides = [x.stride() for x in inputs]
+        if strides != self.strides:
+            self.strides = strides
+            for part, x in zip(self.parts, inputs, strict=True):
+                part.x = view(x)
+        for x, own in zip((*inputs, out), self.firsts, strict=True):
+            own.first = x.data_ptr()
+        call.start, call.threads, denominator = n, torch.get_num_threads(), None
+        if call.denominated and counted():
+            denominator = torch.empty(*v.shape[:-1], 1)
+            call.denominator = view(denominator)
+        self.step(self.address)
+        if self.out_of_range.value:
+            self.out_of_range.value = 0
+            raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
+        if denominator is not None:
+            call.denominator.first = None
+            count(denominator)
+        return out

@@ -1,0 +1,228 @@
+"""Steps of a stream: the numbers of attention token by token, whichever way they go."""
+
+import pytest
+import torch
+from cases import PRESETS, perturb
+
+import isopos
+from isopos import attention, schemes
+from isopos.attention import Steps
+from isopos.attention.steps import AHEAD
+from isopos.models import Decoder
+from isopos.ops.library import libraries
+from isopos.ops.linear import Clamped
+from isopos.ops.linear.prepared import Prepared
+from isopos.positions import Line
+from isopos.state import State
+
+NEEDED = pytest.mark.skipif(not libraries()[0], reason=f"no library is installed: {libraries()[1]}")
+PREPARED = ("cosformer", "lrpe-orthogonal", "lrpe-permutation", "lrpe-unitary", "none", "permuteformer", "retnet", "rope")
+ONE_LINE = [(case, kind) for case in PRESETS for kind in case.kinds if isinstance(case.group, Line) and not case.outside]
+every = pytest.mark.parametrize(("case", "kind"), ONE_LINE, ids=[f"{case.id}-{kind}" for case, kind in ONE_LINE])
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Calls of prepared steps so far."""
+    calls, call = [], Prepared.__call__
+    monkeypatch.setattr(Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
+    return calls
+
+
+def content(scheme, t, *batch, dtype=torch.float32):
+    """Random q, k and v of t tokens."""
+    width, draw = scheme.encoding.features, torch.Generator().manual_seed(0)
+    widths = width, width, width // scheme.width
+    return [torch.randn(*batch, scheme.heads, t, e, generator=draw, dtype=dtype) for e in widths]
+
+
+def tokens(given):
+    """q, k and v of each token."""
+    for i in range(given[0].shape[-2]):
+        yield tuple(x[..., i : i + 1, :] for x in given)
+
+
+def by_states(scheme, given):
+    """The tokens' outputs and last state as attention has them, given states."""
+    attend, found, state = getattr(attention, f"{scheme.attention}_attention"), [], State()
+    for i, token in enumerate(tokens(given)):
+        at = scheme.at(torch.tensor([[i]]), state=state, dtype=given[0].dtype)
+        out, state = attend(*token, **at, causal=True, return_state=True)
+        found.append(out)
+    return torch.cat(found, -2), state
+
+
+def same(state, other):
+    """Whether two states are of the same stream, bit for bit."""
+    assert (state.kind, state.fingerprint, set(state.tensors)) == (other.kind, other.fingerprint, set(other.tensors))
+    return all(torch.equal(x, other[name]) for name, x in state.tensors.items())
+
+
+@every
+def test_every_scheme(case, kind):
+    scheme = perturb(case.build(attention=kind))
+    given = content(scheme, 5, 2)
+    expected, state = by_states(scheme, given)
+    steps = Steps(scheme)
+    assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
+    assert steps.length == 5
+    assert same(steps.state, state)
+
+
+@NEEDED
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+@pytest.mark.parametrize("name", PREPARED)
+def test_longer_than_tables_reach(prepared, name, denominator):
+    scheme, length = perturb(schemes.REGISTRY[name](32, 3, denominator=denominator)), 2 * AHEAD + 3
+    given, steps = content(scheme, length, 2), Steps(scheme)
+    expected, state = by_states(scheme, given)
+    assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
+    assert len(prepared) == length - 1
+    assert same(steps.state, state)
+
+
+@NEEDED
+def test_layouts_may_change(prepared):
+    scheme = isopos.rope(32, 3, decay="retnet")
+    given = content(scheme, 9, 2)
+    expected, _ = by_states(scheme, given)
+    steps = Steps(scheme)
+    for i, (q, k, v) in enumerate(tokens(given)):
+        if i in (4, 5):
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a token next to each other
+        if i == 7:
+            v = torch.stack((v, v), -1)[..., 0]  # every other number
+        assert torch.equal(steps(q, k, v), expected[..., i : i + 1, :])
+    assert len(prepared) == 7  # all but the first and the last layout
+
+
+@NEEDED
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_does_not_fit_goes_the_long_way(prepared, fails):
+    """A mask, options, gradients, other shapes: as attention has them, or its error; the stream goes on."""
+    scheme = isopos.retnet(32, 3)
+    given = content(scheme, 6, 2)
+    steps = Steps(scheme)
+    first, second, third, *_ = tokens(given)
+    steps(*first)
+    steps(*second)
+    before = steps.state
+    if fails:
+        q, k, v = third
+        wrong = (q.double(), k, v, "float64"), (q[:1], k[:1], v[:1], "samples"), (q[..., :16], k, v, "features")
+        for *token, match in wrong:
+            with pytest.raises(ValueError, match=match):
+                steps(*token)
+        assert same(steps.state, before)
+        assert steps.length == 2
+    at = scheme.at(torch.tensor([[2]]), state=before)
+    mask = torch.tensor([[True], [False]])
+    expected, after = attention.linear_attention(*third, **at, causal=True, mask=mask, return_state=True)
+    assert torch.equal(steps(*third, mask=mask), expected)
+    assert same(steps.state, after)
+    assert len(prepared) == 1
+
+
+@NEEDED
+def test_gradients_are_not_lost(prepared):
+    scheme = isopos.lrpe_unitary(32, 3, learned=True)
+    steps = Steps(scheme)
+    for n, token in enumerate(tokens(content(scheme, 6, 2))):
+        with torch.set_grad_enabled(n in (2, 4)):
+            out = steps(*token)
+        assert out.requires_grad == (n in (2, 4))
+    assert len(prepared) == 1  # of n = 1: a step with gradients prepares none
+
+
+@NEEDED
+def test_layers_share_tables(monkeypatch):
+    scheme, calls = isopos.rope(32, 3), []
+    given = content(scheme, AHEAD + 5, 2)
+    first = Steps(scheme)
+    layers = [first, Steps(scheme, beside=first), Steps(scheme, beside=first)]
+    at = type(scheme).at
+
+    def watched(self, x, *arguments, state=None, **more):
+        calls.extend([] if state else [len(x)])
+        return at(self, x, *arguments, state=state, **more)
+
+    monkeypatch.setattr(type(scheme), "at", watched)
+    for token in tokens(given):
+        one, *others = (layer(*token) for layer in layers)
+        assert all(torch.equal(one, other) for other in others)
+    assert calls == [1, 1, 1, AHEAD, AHEAD]
+    with pytest.raises(ValueError, match="beside"):
+        Steps(scheme, beside=first)
+    with pytest.raises(ValueError, match="beside"):
+        Steps(isopos.rope(32, 3), length=first.length, beside=first)
+
+
+@NEEDED
+def test_a_state_given_or_taken_stays_as_it_is():
+    scheme = isopos.retnet(32, 3)
+    given = content(scheme, 8, 2)
+    expected, _ = by_states(scheme, given)
+    _, state = by_states(scheme, [x[..., :3, :] for x in given])
+    copy = State.from_state_dict(state.state_dict())
+    steps = Steps(scheme, state, length=3)
+    later = list(tokens(given))[3:]
+    outs = [steps(*later[0]), steps(*later[1])]
+    middle = steps.state
+    kept = State.from_state_dict({name: x.clone() for name, x in middle.state_dict().items()})
+    outs += [steps(*token) for token in later[2:]]
+    assert torch.equal(torch.cat(outs, -2), expected[..., 3:, :])
+    assert same(state, copy)
+    assert same(middle, kept)
+    swapped = Steps(scheme, middle.reorder(torch.tensor([1, 0])), length=5)
+    assert torch.equal(swapped(*(x.flip(0) for x in later[2])).flip(0), expected[..., 5:6, :])
+    with pytest.raises(TypeError, match="state"):
+        Steps(scheme, {})  # pyright: ignore[reportArgumentType]
+
+
+@NEEDED
+def test_denominators_are_counted(prepared):
+    scheme = isopos.none(32, 3, feature_map="identity")
+    steps = Steps(scheme)
+    q, k, v = torch.ones(3, 2, 3, 1, 32)
+    steps(q, k, v)
+    with Clamped() as clamped:
+        steps(q, k, v)
+        steps(0 * q, k, v)
+    steps(0 * q, k, v)
+    assert (clamped.count, clamped.total, len(prepared)) == (6, 12, 3)
+
+
+@NEEDED
+def test_positions_end_where_the_scheme_does():
+    scheme = isopos.cosformer(32, 3, length=AHEAD // 2)
+    given = content(scheme, AHEAD // 2 + 1)
+    *first, last = tokens(given)
+    steps = Steps(scheme)
+    for token in first:
+        steps(*token)
+    with pytest.raises(ValueError, match="positions"):
+        steps(*last)
+    assert steps.length == AHEAD // 2
+
+
+@pytest.mark.parametrize("name", ["rope", "retnet", "sinusoidal", "rope:softmax"])
+def test_a_decoder_goes_on(name):
+    name, *kind = name.split(":")
+    scheme = schemes.REGISTRY[name](16, 2, attention=kind[0] if kind else "linear")
+    model = Decoder(50, 32, 2, scheme).eval()
+    text = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
+    _, stream = model.prefill(text[:, :5])
+    steps = model.steps(stream)
+    for i in range(5, 12):
+        usual, stream = model.step(text[:, i], stream)
+        assert torch.equal(steps(text[:, i]), usual)
+    assert steps.length == steps.stream.length == 12
+    assert all(same(one, other) for one, other in zip(steps.stream.states, stream.states, strict=True))
+    new = model.steps()
+    torch.testing.assert_close(torch.stack([new(token) for token in text.T], 1), model(text), rtol=1e-4, atol=1e-4)
