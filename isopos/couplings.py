@@ -240,6 +240,8 @@ class Polar(_Apart):
         https://arxiv.org/abs/2509.10534
     """
 
+    extensible = True
+
     def __init__(self, frequency: Tensor, heads: int, *, magnitudes: bool = False):
         super().__init__()
         self.group, self.magnitudes = Line(real=True), magnitudes
@@ -249,12 +251,12 @@ class Polar(_Apart):
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         self.group.check(x)
-        return self._of(rotations(x, self.frequency, dtype))
+        return self._of(rotations(x, self.extended(self.frequency), dtype))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         self.group.check(x)
         phase = wide(self.parameter, x.device)[:, None]
-        return self._of(rotation_table(angles(x, self.frequency) + phase, dtype).to(x.device))
+        return self._of(rotation_table(angles(x, self.extended(self.frequency)) + phase, dtype).to(x.device))
 
     def _of(self, table: Tensor) -> TokenMap:
         rotation = Rotation(table, True)

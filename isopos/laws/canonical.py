@@ -228,7 +228,7 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
             complex_frequency = _skew(coupling.extended(coupling.frequency)[0]) - torch.diag(coupling.log_scale)
             return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
-            angle, phase = partial(_angles, frequency=coupling.frequency), constant(coupling.parameter)
+            angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
         case couplings.Lie():
             raise ValueError(
