@@ -8,6 +8,7 @@ from isopos import decays as decays
 from isopos import embeddings as embeddings
 from isopos import encodings as encodings
 from isopos import feature_maps as feature_maps
+from isopos import generators as generators
 from isopos import laws as laws
 from isopos import lengths as lengths
 from isopos import maps as maps
@@ -47,10 +48,17 @@ from isopos.schemes.axes import mrope as mrope
 from isopos.schemes.axes import rope_axial as rope_axial
 from isopos.schemes.axes import rope_golden as rope_golden
 from isopos.schemes.axes import rope_mixed as rope_mixed
+from isopos.schemes.clock import clock as clock
+from isopos.schemes.commuting import comrope as comrope
+from isopos.schemes.commuting import grape as grape
+from isopos.schemes.commuting import liere as liere
+from isopos.schemes.commuting import string as string
 from isopos.schemes.horn import horn_clipped as horn_clipped
 from isopos.schemes.horn import horn_constrained as horn_constrained
 from isopos.schemes.logits import alibi as alibi
 from isopos.schemes.logits import deberta as deberta
+from isopos.schemes.logits import fire as fire
+from isopos.schemes.logits import kerple as kerple
 from isopos.schemes.logits import shaw as shaw
 from isopos.schemes.logits import t5 as t5
 from isopos.schemes.logits import transformer_xl as transformer_xl
@@ -59,6 +67,7 @@ from isopos.schemes.lrpe import lrpe_permutation as lrpe_permutation
 from isopos.schemes.lrpe import lrpe_unitary as lrpe_unitary
 from isopos.schemes.permutation import permuteformer as permuteformer
 from isopos.schemes.permutation import permuteformer_2d as permuteformer_2d
+from isopos.schemes.polar import pope as pope
 from isopos.schemes.rotary import cosformer as cosformer
 from isopos.schemes.rotary import p_rope as p_rope
 from isopos.schemes.rotary import retnet as retnet

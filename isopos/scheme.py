@@ -14,7 +14,7 @@ from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling, Encoding
+from isopos.encodings import Coupling
 from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.lengths import Extension, extension
@@ -361,11 +361,10 @@ class Scheme(nn.Module):
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
         if evaluated is not None:
             first, second = (a if isinstance(a := one["isometry"], tuple) else (a, a) for one in evaluated)
-            rho = (first[0], second[1])
-        elif isinstance(self.encoding, Encoding) and not self.inside:
-            rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
+            rho: Any = (first[0], second[1])
         else:
-            rho = (self.encoding.query(x, dtype), self.encoding.key(y, dtype))
+            query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
+            rho = query if shared else (query, self.encoding.key(y, dtype))
         found: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))

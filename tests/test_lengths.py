@@ -27,6 +27,8 @@ EXTENDED = {
     "rope-mixed": {},
     "rope-golden": {},
     "mrope": {},
+    "string": {"axes": 2},
+    "pope": {},
     "retnet": {},
     "xpos": {},
     "lrpe-unitary": {},

@@ -254,7 +254,8 @@ def test_what_learns_is_what_the_options_say(case):
     if case.id in STORED or case.name in LEARNED:
         assert STORED.get(case.id, LEARNED.get(case.name, set())) <= stored
     names = {name.rpartition(".")[2] for name in stored}
-    expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
+    own = STORED[case.id] if "variant" in case.options else LEARNED.get(case.name, ())
+    expected = {name.rpartition(".")[2] for name in own}
     learned = case.options.get("learned", case.name in ANGLES)
     expected = expected | ({"weight" if case.name == "horn-constrained" else "frequency"} if learned else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
@@ -262,7 +263,7 @@ def test_what_learns_is_what_the_options_say(case):
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
     assert names == expected
-    shared = ("learned", "shaw", "shiv-quirk")  # by heads
+    shared = ("learned", "shaw", "shiv-quirk", "fire")  # by heads
     assert case.name in shared or all(p.shape[0] == HEADS for p in scheme.parameters())
     assert bool(list(scheme.buffers())) == (case.options.get("feature_map") == "favor")
 
@@ -349,7 +350,7 @@ def test_low_precision_inputs(case, kind):
 
 @presets
 def test_other_sizes(case):
-    for head_dim, heads in ((4, 1), (6, 3), (64, 2)):
+    for head_dim, heads in ((6 if case.name == "clock" else 4, 1), (6, 3), (64, 2)):  # a pair each of three parts
         scheme = case.build(head_dim, heads)
         leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
         out = FUNCTIONS[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)))

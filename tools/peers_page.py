@@ -247,6 +247,19 @@ def _shaw() -> tuple[Tensor, Tensor]:
     return _attended(scheme, module._apply_relative_key_position_encoding(own, q, k)[1], HEAD_DIM**-0.5)
 
 
+@torch.no_grad()
+def _pope() -> tuple[Tensor, Tensor]:
+    """Theirs computes in float32, with phases within a turn behind zero."""
+    scheme, (q, k) = isopos.pope(HEAD_DIM, HEADS, attention="softmax"), _drawn(2, torch.float32)
+    module, coupling = importlib.import_module("x_transformers.x_transformers"), scheme.encoding
+    peer, phase = module.PolarEmbedding(HEAD_DIM, HEADS), -6 * torch.rand(HEADS, HEAD_DIM)
+    peer.learned_bias.copy_(phase[:, None])
+    coupling.parameter.copy_(phase)
+    angles, bias = peer(torch.arange(LENGTH))
+    theirs = [module.apply_polar_pos_emb(x, a) for x, a in ((q, angles), (k, angles + bias))]
+    return _scores(scheme, q, k), theirs[0] @ theirs[1].mT
+
+
 def _alibi(package: str) -> tuple[Tensor, Tensor]:
     scheme = isopos.alibi(HEAD_DIM, HEADS, attention="softmax")
     if package == "transformers":
@@ -443,6 +456,10 @@ COMPARISONS = (
         why="its sinusoids are float32",
     ),
     Comparison("shaw", "transformers", "Wav2Vec2BertSelfAttention, relative_key", "outputs, vectors of keys only", _shaw),
+    Comparison(
+        "pope", "x-transformers", "PolarEmbedding, apply_polar_pos_emb", "scores with `attention=softmax`", _pope, 1e-5,
+        why="its angles are float32",
+    ),
     Comparison("alibi", "transformers", "bloom.build_alibi_tensor", "causal outputs", partial(_alibi, "transformers")),
     Comparison("alibi", "x-transformers", "AlibiPositionalBias", "outputs", partial(_alibi, "x-transformers")),
     Comparison(
@@ -516,6 +533,8 @@ def _formulas() -> Iterator[tuple[str, str, str, str]]:
             figure = "- (an absolute one has no canonical form)"
         elif scheme.encoding.is_random:
             figure = "- (equal in expectation only)"
+        elif weaker := scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law):
+            figure = f"- ({weaker} only)"
         else:
             figure = f"{by_formula(scheme):.0e}"
         yield f"`{name}`", entry.citation, scheme.attention, figure
