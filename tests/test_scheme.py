@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases import ATTENTION, HEAD_DIM, HEADS, SCHEMES, close, inputs, inputs_of, perturb, scheme_case, with_kinds
 
 import isopos
-from isopos import Attention
+from isopos import Attention, schemes
 from isopos.positions import Line, sequence
 from isopos.state import State
 
@@ -40,6 +40,18 @@ def test_other_positions_of_keys():
     x, y = sequence(9)[6:], sequence(9)
     expected = ATTENTION["linear"](q, k, v, **scheme.at(x, y, dtype=q.dtype), causal=True)
     assert torch.equal(scheme(q, k, v, x, y, causal=True), expected)
+
+
+@with_kinds(SCHEMES)
+def test_what_is_evaluated_already_serves_between_other_positions(case, kind):
+    scheme = perturb(case.build(attention=kind))
+    x, y = case.positions(2, t=5), case.positions(2, t=5)
+    own = tuple(scheme.at(one, dtype=torch.float64) for one in (x, y))
+    (q, k, v), attend = inputs_of(scheme, 2, t=5), ATTENTION[kind]
+    if scheme.decay is not None and kind == "linear":
+        return  # it weighs no pairs of two sequences
+    again = scheme.at(x, y, dtype=torch.float64, evaluated=own)
+    close(attend(q, k, v, **again), attend(q, k, v, **scheme.at(x, y, dtype=torch.float64)), roundings=0)
 
 
 @with_kinds([case for case in SCHEMES if isinstance(case.group, Line) and not case.outside], slow=True)
@@ -108,3 +120,16 @@ def test_only_streams_go_on_to_other_layers():
 def test_softmax_attention_has_no_feature_map():
     scheme = isopos.rope(HEAD_DIM, HEADS, attention="softmax")
     assert not hasattr(scheme, "feature_map"), "what walks over attributes, as torch.jit.trace, finds none"
+
+
+def test_a_fingerprint_is_the_same_in_training_and_in_evaluation():
+    assert isopos.t5(8, 2).eval().fingerprint == isopos.t5(8, 2).fingerprint
+
+
+def test_a_scheme_knows_how_it_was_made():
+    scheme = isopos.permuteformer(8, 2, attention="softmax")
+    name, options = scheme.origin
+    assert (name, options["seed"], options["attention"]) == ("permuteformer", 0, "softmax")
+    assert schemes.REGISTRY[name](**options).fingerprint == scheme.fingerprint
+    absorbed = isopos.ape_sequence(8, 2, attention="softmax")
+    assert isopos.attention.absorb(absorbed, torch.nn.Linear(16, 16)).origin is None
