@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,19 +25,21 @@ class Extension(ABC):
 
     Args:
         factor: s, at least 1; 1 changes nothing.
-        trained: L, positions in training; rules that do not ask for it take none.
+        trained: L, positions in training, on each axis; linear and dynamic do not need it.
     """
 
     factor: float
     trained: int | None = None
 
+    by_length: ClassVar[bool] = False  # whether it asks for `trained`
+
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor: expected a number from 1 on, how many times longer sequences are, got {self.factor}")
         if self.trained is not None:
             at_least("trained", self.trained, 2)
-        elif isinstance(self, Yarn | LongRope | Llama3):
+        elif self.by_length:
+            name = type(self).__name__.lower()
             raise ValueError(f"trained: expected the number of positions in training, which {name} goes by, got none")
 
     def __call__(self, frequency: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ class Extension(ABC):
 
 @dataclass(frozen=True)
 class Linear(Extension):
-    """Position interpolation: every pair s times slower (Chen et al. 2023, arXiv 2306.15595, Eq. 4)."""
+    """Position interpolation: every pair s times slower (Chen et al. 2023, arXiv 2306.15595)."""
 
     def share(self, speed: Tensor) -> Tensor:
         return torch.full_like(speed, 1 / self.factor)
@@ -81,7 +83,7 @@ class Dynamic(Extension):
         alpha: At least 1; at 1 the slowest pair is s times slower.
 
     References:
-        bloc97 and emozilla (2023); YaRN (Peng et al. 2023), Eq. 15 and section 3.3. https://arxiv.org/abs/2309.00071
+        YaRN (Peng et al. 2023), sections 3.1 and 3.3, of bloc97 and emozilla. https://arxiv.org/abs/2309.00071
     """
 
     alpha: float = 1.0
@@ -100,6 +102,8 @@ class Dynamic(Extension):
 class _ByParts(Extension, ABC):
     """Fast pairs stay as they are, slow ones are s times slower, and those between are between."""
 
+    by_length = True
+
     def share(self, speed: Tensor) -> Tensor:
         kept = self.kept(speed)
         return kept + (1 - kept) / self.factor
@@ -115,16 +119,16 @@ class _ByParts(Extension, ABC):
 
 @dataclass(frozen=True)
 class Yarn(_ByParts):
-    """YaRN: by parts, linear in the number of a pair as in its code, and sharper logits (Peng et al. 2023, section 3.4).
+    """YaRN: by parts, linear in the number of a pair as in its code, and sharper logits.
 
     Args:
         fast: Turns over the trained positions from which on a pair stays as it is.
         slow: Turns below which it is interpolated.
         truncate: Round both bounds outward to numbers of pairs, as the code does.
-        sharpness: The attention factor; 0.1 ln s + 1 by default (Eq. 22, whose t is its square's inverse).
+        sharpness: The attention factor; 0.1 ln s + 1 by default, the root of the inverse of the paper's temperature.
 
     References:
-        YaRN (Peng et al. 2023). https://arxiv.org/abs/2309.00071
+        YaRN (Peng et al. 2023), sections 3.2 and 3.4. https://arxiv.org/abs/2309.00071
     """
 
     fast: float = 32.0
@@ -180,6 +184,8 @@ class LongRope(Extension):
             length, `short_factor` up to it.
         sharpness: The attention factor; (1 + ln s / ln L)^(1/2) by default.
     """
+
+    by_length = True
 
     rescale: Sequence[float] = ()
     sharpness: float | None = None

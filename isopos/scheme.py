@@ -225,6 +225,11 @@ class Scheme(nn.Module):
         """Whose positions it takes."""
         return self.encoding.group
 
+    @property
+    def sharpness(self) -> float:
+        """What its extension multiplies softmax logits by, beside their scale; 1 without one."""
+        return 1.0 if self.extension is None else self.extension.attention_factor**2
+
     def extend(self, name: str, *, factor: float, trained: int | None = None, **options: Any) -> Self:
         """Change the frequencies of a rotary scheme, new or trained, for longer sequences: in place; returns the scheme.
 
@@ -366,8 +371,7 @@ class Scheme(nn.Module):
         if self.bias is not None:
             found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
-            scale = self.encoding.features**-0.5 if self.scale is None else self.scale
-            found["scale"] = scale if self.extension is None else scale * self.extension.attention_factor**2
+            found["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if self.locality is not None:
                 found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
             return Arguments(found)

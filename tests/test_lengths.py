@@ -199,6 +199,20 @@ def test_keys_in_a_cache_stay_valid_but_not_those_from_before(attention):
     assert again.fingerprint == scheme.fingerprint != again.extend("dynamic", factor=5).fingerprint
 
 
+def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):
+    from isopos.attention import steps
+
+    monkeypatch.setattr(steps, "AHEAD", 3)
+    scheme = schemes.rope(8, HEADS)
+    running = steps.Steps(scheme)
+    q, k, v = inputs(1, t=1, dtype=torch.float32)
+    for _ in range(3):
+        running(q, k, v)
+    scheme.extend("linear", factor=2)
+    with pytest.raises(ValueError, match=r"^state: expected one of this scheme .* before an extension"):
+        [running(q, k, v) for _ in range(4)]
+
+
 def test_weights_are_those_of_the_training_and_a_second_extension_takes_the_place_of_the_first():
     model = Decoder(20, 16, 2, schemes.rope(8, HEADS, learned=True, attention="softmax"))
     weights = copy.deepcopy(model.state_dict())

@@ -134,6 +134,40 @@ def test_logits_of_an_extended_llama(rule, parameters, options):
     close(at["scale"] * at["isometry"](q) @ at["isometry"](k).mT, theirs_q @ theirs_k.mT / 8)
 
 
+@pytest.mark.parametrize("options", [{}, {"learned": True}])
+def test_a_patched_llama_is_an_extended_one(options):
+    """By its own code, and by our attention."""
+    from isopos.integrations.transformers import patch
+
+    parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    llama, config = transformers("llama").LlamaForCausalLM, module("transformers").LlamaConfig
+    theirs = llama(config(**sizes, rope_parameters={"rope_type": "yarn", **parameters})).eval()
+    ours = llama(config(**sizes)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    scheme = isopos.rope(16, 2, layout="half", attention="softmax", **options).extend("yarn", factor=4.0, trained=20)
+    tokens = torch.arange(29)[None]
+    with torch.no_grad():
+        found = patch(ours, scheme)(tokens).logits
+        assert (found - theirs(tokens).logits).abs().max() < 1e-6
+
+
+def test_features_that_pass_are_made_sharper_too():
+    """GPT-NeoX's code multiplies those that rotate alone by cosines."""
+    from isopos.integrations.transformers import patch, unpatch
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    model = transformers("gpt_neox").GPTNeoXForCausalLM(module("transformers").GPTNeoXConfig(**sizes)).eval()
+    found, tokens = [], torch.arange(29)[None]
+    for learned in (False, True):  # through the model's code, if that could, and through our attention
+        scheme = isopos.rope(16, 2, rotary_dim=4, layout="half", attention="softmax", learned=learned)
+        patch(model, scheme.extend("yarn", factor=4.0, trained=20))
+        with torch.no_grad():
+            found.append(model(tokens).logits)
+        unpatch(model)
+    close(*found)
+
+
 @pytest.mark.parametrize("name", ["transformers Llama"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_converted_llama_projections(peer, name, bias):

@@ -115,7 +115,7 @@ AUTHORS = {
     ),
     "pope": Code("lucidrains/x-transformers, which is not the authors'", "phases are cut to [-2 pi, 0]; float32 angles"),
     "rope": Code("ZhuiyiTechnology/roformer"),
-    "p-rope": Code("huggingface/transformers", "as `proportional`, of pairs (i, i + d/2) (`layout=half`)"),
+    "p-rope": Code("huggingface/transformers", 'its "proportional" frequencies are of pairs (i, i + d/2) (`layout=half`)'),
     "retnet": Code(
         "microsoft/torchscale",
         "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d) (`frequencies=torchscale`); no feature map and no "

@@ -118,7 +118,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         )
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
-    scale *= scheme.extension.attention_factor**2 if softmax and scheme.extension is not None else 1.0
+    scale *= scheme.sharpness if softmax else 1.0
     locality = 1.0 if scheme.locality is None else scheme.locality
     rate = torch.zeros(1, dtype=torch.float64) if scheme.decay is None else constant(scheme.decay.rate)
     rate = rate[:, None, None]  # nats a step

@@ -107,7 +107,7 @@ def rope_golden(head_dim: int, heads: int, *, axes: int = 2, base: float = 100.0
 
 
 @register(
-    summary="rotation of feature pairs, whose frequencies are shared out among time, height and width",
+    summary="rotation of feature pairs, shared out among time, height and width",
     citation="Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Qwen3-VL",
     equation="<q, R(w_i t_a(i)) k>",
     cost="t d",

@@ -10,7 +10,7 @@ from isopos.attention import softmax_attention
 from isopos.integrations.transformers.places import ATTENTION, split
 from isopos.positions import sequence
 
-__all__ = ["OWN", "register"]
+__all__ = ["OWN", "check_version", "register"]
 
 LEAST = 5  # version of transformers
 OWN = "isopos"
@@ -18,18 +18,19 @@ OWN = "isopos"
 positions are behind queries and keys, or among its arguments."""
 
 
-def register() -> None:
-    """Make transformers know both by name; without masks of that name it would give none, and padding would be seen.
-
-    Raises:
-        ImportError: For transformers before version 5, or none.
-    """
+def check_version() -> None:
+    """ImportError for transformers before version 5, or none."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     if version == "none" or int(version.partition(".")[0]) < LEAST:
         raise ImportError(f"transformers: expected version {LEAST} or later, got {version}; pip install -U 'isopos[hf]'")
+
+
+def register() -> None:
+    """Make transformers know both by name; without masks of that name it would give none, and padding would be seen."""
+    check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -88,7 +89,7 @@ def attend(
     else:
         x = y = position_ids if position_ids.ndim == 3 else position_ids[..., None]
     at = scheme.at(x, y, dtype=torch.promote_types(query.dtype, torch.float32))
-    own = {} if scheme.scale is not None or scaling is None else {"scale": scaling}
+    own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
     options: dict[str, Any] = at | own | {"attn_mask": attention_mask, "dropout": dropout}
     out = softmax_attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
