@@ -74,6 +74,46 @@ def test_classes_are_folders_and_a_tenth_of_each_is_held_out(tmp_path):
         assert any(np.array_equal(found.pixels[row, 0], pixels) for pixels in folders)
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder of parquet files that `datasets` reads as it would from the hub: images, labels from 0 on, or -1 for none."""
+    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    datasets.disable_progress_bars()
+
+    def write(split, labels, name="label"):
+        kinds = datasets.Features(
+            {"img": datasets.Image(), name: datasets.ClassLabel(names=["lying", "standing"]), "id": datasets.Value("int64")}
+        )
+        rows = [{"img": Image.new("RGB", (6, 4), (10 * n, 0, 99)), name: one, "id": n} for n, one in enumerate(labels)]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        datasets.Dataset.from_list(rows, features=kinds).to_parquet(tmp_path / "data" / f"{split}.parquet")
+        return f"hf:{tmp_path / 'data'}"
+
+    return write
+
+
+def test_a_dataset_of_the_hub_has_folders_of_splits_and_classes(hub):
+    source = [hub("train", [0, 1] * 10), hub("test", [1, 0, -1])][0]
+    found = read(source)
+    assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 18, "validation": 2, "test": 2}
+    assert found.classes == ["lying", "standing"]
+    assert found.left == ["1 other files (" + f"{source}/test/2.unlabelled)"]
+    assert found.pixels.shape == (22, 3, 4, 6)
+    labels = {int(pixels[0, 0, 0]) // 10: label for pixels, label in zip(found.pixels[:20], found.labels[:20], strict=True)}
+    assert labels == {n: n % 2 for n in range(20)}
+    assert read(source, 8, 8).pixels.shape == (22, 3, 8, 8)
+
+
+def test_a_dataset_without_classes_says_what_it_has(hub):
+    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    source = hub("train", [0, 1])
+    datasets.Dataset.from_dict({"text": ["a"], "n": [1]}).to_parquet(source.removeprefix("hf:") + "/train.parquet")
+    said = "data: expected a column of Image and one of ClassLabel in .*, split train, got text of Value, n of Value"
+    with pytest.raises(ValueError, match=said):
+        read(source)
+
+
 @pytest.mark.parametrize("packed", ["zip", "tar.xz", "folder of tar"])
 def test_an_archive_has_the_same_images_as_its_folder(tmp_path, packed):
     for n, split in enumerate(("train", "train", "val", "test")):
@@ -191,7 +231,7 @@ def test_folders_that_make_no_classes_are_refused(tmp_path, names, message, monk
 
 def test_folders_without_images_are_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"^data: expected a folder or an archive of images, but .* does not exist; without"
+        ValueError, match=r"^data: expected a folder or an archive of images, or hf:NAME, but .* does not exist; without"
     ):
         read(str(tmp_path / "absent"))
     source = bars(tmp_path / "bars", 8)
@@ -432,6 +472,14 @@ def test_published_images(name, height, channels, classes):
 SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--patch=2", "--device=cpu"]
 
 
+def test_how_much_larger_images_are_than_in_training():
+    task = Images(height=8, width=16, patch=2, margin=2)
+    assert task.extent(View(), 2) == (1.0, 10)
+    assert task.extent(View(own=(("height", 20), ("width", 4))), 2) == (2.0, 10)
+    assert task.extent(View(own=(("height", 20),)), 1) == (2.0, 60)
+    assert task.extent(View(own=(("height", 2),)), 1) == (1.0, 60)
+
+
 def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, tmp_path):
     source = bars(tmp_path / "bars")
     schemes = "rope,ape-grid"
@@ -450,6 +498,9 @@ def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, t
     saved = json.loads((tmp_path / run / "eval.json").read_text())
     assert saved[0]["own"] == [["height", 12], ["width", 16], ["shift", 1]]
     assert saved[0]["figures"]["1"]["images"] == 4
+    status, out, err = isopos("eval", run, "--view", "height=12", "width=16", "--extend=linear")
+    assert (status, err) == (0, "")
+    assert ", height 12, width 16, extended by linear\n" in out
     for wrong, message in (
         ("shift", "view: expected NAME=NUMBER, got 'shift'"),
         ("shift=-1", "view: expected NAME=NUMBER, got 'shift=-1'"),

@@ -15,13 +15,14 @@ ROOT = Path(isopos.__file__).parent
 # From the bottom up: a room knows those of earlier lines, and none beside it; a longer name is a room of its own.
 LAYERS = """
 exact trees catalog
+lengths
 feature_maps
 ops
 positions
 maps terms state
 bases decays embeddings biases
 encodings
-couplings
+couplings generators
 attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax
 scheme
 schemes

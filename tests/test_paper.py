@@ -233,7 +233,8 @@ def test_figures_are_drawn_by_the_choice_in_which_columns_differ(tmp_path, drawn
 )
 def test_a_column_may_show_a_validation_in_the_midst_of_training(tmp_path, curve, shown):
     rows = "".join(json.dumps({"step": step, "validation": value}) + "\n" for step, value in curve.items())
-    text = of_images(tmp_path, "", {"early": "after = 0.5", "end": ""}, lambda *cell: 0.9, rows)
+    columns = {"early": "after = 0.5", "end": 'style = ".2%"'}  # two digits of a percentage are as many as ours have
+    text = of_images(tmp_path, "", columns, lambda *cell: 0.9, rows)
     assert f"| Grid | ape-grid | {shown} ± 0.00% | 90.00% ± 0.00% |" in text
 
 

@@ -42,6 +42,18 @@ def test_other_positions_of_keys():
     assert torch.equal(scheme(q, k, v, x, y, causal=True), expected)
 
 
+@with_kinds(SCHEMES)
+def test_what_is_evaluated_already_serves_between_other_positions(case, kind):
+    scheme = perturb(case.build(attention=kind))
+    x, y = case.positions(2, t=5), case.positions(2, t=5)
+    own = tuple(scheme.at(one, dtype=torch.float64) for one in (x, y))
+    (q, k, v), attend = inputs_of(scheme, 2, t=5), ATTENTION[kind]
+    if scheme.decay is not None and kind == "linear":
+        return  # it weighs no pairs of two sequences
+    again = scheme.at(x, y, dtype=torch.float64, evaluated=own)
+    close(attend(q, k, v, **again), attend(q, k, v, **scheme.at(x, y, dtype=torch.float64)), roundings=0)
+
+
 @with_kinds([case for case in SCHEMES if isinstance(case.group, Line) and not case.outside], slow=True)
 def test_a_stream_of_calls_is_the_whole(case, kind):
     scheme = perturb(case.build(attention=kind))

@@ -57,6 +57,17 @@ def test_who_sees_whom(case, kind):
         assert (model(other, target, x, y) - logits).abs().amax(-1).min() > 1e-9
 
 
+def test_operators_of_trees_are_evaluated_once(monkeypatch):
+    case = scheme_case("ape-tree")
+    model, (source, target, x, y), seen = made(case, "softmax"), samples(case, 2), []
+    forward = model.scheme.encoding.forward
+    monkeypatch.setattr(model.scheme.encoding, "forward", lambda at, *more: seen.append(len(at)) or forward(at, *more))
+    model(source, target, x, y)
+    assert len(seen) == 2
+    model.greedy(source, START, 4, lambda tokens: y[:, : tokens.shape[1] + 1], x)
+    assert len(seen) == 2 + 1 + 4
+
+
 @torch.no_grad()
 @both
 def test_step_by_step_is_whole_and_greedy_is_the_likeliest(case, kind):

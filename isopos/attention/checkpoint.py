@@ -83,7 +83,9 @@ def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
         chain = encoding(encoding.group.origin(1, device=encoding.parameter.device), torch.float64)
         assert isinstance(chain, Chain)
         learned = isinstance(encoding.parameter, nn.Parameter)
-        return chain.first, Rotary(encoding.frequency()[:, None], learned=learned)
+        rotary = Rotary(encoding.frequency()[:, None], learned=learned)
+        rotary.extension = encoding.extension
+        return chain.first, rotary
     raise ValueError(f"scheme: expected an encoding with a basis (InBasis, Exponential), got {type(encoding).__name__}")
 
 

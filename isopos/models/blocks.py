@@ -214,6 +214,10 @@ class Trunk(nn.Module, ABC):
         Padding has positions, too: on a line the next ones, in a tree roots.
         """
         x, at = self.enter(tokens, positions)
+        return self.through(x, at, causal=causal, mask=mask)
+
+    def through(self, x: Tensor, at: Arguments, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+        """What blocks and norm make of what `enter` returned."""
         again = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
             call = partial(checkpoint, block, use_reentrant=False) if again else block

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Trunk, embedding, rising
 from isopos.positions import sequence
-from isopos.scheme import Scheme
+from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
 __all__ = ["Follow", "Memory", "Seq2Seq"]
@@ -20,10 +20,11 @@ Follow = Callable[[Tensor], Tensor | None]
 
 
 class Memory(NamedTuple):
-    """A source as the decoder sees it: features ``[b s m]``, positions ``[s c]`` or ``[b s c]``, mask ``[b s]``."""
+    """A source to decode: features ``[b s m]``, positions ``[s c]`` or ``[b s c]``, the scheme there, mask ``[b s]``."""
 
     features: Tensor
     positions: Tensor
+    at: Arguments
     mask: Tensor | None
 
 
@@ -114,13 +115,15 @@ class Seq2Seq(Trunk):
     def encode(self, source: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Memory:
         """Sources ``[b s]`` for the decoder; see `forward`."""
         positions = sequence(source.shape[1], device=source.device) if positions is None else positions
-        return Memory(self.features(source, positions, mask=mask), positions, mask)
+        x, at = self.enter(source, positions)
+        return Memory(self.through(x, at, mask=mask), positions, at, mask)
 
     def decode(self, target: Tensor, memory: Memory, places: Tensor | None = None) -> Tensor:
         """Logits ``[b t targets]``; see `forward`."""
         places = sequence(target.shape[1], device=target.device) if places is None else places
         x = self._entered(target, places)
-        at, context = self.scheme.at(places, dtype=_tables(x)), self._context(memory, places, target.shape[1])
+        at = self.scheme.at(places, dtype=_tables(x))
+        context = self._context(memory, places, target.shape[1], at)
         again = self.recompute and torch.is_grad_enabled()
         for block in self.decoder:
             call = partial(checkpoint, block, use_reentrant=False) if again else block
@@ -137,7 +140,7 @@ class Seq2Seq(Trunk):
         states = states or (State(),) * len(self.decoder)
         x, after = self._entered(token[:, None], places), []
         at = self.scheme.at(places[..., -1:, :], state=states[0], dtype=_tables(x))
-        context = self._context(memory, places, 1)
+        context = self._context(memory, places, 1, at)
         for block, state in zip(self.decoder, states, strict=True):
             x, new = block(x, at.of(state), causal=True, context=context, return_state=True)
             after.append(new)
@@ -176,19 +179,14 @@ class Seq2Seq(Trunk):
         x, added = self.targets(target), self.scheme.embedding
         return x if added is None else x + added(places, x.dtype)[..., -target.shape[1] :, :]
 
-    def _context(self, memory: Memory, places: Tensor, new: int) -> Context:
-        """What the last `new` of the places see of a source."""
-        dtype = _tables(memory.features)
-        if not self.scheme.group.refers_to_rows:
-            return Context(
-                memory.features, self.scheme.at(places[..., -new:, :], memory.positions, dtype=dtype), memory.mask
-            )
-        at = self.scheme.at(places, memory.positions, dtype=dtype)  # a node is found from its root on
-        query, key = at["isometry"]
-        changes: dict[str, Any] = {"isometry": (query.last(new), key)}
-        if self.scheme.locality is not None:
-            changes["locality"] = at["locality"][..., -new:, :]
-        return Context(memory.features, at | changes, memory.mask)
+    def _context(self, memory: Memory, places: Tensor, new: int, at: Arguments) -> Context:
+        """What the last `new` of the places, at which the scheme is evaluated already, see of a source."""
+        rows = self.scheme.group.refers_to_rows  # a node is found from its root on
+        seen = places if rows else places[..., -new:, :]
+        found = self.scheme.at(seen, memory.positions, dtype=_tables(memory.features), evaluated=(at, memory.at))
+        if not rows or self.scheme.locality is None:
+            return Context(memory.features, found, memory.mask)
+        return Context(memory.features, found | {"locality": found["locality"][..., -new:, :]}, memory.mask)
 
 
 def _tables(x: Tensor) -> torch.dtype:

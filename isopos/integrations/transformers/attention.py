@@ -89,7 +89,7 @@ def attend(
     else:
         x = y = position_ids if position_ids.ndim == 3 else position_ids[..., None]
     at = scheme.at(x, y, dtype=torch.promote_types(query.dtype, torch.float32))
-    own = {} if scheme.scale is not None or scaling is None else {"scale": scaling}
+    own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
     options: dict[str, Any] = at | own | {"attn_mask": attention_mask, "dropout": dropout}
     out = softmax_attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None

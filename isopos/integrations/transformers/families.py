@@ -131,7 +131,9 @@ def head_dim(config: Any) -> int:
 def is_rotation(scheme: Scheme) -> bool:
     """Whether cosines and sines, for all heads, are all of it but what it adds to embeddings."""
     plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None
-    return plain and rotations(scheme.encoding) is not None
+    parts = rotations(scheme.encoding)
+    passing = scheme.sharpness != 1 and any(isinstance(part, int) for part in parts or ())  # by no cosine made sharper
+    return plain and parts is not None and not passing
 
 
 def _is_nothing(scheme: Scheme) -> bool:

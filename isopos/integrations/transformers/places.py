@@ -62,7 +62,7 @@ class Angles(nn.Module):
         """Of positions ``[b t]``, in the dtype of x, ``[b t d]`` each: those of f pairs, then the same again."""
         parts = tables(self.scheme.encoding, position_ids[..., None], x.dtype)
         table = parts[0] if self.narrow else torch.cat(parts, -2)
-        cos, sin = table.to(x.dtype).unbind(-1)
+        cos, sin = (table * self.scheme.sharpness**0.5).to(x.dtype).unbind(-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
@@ -84,7 +84,8 @@ class Sinusoids(nn.Module):
     def forward(self, shape: torch.Size, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
         """Of tokens of a ``[b t]`` after so many, or at positions ``[t]``: ``[t d]``."""
         x = torch.arange(past, past + shape[1], device=self.like.device) if position_ids is None else position_ids
-        cos, sin = torch.cat(tables(self.scheme.encoding, x[..., None], self.like.dtype), -2).to(self.like.dtype).unbind(-1)
+        table = torch.cat(tables(self.scheme.encoding, x[..., None], self.like.dtype), -2) * self.scheme.sharpness**0.5
+        cos, sin = table.to(self.like.dtype).unbind(-1)
         return torch.cat((sin, cos), -1)
 
 

@@ -79,7 +79,7 @@ def run(options: Options, console: Console) -> int:
     endings = [str(ending) for ending in (options.steps, options.name) if ending]
     folder = run_place("-".join((table.name, options.scale, *endings)))
     folder = folder.parent / "tables" / folder.name
-    rows, sources = _rows(table, options.rows), _sources(table, options)
+    rows, sources = _rows(table, options.rows, console), _sources(table, options)
     expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
     bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
@@ -130,9 +130,15 @@ def run(options: Options, console: Console) -> int:
     return status
 
 
-def _rows(table: PaperTable, chosen: str) -> list[Line]:
-    """Those with a scheme that are asked for, the baseline first."""
+def _rows(table: PaperTable, chosen: str, console: Console) -> list[Line]:
+    """Those with a scheme that are asked for, or for which there are packages, the baseline first."""
+    from isopos.lab.tasks.attentions import absence
+
     rows = [row for row in table.rows if row.scheme]
+    if not chosen:
+        absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}
+        grids.say(console, *(f"left out: {name}; {missing}" for name, missing in absent.items()))
+        rows = [row for row in rows if row.name not in absent]
     if chosen:
         wanted = [name.strip() for name in chosen.split(",")]
         for name in wanted:

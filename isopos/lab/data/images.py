@@ -1,4 +1,4 @@
-"""Images with a class each: folders and archives of them, decoded once into a cache, and digits that are drawn.
+"""Images with a class each: of folders, archives or the hub, decoded once into a cache, and digits that are drawn.
 
 The folder of an image, or the first below train, valid or test, is its class.
 """
@@ -23,7 +23,7 @@ from rich.progress import Progress
 from isopos.lab.data import cache
 from isopos.lab.data.digits import draw
 from isopos.lab.data.prepare import SPLITS
-from isopos.lab.data.sources import Source, find
+from isopos.lab.data.sources import Source, find, hub_images
 from isopos.lab.runs.files import check_plain, damaged, read_json
 
 __all__ = ["Pictures", "digits", "read"]
@@ -89,7 +89,7 @@ def digits(height: int = 0, width: int = 0) -> Pictures:
 def read(
     source: str, height: int = 0, width: int = 0, *, cache_root: Path | None = None, console: Console | None = None
 ) -> Pictures:
-    """The images of a folder or an archive, memory-mapped from the cache; what is not there is decoded first.
+    """The images of a folder, an archive or a dataset, memory-mapped from the cache; what is not there is decoded first.
 
     Folders named train, valid (val, validation) and test make the splits; without valid, a tenth of each class of train is
     held out, by a hash of the files. Images are turned as their EXIF says, 16 bits become 8, and transparent pixels
@@ -97,7 +97,7 @@ def read(
     does not decode and a file that is none are left out, which `Pictures.left` tells.
 
     Args:
-        source: A path.
+        source: A path, or hf:NAME[:CONFIG] of the hub.
         height, width: In pixels; 0: as found, where all are alike.
         cache_root: As in `corpora.load`.
         console: Hears of the preparation.
@@ -105,11 +105,13 @@ def read(
     Raises:
         ValueError: Where there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.
     """
-    if not Path(source).exists():
+    hub = source.startswith("hf:")
+    if not hub and not Path(source).exists():
         raise ValueError(
-            f"data: expected a folder or an archive of images, but {source} does not exist; without --data digits are drawn"
+            f"data: expected a folder or an archive of images, or hf:NAME, but {source} does not exist; without --data "
+            "digits are drawn"
         )
-    found, root = find(source), cache.default_root() if cache_root is None else cache_root
+    found, root = (hub_images if hub else find)(source), cache.default_root() if cache_root is None else cache_root
     _check_folders(found)
     stamp = found.stamp()
     index = _key("index-images", source, *(path for path, _, _ in stamp))

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from isopos.lab.runs.files import check_plain
 
-__all__ = ["Document", "Source", "find", "survey", "whole_lines"]
+__all__ = ["Document", "Source", "find", "hub_images", "survey", "whole_lines"]
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
 UNPACKED, RATIO = 1 << 30, 100  # bytes of text of a file, and how many times its size, of which one must hold
@@ -239,24 +239,11 @@ def _reason(error: Exception) -> str:
 
 
 def _hub(source: str) -> Source:
-    """A dataset with a column of text, loaded into datasets' own cache and read from there row by row."""
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]  # of the extra data
-    except ImportError:
-        raise ValueError("data: hf:NAME needs the package datasets: pip install 'isopos[data]'") from None
-    name, _, config = source.removeprefix("hf:").partition(":")
-    try:
-        splits: Any = datasets.load_dataset(name, config or None)
-    except Exception as error:  # of the network, of the hub, of files on it
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"data: expected hf:NAME or hf:NAME:CONFIG of a dataset on the hub or in its cache here, but {source} gave "
-            f"{type(error).__name__}: {reason}"
-        ) from None
+    """A dataset with a column of text, read row by row."""
+    splits = _hub_splits(source)
     for split, rows in splits.items():
         if "text" not in rows.column_names:
             raise ValueError(f"data: expected a column text in {source}, split {split}, got {', '.join(rows.column_names)}")
-    files = tuple(Path(file["filename"]) for rows in splits.values() for file in rows.cache_files)
     suffix = ".txt" if len(splits) > 1 else ""
 
     def documents() -> Iterator[Document]:
@@ -264,4 +251,61 @@ def _hub(source: str) -> Source:
             texts = (text or "" for batch in rows.select_columns("text").iter(1000) for text in batch["text"])
             yield f"{source}/{split}{suffix}", _joined(texts)
 
-    return Source(source, documents, files)
+    return Source(source, documents, _hub_files(splits))
+
+
+def hub_images(source: str) -> Source:
+    """The images of hf:NAME[:CONFIG], files as they were stored, each in a folder of its class in one of its split.
+
+    Images without a label end with .unlabelled.
+
+    Raises:
+        ValueError: Where a split has not one column of images and one of classes.
+    """
+    splits = _hub_splits(source)
+    import datasets  # pyright: ignore[reportMissingImports]
+
+    columns = {}
+    for split, rows in splits.items():
+        kinds = {
+            kind: [name for name, feature in rows.features.items() if isinstance(feature, kind)]
+            for kind in (datasets.Image, datasets.ClassLabel)
+        }
+        if any(len(names) != 1 for names in kinds.values()):
+            found = ", ".join(f"{name} of {type(feature).__name__}" for name, feature in rows.features.items())
+            raise ValueError(
+                f"data: expected a column of Image and one of ClassLabel in {source}, split {split}, got {found}"
+            )
+        columns[split] = [names[0] for names in kinds.values()]
+
+    def documents() -> Iterator[Document]:
+        for split, rows in splits.items():
+            image, label = columns[split]
+            classes, stored = rows.features[label], rows.cast_column(image, datasets.Image(decode=False))
+            for n, row in enumerate(stored):
+                content, known = row[image]["bytes"], row[label] is not None and row[label] >= 0
+                folder = f"{classes.int2str(row[label])}/{n}.png" if known else f"{n}.unlabelled"
+                yield f"{source}/{split}/{folder}", iter([content or Path(row[image]["path"]).read_bytes()])
+
+    return Source(source, documents, _hub_files(splits))
+
+
+def _hub_files(splits: Any) -> tuple[Path, ...]:
+    return tuple(Path(file["filename"]) for rows in splits.values() for file in rows.cache_files)
+
+
+def _hub_splits(source: str) -> Any:
+    """The splits of a dataset, loaded into datasets' own cache."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]  # of the extra data
+    except ImportError:
+        raise ValueError("data: hf:NAME needs the package datasets: pip install 'isopos[data]'") from None
+    name, _, config = source.removeprefix("hf:").partition(":")
+    try:
+        return datasets.load_dataset(name, config or None)
+    except Exception as error:  # of the network, of the hub, of files on it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"data: expected hf:NAME or hf:NAME:CONFIG of a dataset on the hub or in its cache here, but {source} gave "
+            f"{type(error).__name__}: {reason}"
+        ) from None

@@ -138,6 +138,8 @@ def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
 
 def _kernel_section(run: Run) -> str:
     scheme = load_run(run.folder)[1].scheme
+    if (attention := scheme.choices["attention"]) != scheme.attention:
+        return f"<h3>{_text(run.recipe.scheme)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
     panel = next(panels(scheme))
     if isinstance(panel.group, Line):
         figure = Figure(figsize=(9, 3.2), layout="constrained")

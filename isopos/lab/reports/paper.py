@@ -218,7 +218,9 @@ def _leads(table: PaperTable, rows: Sequence[Found], row: Found, column: Column)
 
 
 def _finer(metric: Metric) -> Metric:
-    """With one digit more than the paper's figures have, for means and spreads."""
+    """With one digit more than the paper's figures have, for means and spreads; of a percentage with at most two."""
+    if metric.style == ".2%":
+        return metric
     return replace(metric, style=re.sub(r"\.(\d+)", lambda digits: f".{int(digits[1]) + 1}", metric.style))
 
 

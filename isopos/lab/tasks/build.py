@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from isopos.lab.recipes import Recipe, split_spec
+from isopos.lab.tasks.attentions import OTHERS, check_other, replace_attention
 from isopos.lab.tasks.task import expect
 from isopos.models import TOKEN_STD
 from isopos.positions import Group
@@ -28,12 +29,17 @@ def memory() -> float:
 
 
 def build_scheme(recipe: Recipe) -> Scheme:
-    """The scheme of a recipe, with the options that fit its samples and seed."""
+    """The scheme of a recipe, with the options that fit its samples and seed; its attention may be one of `OTHERS`."""
     m = recipe.model
     expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
     name, options = split_spec(recipe.scheme)
-    known = {"scale": TOKEN_STD, "seed": recipe.seed, **recipe.task.fits}
-    return build(name, m.model_dim // m.heads, m.heads, options, model=known)
+    known, other = {"scale": TOKEN_STD, "seed": recipe.seed, **recipe.task.fits}, options.get("attention", "")
+    own = options | {"attention": "softmax"} if other in OTHERS else options
+    scheme = build(name, m.model_dim // m.heads, m.heads, own, model=known)
+    if other in OTHERS:
+        check_other(other, scheme, recipe.scheme)
+        scheme.choices["attention"] = other
+    return scheme
 
 
 def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme:
@@ -69,4 +75,7 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
         sizes["attention_dropout"] = m.attention_dropout
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return kind(*first, m.model_dim, m.layers, scheme, **sizes, **options)
+        model = kind(*first, m.model_dim, m.layers, scheme, **sizes, **options)
+        if (other := scheme.choices["attention"]) in OTHERS:
+            replace_attention(model, other, recipe.task.fits.get("length"))
+        return model

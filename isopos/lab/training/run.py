@@ -158,7 +158,7 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         if any(value is not None and not math.isfinite(value) for value in scores.values()):
             status, scores = "diverged in validation", dict.fromkeys(scores)
     held = "-"
-    if status == "finished":
+    if status == "finished" and model.scheme.choices["attention"] == model.scheme.attention:  # attention of the scheme's own
         report = laws.check(copy.deepcopy(model.scheme).cpu())
         held = "yes" if report.holds else f"no ({', '.join(report.broken)})"
     result = Result(

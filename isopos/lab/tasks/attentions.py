@@ -1,0 +1,202 @@
+"""Attention of other papers in place of a scheme's: what tables compare with, as `sinusoidal:attention=linformer`.
+
+Only additive positions fit, and only bidirectional models: none of these is causal, sees a context or has a stream. Each is
+made for a longest sample; shorter ones are filled up to it with masked zeros, so that neither padding, nor how much of it
+there is, changes anything. Where the sizes are not those of a paper they are those of Xiong et al.'s code for the Long-Range
+Arena from 1,024 tokens on, and in proportion below: 256 rows, 128 landmarks, chunks of 64 tokens.
+"""
+
+import importlib.util
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isopos.encodings import Identity
+from isopos.lab.recipes import split_spec
+from isopos.models import Classifier, Encoder, PairClassifier, Vision
+from isopos.scheme import Scheme
+
+__all__ = ["OTHERS", "absence", "check_other", "replace_attention"]
+
+KERNEL = 35  # tokens of Nyströmformer's convolution
+HASHES = 2  # rounds of Reformer's
+LONGEST = 1024  # of samples whose task does not say
+PERMITTED = (Classifier, Encoder, PairClassifier, Vision)
+
+
+class Other(nn.Module, ABC):
+    """Bidirectional self-attention of samples of at most `length` tokens, called as `isopos.Attention` is.
+
+    Args:
+        model_dim: Width of inputs and outputs.
+        heads: Number of heads.
+        length: Tokens of the longest sample.
+        dropout: Probability with which a weight is dropped in training.
+    """
+
+    def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
+        super().__init__()
+        self.model_dim, self.heads, self.length, self.dropout = model_dim, heads, length, dropout
+        self.filled = length  # tokens of what `attend` is given
+        self.out = nn.Linear(model_dim, model_dim)
+
+    def forward(self, x: Tensor, at: object, *, mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Attend from x ``[b t m]`` to the tokens of the mask ``[b t]``; what the scheme's `at` returned is not used."""
+        if refused := [name for name, value in options.items() if value is not None and value is not False]:
+            own = type(self).__name__
+            raise ValueError(f"{refused[0]}: expected none with {own}, which is bidirectional self-attention")
+        t = x.shape[1]
+        if t > self.length:
+            raise ValueError(f"x: expected at most {self.length} tokens, for which {type(self).__name__} was made, got {t}")
+        mask = x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
+        x, mask = torch.where(mask[..., None], x, 0), mask.expand(x.shape[:2])
+        more = self.filled - t
+        return self.out(self.attend(F.pad(x, (0, 0, 0, more)), F.pad(mask, (0, more)))[:, :t])
+
+    @abstractmethod
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        """What heads find, ``[b filled m]``, of x ``[b filled m]``, which is zero where the mask ``[b filled]`` is False."""
+
+
+class Linformer(Other):
+    """Softmax attention to k mixtures of keys and of values, which are learned for each place, and shared by heads.
+
+    head = softmax(Q (E K)^T / sqrt(d)) F V, with E and F of shape ``[k n]``: k = n / 4, but at most 256.
+
+    Masked keys and values are zero ahead of the mixture. E and F start normal, with variance 1 / n.
+
+    References:
+        Linformer (Wang et al. 2020), Eq. 7. https://arxiv.org/abs/2006.04768
+    """
+
+    def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
+        super().__init__(model_dim, heads, length, dropout)
+        self.project = nn.Linear(model_dim, 3 * model_dim)
+        self.mix = nn.Parameter(torch.randn(2, min(256, -(-length // 4)), length) * length**-0.5)
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, *both = self.project(x).chunk(3, -1)
+        k, v = (self.mix @ torch.stack([torch.where(mask[..., None], a, 0) for a in both], 1)).unbind(1)
+        q, k, v = (a.unflatten(-1, (self.heads, -1)).transpose(1, 2) for a in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout * self.training)
+        return y.transpose(1, 2).flatten(2)
+
+
+class Nystromformer(Other):
+    """Softmax attention through landmarks, means of as many neighbours each, with a convolution of values beside it.
+
+    That of transformers. Its pseudo-inverse starts from each sample's own norm, as in its authors' later code: that of the
+    paper takes the largest of a batch, so that samples change each other. Padding is zero ahead of the projections.
+
+    References:
+        Nyströmformer (Xiong et al. 2021), Eq. 13. https://arxiv.org/abs/2102.03902
+    """
+
+    def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
+        from transformers import NystromformerConfig
+        from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+        super().__init__(model_dim, heads, length, dropout)
+        if dropout:
+            raise ValueError(
+                f"attention_dropout: expected 0 with nystromformer, which has no weights to drop, got {dropout}"
+            )
+        landmarks = min(128, -(-length // 8))
+        self.filled = -(-length // landmarks) * landmarks
+        config = NystromformerConfig(
+            hidden_size=model_dim,
+            num_attention_heads=heads,
+            num_landmarks=landmarks,
+            segment_means_seq_len=self.filled,
+            conv_kernel_size=KERNEL,
+        )
+        self.inner = NystromformerSelfAttention(config)
+        self.inner.init_option = "exact"
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+        return self.inner(x, hidden[:, None, None])[0]
+
+
+class Reformer(Other):
+    """Softmax attention within buckets of a locality-sensitive hash, with queries for keys.
+
+    That of transformers. Its hashes are drawn anew in each step of training, always the same in evaluation.
+
+    References:
+        Reformer (Kitaev et al. 2020), section 2. https://arxiv.org/abs/2001.04451
+    """
+
+    def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
+        from transformers import ReformerConfig
+        from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+        super().__init__(model_dim, heads, length, dropout)
+        chunk = max(4, min(64, length // 16))
+        chunks = -(-length // chunk)
+        self.filled = chunks * chunk
+        config = ReformerConfig(
+            hidden_size=model_dim,
+            num_attention_heads=heads,
+            attention_head_size=model_dim // heads,
+            attn_layers=["lsh"],
+            lsh_attn_chunk_length=chunk,
+            num_hashes=HASHES,
+            num_buckets=2 ** ((2 * chunks).bit_length() - 1),
+            lsh_attention_probs_dropout_prob=dropout,
+            is_decoder=False,
+        )
+        self.inner = LSHSelfAttention(config)
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.training:
+            return self.inner(x, mask).hidden_states
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            torch.manual_seed(0)
+            return self.inner(x, mask).hidden_states
+
+
+OTHERS: dict[str, type[Other]] = {"linformer": Linformer, "nystromformer": Nystromformer, "reformer": Reformer}
+PACKAGED = ("nystromformer", "reformer")  # that are those of transformers
+
+
+def absence(spec: str) -> str:
+    """Which package the attention of a scheme needs that is not there, and what to do; empty where it has all."""
+    name = split_spec(spec)[1].get("attention", "")
+    if name not in PACKAGED or importlib.util.find_spec("transformers") is not None:
+        return ""
+    return f"{name} needs the package transformers: pip install 'isopos[peers]'"
+
+
+def check_other(name: str, scheme: Scheme, spec: str) -> None:
+    """ValueError where one of `OTHERS` does not fit the scheme of a specification, or its package is missing."""
+    added = isinstance(scheme.encoding, Identity) and scheme.bias is scheme.decay is scheme.locality is None
+    if not added or scheme.width > 1:
+        raise ValueError(
+            f"schemes: expected positions that are added to embeddings, as of sinusoidal and learned, or none, with "
+            f"attention={name}, got {spec}"
+        )
+    if missing := absence(spec):
+        raise ValueError(f"attention: {missing}")
+
+
+def replace_attention(model: Any, name: str, length: object) -> None:
+    """Put one of `OTHERS` in the place of each block's attention, for samples of at most so many tokens.
+
+    Raises:
+        ValueError: Where the model is not bidirectional.
+    """
+    if not isinstance(model, PERMITTED):
+        kinds = ", ".join(kind.__name__ for kind in PERMITTED)
+        raise ValueError(
+            f"schemes: expected attention linear or softmax in a {type(model).__name__}, got {name}, which is bidirectional "
+            f"self-attention: for {kinds}"
+        )
+    longest = length if isinstance(length, int) else LONGEST
+    block: Any
+    for block in model.blocks:
+        own = block.attention
+        block.attention = OTHERS[name](own.out.in_features, own.heads, longest, own.dropout)
