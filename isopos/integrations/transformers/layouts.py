@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from isopos import attention
 from isopos.encodings import InBasis, Rotary
 from isopos.integrations.transformers.families import DECODERS, head_dim, is_rotation
-from isopos.integrations.transformers.patching import CHANGES, patch, unpatch
+from isopos.integrations.transformers.patching import patch, unpatch
 from isopos.integrations.transformers.places import Angles, Digits, rotations
 from isopos.integrations.transformers.saving import ENTRY
 
@@ -60,7 +60,7 @@ def absorb(model: Any) -> Any:
         ValueError: For another model or scheme; nothing is changed.
     """
     embedding = _rotary(model)
-    if CHANGES not in vars(model):
+    if not isinstance(embedding, Angles | Digits):
         raise ValueError("model: expected one with a scheme of isopos, got one without; patch(model, scheme) first")
     state = dict(model.state_dict(keep_vars=True))
     found = [rows for _, rows in _rows(model, state)]
