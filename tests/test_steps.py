@@ -181,6 +181,8 @@ def test_a_state_given_or_taken_stays_as_it_is():
     assert same(middle, kept)
     swapped = Steps(scheme, middle.reorder(torch.tensor([1, 0])), length=5)
     assert torch.equal(swapped(*(x.flip(0) for x in later[2])).flip(0), expected[..., 5:6, :])
+    with pytest.raises(ValueError, match="line or a ring"):
+        Steps(isopos.clock(32, 3))
     with pytest.raises(TypeError, match="state"):
         Steps(scheme, {})  # pyright: ignore[reportArgumentType]
 

@@ -35,6 +35,9 @@ class Steps:
         length: Their number, which is the position of the next one.
         beside: Steps of another layer with the same scheme, as long: tables are made once for both.
 
+    Raises:
+        ValueError: For positions of several columns, and for steps beside it of another scheme or length.
+
     Attributes:
         length: Tokens so far.
 
@@ -52,6 +55,8 @@ class Steps:
 
     def __init__(self, scheme: Scheme, state: State | None = None, *, length: int = 0, beside: "Steps | None" = None):
         expect_state(state)
+        if scheme.group.columns != 1:
+            raise ValueError(f"scheme: expected positions on a line or a ring, which go on by one, got {scheme.group}")
         if beside is not None and (beside.scheme is not scheme or beside.length != length):
             raise ValueError("beside: expected steps of the same scheme at the same length, got others")
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
