@@ -21,7 +21,7 @@ test: .venv/.installed-dev      ## the tests without the slow ones, on two proce
 
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
 	@$(BIN)/pytest -m slow $(ARGS)
-	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers.py tests/test_transformers_model.py
+	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)

@@ -14,6 +14,7 @@ LEARN |= {
     ("Commuting", "learned"),
     ("RankTwo", "learned"),
     ("Finding", "measured"),
+    ("Yarn", "truncate"),
 }  # and what else is true by default
 NUMBERS = {
     ("rope_frequencies", "base"): 10000.0,

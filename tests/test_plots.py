@@ -21,7 +21,7 @@ def test_every_scheme_is_drawn(name):
     assert text.startswith("<?xml")
     assert f">{name}<" in text
     assert ("no relative kernel" in text) == (
-        name in ("sinusoidal", "learned", "ape-absolute", "spe-sine", "spe-conv", "shiv-quirk")
+        name in ("sinusoidal", "learned", "ape-absolute", "spe-sine", "spe-conv", "shiv-quirk", "liere")
     )
 
 

@@ -1111,7 +1111,7 @@ DEFAULTS = """
     mrope: linear elu+1 plain none, interleaved=False base=10000.0 layout=interleaved
     horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
         inside=False base=10000.0
-    horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
+    horn-clipped: linear elu+1 plain none, axes=1 outside=0 mean=0.0 seed=0
     shaw: softmax softmax softmax none, reach=16 seed=0
     transformer-xl: softmax softmax softmax none, seed=0
     t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True
@@ -1130,6 +1130,14 @@ DEFAULTS = """
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048
     spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
+    clock: linear elu+1 plain none, base=10000.0
+    string: linear elu+1 plain none, variant=cayley axes=1 base=10000.0
+    comrope: linear elu+1 plain none, variant=linear axes=2 base=10000.0 seed=0
+    grape: linear elu+1 plain none, axes=1 planes=1 base=10000.0 seed=0
+    liere: linear elu+1 plain none, axes=2 base=10000.0 seed=0
+    kerple: softmax softmax softmax none, kernel=log seed=0
+    fire: softmax softmax softmax none, width=32 length=512.0 seed=0
+    pope: linear elu+1 plain none, base=10000.0
     spe-conv: linear elu+1 encoded none, reach=8 gated=False noise_per_head=False seed=0
 """
 

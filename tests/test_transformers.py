@@ -789,8 +789,9 @@ def test_models_that_it_does_not_know(hf, model):
     with pytest.raises(TypeError, match=r"scheme: expected an isopos.Scheme, got Rotary"):
         patch(model, rope().encoding)
     patch(model, rope())
-    with pytest.raises(ValueError, match=r"without a scheme .* unpatch\(model\) first"):
-        patch(model, rope())
+    for same in (model, model.base_model):
+        with pytest.raises(ValueError, match=r"without a scheme .* unpatch\(model\) first"):
+            patch(same, rope())
     assert everything(unpatch(model)) == before
 
 

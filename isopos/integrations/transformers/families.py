@@ -13,7 +13,7 @@ from isopos.integrations.transformers.places import ATTENTION, Absolute, Angles,
 from isopos.positions import grid, sequence
 from isopos.scheme import Scheme
 
-__all__ = ["ABSENT", "FAMILIES", "Change", "Hook"]
+__all__ = ["ABSENT", "DECODERS", "FAMILIES", "Change", "Hook", "head_dim", "is_rotation"]
 
 ABSENT = ...  # one object, also in copies
 
@@ -63,10 +63,9 @@ def _decoder(base: Any, config: Any, scheme: Scheme, *, own: str = "self_attn", 
         narrow: Whether the model rotates as many features as there are cosines, and passes the rest.
     """
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    _check(scheme, head_dim, (heads, getattr(config, "num_key_value_heads", None) or heads), class_tokens=0)
+    _check(scheme, head_dim(config), (heads, getattr(config, "num_key_value_heads", None) or heads), class_tokens=0)
     _refuse_embedding(scheme)
-    if _is_rotation(scheme):
+    if is_rotation(scheme):
         return [Change(base, "rotary_emb", Angles(scheme, narrow=narrow))]
     layers = [getattr(layer, own) for layer in base.layers]
     return [Change(base, "rotary_emb", Digits(scheme, config)), *_ours(config, layers, scheme, behind=True)]
@@ -76,7 +75,7 @@ def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
     """Of BERT, whose absolute embeddings give way to the scheme's own, or to none."""
     if config.is_decoder:
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
-    _check(scheme, config.hidden_size // config.num_attention_heads, (config.num_attention_heads,) * 2, class_tokens=1)
+    _check(scheme, head_dim(config), (config.num_attention_heads,) * 2, class_tokens=1)
     added = scheme.embedding
     if added is not None and added.model_dim != config.hidden_size:
         raise ValueError(f"scheme: expected an embedding of {config.hidden_size} features, got {added.model_dim}")
@@ -87,9 +86,9 @@ def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
 
 def _roformer(base: Any, config: Any, scheme: Scheme) -> Changes:
     """Of RoFormer, whose code knows no other attention than its own."""
-    _check(scheme, config.hidden_size // config.num_attention_heads, (config.num_attention_heads,) * 2, class_tokens=0)
+    _check(scheme, head_dim(config), (config.num_attention_heads,) * 2, class_tokens=0)
     _refuse_embedding(scheme)
-    if not _is_rotation(scheme):
+    if not is_rotation(scheme):
         raise ValueError("scheme: expected one that rotates pairs of features, all heads alike, for RoFormer, got another")
     return [Change(base.encoder, "embed_positions", Sinusoids(scheme, base.encoder.embed_positions.weight))]
 
@@ -98,7 +97,7 @@ def _vit(base: Any, config: Any, scheme: Scheme) -> Changes:
     """Of ViT, whose absolute embeddings become zeros; its patches are on a grid, or row by row on a line."""
     old = base.embeddings.position_embeddings
     heads = (config.num_attention_heads,) * 2
-    _check(scheme, config.hidden_size // config.num_attention_heads, heads, class_tokens=1, columns=(1, 2))
+    _check(scheme, head_dim(config), heads, class_tokens=1, columns=(1, 2))
     _refuse_embedding(scheme)
     zeros = Change(base.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
     layers = [layer.attention for layer in base.layers]
@@ -107,8 +106,9 @@ def _vit(base: Any, config: Any, scheme: Scheme) -> Changes:
     return [zeros, Change(base, attention.OWN, scheme), Hook(base, _with_patches), *_ours(config, layers, scheme)]
 
 
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox")
 FAMILIES: dict[str, Callable[[Any, Any, Scheme], Changes]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma"), _decoder),
+    **dict.fromkeys(DECODERS, _decoder),
     "gpt_neox": partial(_decoder, own="attention", narrow=True),
     "bert": _bert,
     "roformer": _roformer,
@@ -123,7 +123,12 @@ def _ours(config: Any, layers: Sequence[nn.Module], scheme: Scheme, *, behind: b
     return [*owns, Change(config, "_attn_implementation", ATTENTION)]
 
 
-def _is_rotation(scheme: Scheme) -> bool:
+def head_dim(config: Any) -> int:
+    """Features of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def is_rotation(scheme: Scheme) -> bool:
     """Whether cosines and sines, for all heads, are all of it but what it adds to embeddings."""
     plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None
     parts = rotations(scheme.encoding)
@@ -133,7 +138,7 @@ def _is_rotation(scheme: Scheme) -> bool:
 
 def _is_nothing(scheme: Scheme) -> bool:
     """Whether attention sees no positions."""
-    return _is_rotation(scheme) and scheme.encoding.is_trivial
+    return is_rotation(scheme) and scheme.encoding.is_trivial
 
 
 def _with_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,7 +160,7 @@ def _refuse_embedding(scheme: Scheme) -> None:
 
 
 def _check(
-    scheme: Scheme, head_dim: int, heads: tuple[int, int], *, class_tokens: int, columns: Sequence[int] = (1,)
+    scheme: Scheme, features: int, heads: tuple[int, int], *, class_tokens: int, columns: Sequence[int] = (1,)
 ) -> None:
     """ValueError for a scheme that a model with these heads of queries and of keys cannot take."""
     encoding, group = scheme.encoding, scheme.group
@@ -166,14 +171,14 @@ def _check(
         raise ValueError(f"scheme: expected positions {known}, got {group}")
     if scheme.outside > class_tokens:
         raise ValueError(f"scheme: expected class tokens outside={class_tokens} at most, got {scheme.outside}")
-    if scheme.width != 1 or encoding.features != head_dim:
+    if scheme.width != 1 or encoding.features != features:
         raise ValueError(
-            f"scheme: expected one for the model's head size of {head_dim}, got {encoding.features // scheme.width}"
+            f"scheme: expected one for the model's head size of {features}, got {encoding.features // scheme.width}"
             + f" and projections {scheme.width} times as wide" * (scheme.width != 1)
         )
-    if isinstance(encoding, Encoding) and encoding.out_features != head_dim:
+    if isinstance(encoding, Encoding) and encoding.out_features != features:
         raise ValueError(
-            f"scheme: expected one that keeps the model's head size of {head_dim}, got a lift to {encoding.out_features}"
+            f"scheme: expected one that keeps the model's head size of {features}, got a lift to {encoding.out_features}"
         )
     if scheme.heads not in (1, *heads):
         raise ValueError(f"scheme: expected one for {heads[0]} heads of queries or {heads[1]} of keys, got {scheme.heads}")

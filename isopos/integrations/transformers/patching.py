@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "patch", "patched", "unpatch"]
 
 Model = TypeVar("Model", bound="PreTrainedModel")
-CHANGES = "_isopos_changes"  # the attribute of a patched model that knows what was there before
+CHANGES = "_isopos_changes"  # the attribute of a patched model, without its head, that knows what was there before
 
 
 def patch(model: Model, scheme: Scheme | None = None) -> Model:
@@ -58,17 +58,16 @@ def patch(model: Model, scheme: Scheme | None = None) -> Model:
         >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
         >>> _ = patch(model, isopos.alibi(128, 32, attention="softmax"))  # doctest: +SKIP
     """
-    entry, names = getattr(getattr(model, "config", None), saving.ENTRY, None), None
-    changes = _changes(model, scheme, entry)
-    if entry is not None:
-        names = {*model.state_dict()}
+    _check_model(model)
+    entry = getattr(model.config, saving.ENTRY, None)
+    changes, before = _changes(model, scheme, entry), {*model.state_dict()}
     done: list[Change | Hook] = []
     try:
         for change in changes:
             done.append(change.made())
-        if names is not None:
-            saving.load_values(model, [name for name in model.state_dict() if name not in names])
-        setattr(model, CHANGES, done)
+        if entry is not None:
+            saving.load_values(model, [name for name in model.state_dict() if name not in before])
+        setattr(model.base_model, CHANGES, done)
     except BaseException:
         _undo(done)
         raise
@@ -92,7 +91,7 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
 
 def unpatch(model: Model) -> Model:
     """Give a model back what `patch` replaced, and return it; a model without a scheme stays as it is."""
-    _undo(vars(model).pop(CHANGES, []))
+    _undo(vars(model.base_model).pop(CHANGES, []))
     return model
 
 
@@ -113,9 +112,6 @@ def _undo(done: list[Change | Hook]) -> None:
 
 def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
     """What is to be changed, after all checks."""
-    _check_model(model)
-    if CHANGES in vars(model):
-        raise ValueError("model: expected one without a scheme of isopos, got one that has it; unpatch(model) first")
     if scheme is None:
         scheme = saving.rebuilt(entry)
     if not isinstance(scheme, Scheme):
@@ -135,7 +131,7 @@ def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
 
 
 def _check_model(model: Any) -> None:
-    """An error for what is no model of transformers 5, or of no known family."""
+    """An error for what is no model of transformers 5, of no known family, or has a scheme."""
     attention.register()
     from transformers import PreTrainedModel
 
@@ -143,3 +139,5 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}")
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"model: expected one of {', '.join(FAMILIES)}, got {model.config.model_type}")
+    if CHANGES in vars(model.base_model):
+        raise ValueError("model: expected one without a scheme of isopos, got one that has it; unpatch(model) first")
