@@ -257,9 +257,10 @@ class Scheme(nn.Module):
         rule = extension(name, factor, trained, **options)
         parts = [part for part in self.encoding.modules() if isinstance(part, Coupling) and part.extensible]
         if not parts:
+            got = f"{type(self.encoding).__name__} on a {self.group.noun}"
+            got += f" of {self.max_length} positions; build it with a larger length=" if self.max_length else ""
             raise ValueError(
-                f"extend: expected a scheme that rotates by frequencies on a line or a grid, as rope, got "
-                f"{type(self.encoding).__name__} on {self.group}"
+                f"extend: expected a scheme that rotates by frequencies on a line or a grid, as rope, got {got}"
             )
         for part in parts:
             rule.check(part.out_features // 2)

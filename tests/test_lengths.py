@@ -271,7 +271,8 @@ def test_an_extension_is_printed():
         "alibi",
         "shaw",
         "permuteformer",
-        "cosformer",
+        "comrope",
+        "grape",
         "ape-ring",
         "ape-tree",
         "spe-sine",
@@ -281,6 +282,8 @@ def test_schemes_without_rotary_frequencies(scheme):
     one = schemes.REGISTRY[scheme](8, HEADS)
     with pytest.raises(ValueError, match=r"^extend: expected a scheme that rotates by frequencies on a line or a grid, as"):
         one.extend("linear", factor=2)
+    with pytest.raises(ValueError, match=r"got Rotary on a line of 2048 positions; build it with a larger length=$"):
+        schemes.cosformer(8, HEADS).extend("linear", factor=2)
 
 
 @pytest.mark.parametrize(
