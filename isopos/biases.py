@@ -176,7 +176,8 @@ class ClippedKeys(RelativeBias):
         reach: R >= 1: (2 R + 1)^axes buckets.
         axes: Of the positions.
         outside: Number of first tokens outside the grid (class tokens); two buckets are theirs, as key and as query.
-        seed: Of the initial vectors, normal as queries are.
+        mean: Of the numbers in initial vectors, which have the standard deviation 1, as queries have.
+        seed: Of the initial vectors.
 
     References:
         Translational Equivariance in Kernelizable Attention (Horn et al. 2021), scheme 2 of the notes, whose printed sum is
@@ -185,14 +186,24 @@ class ClippedKeys(RelativeBias):
 
     is_linear = True
 
-    def __init__(self, heads: int, features: int, *, reach: int = 8, axes: int = 1, outside: int = 0, seed: int = 0):
+    def __init__(
+        self,
+        heads: int,
+        features: int,
+        *,
+        reach: int = 8,
+        axes: int = 1,
+        outside: int = 0,
+        mean: float = 0.0,
+        seed: int = 0,
+    ):
         super().__init__()
         if axes < 1 or outside < 0:
             raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
         self.group: Group = Line(real=True) if axes == 1 else Product((Line(real=True),) * axes)
         self.heads, self.reach, self.outside = heads, at_least("reach", reach), outside
         buckets = (2 * reach + 1) ** axes + (2 if outside else 0)
-        self.parametrise("weight", normal(seed, heads, buckets, features), learned=True)
+        self.parametrise("weight", normal(seed, heads, buckets, features) + mean, learned=True)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)

@@ -223,7 +223,7 @@ SCHEMES = [
     *_rows("horn-constrained", ("learned", {"axes": 2, "sinusoids": 3, "learned": True})),
     *_rows("horn-constrained", ("inside", {"inside": True, "feature_map": "favor"}), relative=False, inside=True),
     *_rows("horn-clipped", ("", {}), ("reach", {"reach": 2, "outside": 1}), directed=False),
-    *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2}), directed=False),
+    *_rows("horn-clipped", ("grid", {"axes": 2, "reach": 2, "mean": -0.5}), directed=False),
     *_rows("spe-sine", ("", {}), ("many", {"sines": 3, "realizations": 16}), GATED, relative=False, inside=True),
     *_rows("spe-conv", ("", {}), ("many", {"reach": 3, "realizations": 16}), GATED, relative=False, inside=True),
     *_rows("shiv-quirk", ("", {}), ("branches", {"branches": 3, "depth": 2}), relative=False, directed=False),

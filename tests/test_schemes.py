@@ -1106,7 +1106,7 @@ DEFAULTS = """
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
     horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
         inside=False base=10000.0
-    horn-clipped: linear elu+1 plain none, axes=1 outside=0 seed=0
+    horn-clipped: linear elu+1 plain none, axes=1 outside=0 mean=0.0 seed=0
     shaw: softmax softmax softmax none, reach=16 seed=0
     transformer-xl: softmax softmax softmax none, seed=0
     t5: softmax softmax softmax none, buckets=32 max_distance=128 bidirectional=True

@@ -57,8 +57,9 @@ AUTHORS = {
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,
-        "L1 distance, so that direction is lost; no causal mask, no padding; one class token and a square image; keys are "
-        "made of the queries' tokens, also in cross-attention",
+        "half of the heads see content alone, the others positions alone; L1 distance, so that direction is lost, and one "
+        "vector beyond the reach; no causal mask, no padding; one class token and a square image; keys are made of the "
+        "queries' tokens, also in cross-attention",
     ),
     "shaw": Code("tensorflow/tensor2tensor"),
     "transformer-xl": Code(

@@ -61,18 +61,22 @@ def horn_clipped(
     axes: int = 1,
     reach: int | None = None,
     outside: int = 0,
+    mean: float = 0.0,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
     """Horn's scheme 2: learned vectors of clipped offsets beside keys, in linear time (Horn et al. 2021).
 
-    With softmax attention it is Shaw's scheme without values, each head its own vectors, on any number of axes.
+    With softmax attention it is Shaw's scheme without values, each head its own vectors, on any number of axes. Linear
+    attention adds weights of positions, which see no content, to those of content: at first they are half of all, most of
+    it far away. The authors' code adds them in no head: half of the heads see content alone, the others positions alone.
 
     Args:
         axes: Of the positions; offsets are clipped on each.
         reach: R: (2 R + 1)^axes vectors; 8 on a line and 2 on a grid by default.
         outside: Number of first tokens outside the grid, such as class tokens, which have vectors of their own.
+        mean: Of the numbers in initial vectors; -4 lets linear attention with 1 + elu begin as without positions.
     """
     reach = (8 if at_least("axes", axes) == 1 else 2) if reach is None else reach
-    bias = biases.ClippedKeys(heads, head_dim, reach=reach, axes=axes, outside=outside, seed=seed)
+    bias = biases.ClippedKeys(heads, head_dim, reach=reach, axes=axes, outside=outside, mean=mean, seed=seed)
     return compose(encodings.Identity(head_dim, bias.group), heads, choices, bias=bias)
