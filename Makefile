@@ -21,7 +21,7 @@ test: .venv/.installed-dev      ## the tests without the slow ones, on two proce
 
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
 	@$(BIN)/pytest -m slow $(ARGS)
-	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py
+	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
@@ -47,7 +47,7 @@ clean:     ## remove .venv, caches and build files; runs/ stays
 STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-peers
 .venv/.installed-run: EXTRAS := lab
 .venv/.installed-dev: EXTRAS := lab,dev
-.venv/.installed-peers: EXTRAS := lab,dev,peers,data
+.venv/.installed-peers: EXTRAS := lab,dev,peers,data,hf
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python
 	@if $(HALF) || ! $(PIP) --version >/dev/null 2>&1; then $(NEW_VENV); fi
 	@touch .venv/.installing

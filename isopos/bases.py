@@ -13,7 +13,7 @@ from isopos.exact import ExactModule, narrow, wide
 from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
 from isopos.ops.rotate import skew_exponential
 
-__all__ = ["Basis", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs", "Spectrum"]
+__all__ = ["Basis", "Cayley", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs", "Spectrum"]
 
 
 class Basis(ExactModule, ABC):
@@ -78,6 +78,35 @@ class Orthogonal(Basis):
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         device = device or self.parameter.device
         return Matrix(narrow(skew_exponential(wide(self.parameter, device)), dtype, device))
+
+
+class Cayley(Basis):
+    """The rotation P = (I - S) (I + S)^-1 of all features with S = A - A^T, one a head (STRING, Eq. 10).
+
+    Every rotation without the angle pi is one; a linear system takes the place of the exponential of `Orthogonal`.
+
+    Args:
+        generator: A, ``[h d d]``; zero makes P the identity.
+        learned: Whether A is a parameter.
+
+    Example:
+        >>> P = Cayley(torch.tensor([[[0.0, 1.0], [0.0, 0.0]]]))(dtype=torch.float64).matrix[0]  # a quarter of a turn
+        >>> P.round(decimals=6).tolist()
+        [[0.0, -1.0], [1.0, 0.0]]
+    """
+
+    def __init__(self, generator: Tensor, *, learned: bool = False):
+        super().__init__()
+        if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
+            raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
+        self.features = generator.shape[-1]
+        self.parametrise("generator", generator, learned=learned)
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        device = device or self.parameter.device
+        generator = wide(self.parameter, device)
+        skew, unit = generator - generator.mT, torch.eye(self.features, dtype=torch.float64, device=generator.device)
+        return Matrix(narrow(torch.linalg.solve(unit + skew, unit - skew), dtype, device))  # the two commute
 
 
 class OddEven(Basis):

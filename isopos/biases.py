@@ -1,7 +1,8 @@
-"""Relative biases: learned tables with a row for each bucket of offsets, which add terms to scores and values.
+"""Relative biases: learned tables of buckets of offsets, or functions of offsets, which add terms to scores and values.
 
-They are relative, and no representations: a term depends on both positions at once, so attention with one is quadratic; only
-terms whose buckets are clipped offsets have a sum in linear time. An offset is the key's position minus the query's.
+They are no representations: a term depends on both positions at once, so attention with one is quadratic; only terms whose
+buckets are clipped offsets have a sum in linear time. All but `Fire`, whose distances are shares of the query's position,
+are relative. An offset is the key's position minus the query's.
 """
 
 import bisect
@@ -11,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from isopos.catalog import at_least
-from isopos.exact import ExactModule, Weight, normal
+from isopos.catalog import at_least, expect
+from isopos.exact import ExactModule, Weight, full_precision, narrow, normal, wide
 from isopos.positions import Group, Line, Product
-from isopos.terms import Clipped, Indexed, Term
+from isopos.terms import Clipped, Indexed, Numbers, Term
 
-__all__ = ["T5", "ClippedKeys", "DeBERTa", "RelativeBias", "Shaw"]
+__all__ = ["T5", "ClippedKeys", "DeBERTa", "Fire", "Kerple", "RelativeBias", "Shaw"]
 
 
 class RelativeBias(ExactModule, ABC):
@@ -26,6 +27,7 @@ class RelativeBias(ExactModule, ABC):
     heads: int = 1  # that have tables of their own; 1: all share one
     outside: int = 0  # number of first tokens that are outside the positions: class tokens
     is_linear: bool = False  # whether linear attention sums its terms in linear time
+    weaker_law: str = ""  # what holds instead, where terms do not see relative positions only
 
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
         """Terms of queries at x ``[*b t c]`` and keys at y ``[*b s c]``, with tables in `dtype`."""
@@ -161,6 +163,101 @@ class DeBERTa(RelativeBias):
             Indexed(self.keys.parameter.to(dtype), "query", self.bucket(offset)),
             Indexed(self.queries.parameter.to(dtype), "key", self.bucket(offset if self.released else -offset)),
         )
+
+
+class Kerple(RelativeBias):
+    """A kernel of the distance with two learned positive numbers a head, subtracted from logits.
+
+    log:    -r1 log(1 + r2 |t|)
+    power:  -r1 |t|^r2 with r2 at most 2; r2 = 1 is ALiBi with learned slopes
+
+    Both are conditionally positive definite: a constant added to them, which softmax does not see, makes them kernels.
+
+    Args:
+        heads: h.
+        kernel: "log" or "power".
+        seed: Of the initial numbers, uniform up to 2 (r1 of log, r2 of power) or 1 and at least 0.01, as in the authors'
+            code. They are learned as softplus, and r2 of power as 2 sigmoid, of a parameter.
+
+    References:
+        KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation (Chi et al. 2022), the logarithmic and the
+        power variant. https://arxiv.org/abs/2205.09921
+
+    Example:
+        >>> bias = Kerple(2)
+        >>> (term,) = bias(torch.arange(3)[:, None], torch.arange(4)[:, None])
+        >>> term.heads, term.shape, term.table[:, 0, 0].tolist()
+        (2, torch.Size([3, 4]), [-0.0, -0.0])
+    """
+
+    def __init__(self, heads: int, *, kernel: str = "log", seed: int = 0):
+        super().__init__()
+        expect("kernel", kernel, ("log", "power"))
+        self.group, self.heads, self.kernel = Line(real=True), heads, kernel
+        drawn = torch.rand(2, heads, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float64)
+        log = kernel == "log"
+        most = torch.tensor((2.0, 1.0) if log else (1.0, 2.0), device="cpu", dtype=torch.float64)[:, None]
+        first, second = (most * drawn).clamp_min(0.01)
+        self.first = Weight(first.expm1().log())
+        self.second = Weight(second.expm1().log() if log else (second / 2).logit())
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """r1 and r2 of each head now: float64 ``[h]``."""
+        first, second = wide(self.first.parameter), wide(self.second.parameter)
+        r2 = torch.nn.functional.softplus(second) if self.kernel == "log" else 2 * second.sigmoid()
+        return torch.nn.functional.softplus(first), r2
+
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        distance = narrow(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
+        r1, r2 = (narrow(a, dtype, x.device)[:, None, None] for a in self.numbers())
+        return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)
+
+
+class Fire(RelativeBias):
+    """A small learned network of the share that a distance, on a logarithmic scale, has of the query's position.
+
+    b(x, y) = f(psi(|y - x|) / psi(max(L, x))),  psi(n) = log(c n + 1),  f(s) = W relu(s u + w)
+
+    Positions count from the start of a sequence. Beyond the learned position L a score sees more than an offset: shares stay
+    within what training has seen at any length. For queries up to L it is relative. f has no bias ahead of softmax, which
+    would not see it.
+
+    Args:
+        heads: h.
+        width: Of f.
+        length: L at the start, at least 1; what is learned is the factor of it, at first 1.
+        seed: Of f.
+
+    References:
+        Functional Interpolation for Relative Positions Improves Long Context Transformers (Li et al. 2024), FIRE with the
+        transform log and the threshold. Initial c, width and L are those of the listing in its appendix.
+        https://arxiv.org/abs/2310.04418
+    """
+
+    weaker_law = "relative for queries up to L"
+
+    def __init__(self, heads: int, *, width: int = 32, length: float = 512.0, seed: int = 0):
+        super().__init__()
+        if not length >= 1:
+            raise ValueError(f"length: expected at least one step, got {length}")
+        self.group, self.heads, self.length = Line(real=True), heads, float(length)
+        generator = torch.Generator().manual_seed(seed)
+        at_least("width", width)
+        self.into = Weight(normal(generator, 2, width))  # u and w
+        self.out = Weight(normal(generator, heads, width) / width**0.5)
+        self.rate, self.threshold = (
+            Weight(torch.tensor([a], device="cpu", dtype=torch.float64)) for a in (0.1, 1.0)
+        )  # c and L / length
+
+    def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        rate = wide(self.rate.parameter, x.device).abs()
+        threshold = self.length * wide(self.threshold.parameter, x.device).abs()
+        last = torch.maximum(wide(x), threshold.clamp_min(1))  # [*b t 1]
+        share = torch.log1p(rate * wide(self.group.distance(x, y))) / torch.log1p(rate * last)
+        u, w = self.into.parameter.to(dtype)
+        hidden = (narrow(share, dtype, x.device)[..., None] * u + w).relu()  # [*b t s width]
+        with full_precision(x.device):
+            return (Numbers((hidden @ self.out.parameter.to(dtype).mT).movedim(-1, -3)),)
 
 
 class ClippedKeys(RelativeBias):

@@ -14,9 +14,17 @@ from typing import Annotated, Any, Union
 
 __all__ = ["main"]
 
-COMMANDS = ("compare", "table", "train", "list", "check", "show", "eval", "report", "runs", "generate", "bench")
+COMMANDS = ("compare", "table", "train", "list", "check", "show", "eval", "report", "runs", "generate", "export", "bench")
 FOLLOWING = ("compare", "train")  # commands whose options depend on what is named
-SAVING = ("compare", "table", "train", "eval", "report", "bench")  # commands that leave files, also where nobody reads
+SAVING = (
+    "compare",
+    "table",
+    "train",
+    "eval",
+    "report",
+    "export",
+    "bench",
+)  # commands that leave files, also where nobody reads
 LOST = 141  # the exit status where standard output was closed by its reader, as that of a process which SIGPIPE ended
 MEMORY = ("allocate memory", "out of memory")  # what PyTorch says of a tensor that does not fit
 REMEDIES = {

@@ -1,7 +1,8 @@
 """Couplings that are no unitary representations: what each gives up is in its first lines.
 
 A coupling maps queries and keys apart. Constant channels beside the features add a term to scores; an absolute position acts
-on one side only; stochastic encodings are relative in expectation.
+on one side only; stochastic encodings are relative in expectation, and exponentials of generators that do not commute along
+lines through the origin. Polar coordinates are relative, and isometric in magnitudes.
 """
 
 import math
@@ -14,14 +15,17 @@ from torch import Tensor
 from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Weight, constant, full_precision, narrow, normal, wide, wide_device
-from isopos.maps import Affine, Append, Composed, Matrices, Rotation, Scaling, TokenMap
+from isopos.feature_maps import FeatureMap
+from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, Scaling, TokenMap
 from isopos.ops.noise import gaussian
-from isopos.ops.rotate import angles, rotations
+from isopos.ops.rotate import angles, rotation_table, rotations, skew_exponential
 from isopos.positions import Group, Line, Product
 
 Side = Literal["query", "key"]
 
-__all__ = ["Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"]
+__all__ = ["Absolute", "Constrained", "ConvSPE", "Lie", "Polar", "SineSPE", "TransformerXL", "XPos"]
+
+SOFTPLUS = FeatureMap("softplus", torch.nn.functional.softplus)
 
 
 class _Apart(Coupling, ABC):
@@ -193,7 +197,7 @@ class XPos(_Sided):
         A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1. https://arxiv.org/abs/2212.10554
     """
 
-    is_causal = True
+    is_causal = extensible = True
 
     def __init__(self, frequency: Tensor, *, length: float = 512.0):
         super().__init__()
@@ -215,7 +219,80 @@ class XPos(_Sided):
             )
         sign = 1 if side == "query" else -1  # queries shrink with x, keys grow
         factor = torch.exp(sign * wide(self.log_scale, x.device) * wide(x))[..., None, :, :]
-        return Composed(Rotation(rotations(x, self.frequency, dtype)), Scaling(narrow(factor, dtype, x.device)))
+        return Composed(
+            Rotation(rotations(x, self.extended(self.frequency), dtype)), Scaling(narrow(factor, dtype, x.device))
+        )
+
+
+class Polar(_Apart):
+    """Magnitudes of features at phases of positions: sum_i m(q_i) m(k_i) cos(w_i (y - x) + phase_i), m = softplus.
+
+    The unitary lift of LRPE on magnitudes, keys ahead by learned phases, which tell direction. The paper keeps phases within
+    [-2 pi, 0], a whole turn; here they are any number. Relative; norms of magnitudes are kept, not those of features.
+
+    Args:
+        frequency: ``[d]``, radians a step, one a feature.
+        heads: h.
+        magnitudes: Whether m is applied here; linear attention has its feature map in place of it.
+
+    References:
+        Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings (Gopalakrishnan et al. 2025), PoPE.
+        https://arxiv.org/abs/2509.10534
+    """
+
+    extensible = True
+
+    def __init__(self, frequency: Tensor, heads: int, *, magnitudes: bool = False):
+        super().__init__()
+        self.group, self.magnitudes = Line(real=True), magnitudes
+        self.features, self.out_features = len(frequency), 2 * len(frequency)
+        self.frequency = constant(frequency)[None, None]
+        self.parametrise("phase", torch.zeros(heads, len(frequency), device="cpu", dtype=torch.float64), learned=True)
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        self.group.check(x)
+        return self._of(rotations(x, self.extended(self.frequency), dtype))
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        self.group.check(x)
+        phase = wide(self.parameter, x.device)[:, None]
+        return self._of(rotation_table(angles(x, self.extended(self.frequency)) + phase, dtype).to(x.device))
+
+    def _of(self, table: Tensor) -> TokenMap:
+        rotation = Rotation(table, True)
+        return Composed(Mapped(Identity(), SOFTPLUS), rotation) if self.magnitudes else rotation
+
+
+class Lie(_Sided):
+    """exp(sum_c x_c (A_c - A_c^T)) with learned generators a head and axis that need not commute.
+
+    An isometry, and no representation of a grid: exp(X)^T exp(Y) is exp(Y - X) only where X and Y commute. Scores are
+    relative along each line through the origin; elsewhere the error is about |[X, Y]| / 2 near the origin. d x d matrices of
+    all tokens are the price: t d^3 operations, t d^2 numbers.
+
+    Args:
+        generator: A, ``[h c d d]`` for c coordinates. Where its skew parts commute, as on one axis, it is relative.
+
+    References:
+        LieRE: Lie Rotational Positional Encodings (Ostmeier et al. 2024), with one dense block a head.
+        https://arxiv.org/abs/2406.10322
+    """
+
+    alike = True
+    weaker_law = "relative along lines through the origin"
+
+    def __init__(self, generator: Tensor):
+        super().__init__()
+        if generator.ndim != 4 or generator.shape[-1] != generator.shape[-2]:
+            raise ValueError(f"generator: expected [h c d d], got {list(generator.shape)}")
+        axes, line = generator.shape[1], Line(real=True)
+        self.group: Group = line if axes == 1 else Product((line,) * axes)
+        self.features = self.out_features = generator.shape[-1]
+        self.parametrise("generator", generator, learned=True)
+
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
+        total = torch.einsum("...tc,hcij->...htij", wide(x), wide(self.parameter, x.device))
+        return Operators(narrow(skew_exponential(total.contiguous()), dtype, x.device))
 
 
 class _Stochastic(_Sided, ABC):
@@ -226,6 +303,7 @@ class _Stochastic(_Sided, ABC):
     """
 
     is_random = True
+    weaker_law = "relative in expectation"
 
     def __init__(self, features: int, heads: int, realizations: int | None, noise_per_head: bool):
         super().__init__()

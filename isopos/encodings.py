@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import expect
-from isopos.exact import ExactModule, constant, narrow, once, wide
+from isopos.exact import ExactModule, constant, narrow, wide
+from isopos.lengths import Extension
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
 from isopos.ops.rotate import rotations, skew_exponential
+from isopos.ops.spectrum import check_spectrum, spectrum
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree
 
@@ -44,7 +46,15 @@ class Coupling(ExactModule, ABC):
     is_complex: bool = False  # whether it multiplies pairs of features by phases, as complex numbers
     is_trivial: bool = False  # whether positions change nothing
     is_random: bool = False  # whether it is relative in expectation only
+    alike: bool = False  # whether one map serves queries and keys
+    weaker_law: str = ""  # what holds instead, where scores do not see relative positions only
     is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
+    extensible: bool = False  # whether it has frequencies of its own that an extension may change
+    extension: Extension | None = None  # of its frequencies, for sequences longer than in training
+
+    def extended(self, frequency: Tensor) -> Tensor:
+        """Frequencies ``[h c f]`` as its extension has them."""
+        return frequency if self.extension is None else self.extension(wide(frequency))
 
     @abstractmethod
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -61,6 +71,7 @@ class Encoding(Coupling, ABC):
     Subclasses are final: they set the three attributes and define `forward`.
     """
 
+    alike = True
     order: float = math.inf  # positions after which it repeats itself
     is_lift: bool = False  # whether outputs are the real parts, then the imaginary parts, of as many complex features
     is_paired: bool = False  # whether outputs are pairs (real, imaginary) of as many complex features
@@ -155,6 +166,7 @@ class Rotary(Encoding):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
             self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
         self.is_lift, self.is_complex, self.max_length = lift, not lift, max_length
+        self.extensible = self.group.is_grid and max_length is None  # a ring closes by its frequencies alone
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
         self.parametrise("frequency", frequency, learned=learned)
@@ -163,7 +175,7 @@ class Rotary(Encoding):
         """Angles in float64, their cosines and sines rounded once to `dtype`."""
         self.group.check(x)
         self._check_length(x)
-        return Rotation(rotations(x, self.parameter, dtype), self.is_lift)
+        return Rotation(rotations(x, self.extended(self.parameter), dtype), self.is_lift)
 
     def _check_length(self, x: Tensor) -> None:
         """ValueError where positions leave those that make sense; not while compiling, nor on a GPU, which would wait."""
@@ -314,77 +326,31 @@ class Exponential(Encoding):
         torch.Size([1, 2, 4, 6])
     """
 
+    extensible = True
+
     def __init__(self, generator: Tensor, *, learned: bool = True):
         super().__init__()
         if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2] or generator.shape[-1] % 2:
             raise ValueError(f"generator: expected [h d d] with even d, got {list(generator.shape)}")
         self.group = Line(real=True)
         self.features = self.out_features = generator.shape[-1]
-        _check_spectrum(generator)
+        check_spectrum(generator)
         self.parametrise("generator", generator, learned=learned)
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         super()._load_from_state_dict(*arguments, **options)
         if not self.parameter.is_meta:
-            _check_spectrum(self.parameter)
+            check_spectrum(self.parameter)
 
     def frequency(self) -> Tensor:
-        """Angles a step of the planes that the generator rotates now: float64 ``[h d/2]``."""
-        return _spectrum(wide(self.parameter))[0]
+        """Angles a step of the planes that the generator rotates now, before an extension: float64 ``[h d/2]``."""
+        return spectrum(wide(self.parameter))[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, basis = _spectrum(wide(self.parameter, x.device))
-        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency[:, None], dtype)))
-
-
-def _check_spectrum(generator: Tensor) -> None:
-    frequency = _spectrum(constant(generator))[0]
-    gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
-    if not (gaps > 1e-9 * frequency[..., -1:]).all():
-        raise ValueError(
-            "generator: expected a skew part with distinct frequencies other than zero, got equal ones; "
-            "add a little noise, such as 0.01 * torch.randn_like(generator)"
-        )
-
-
-class _Eigh(torch.autograd.Function):
-    """Eigenvalues and eigenvectors of a Hermitian matrix.
-
-    `torch.linalg.eigh` refuses to differentiate what depends on the phases of eigenvectors, by a bound that large gradients
-    exceed although nothing here depends on them. This backward leaves the phases out instead.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        values, vectors = torch.linalg.eigh(matrix)
-        ctx.save_for_backward(values, vectors)
-        return values, vectors
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        once("ape-sequence", "rope with learned=True, which it equals after isopos.attention.absorb")
-        values, vectors = ctx.saved_tensors
-        grad_values, grad_vectors = grad_outputs
-        gaps = values[..., None, :] - values[..., :, None]
-        gaps.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
-        scale = values.abs().amax(-1)[..., None, None]
-        gaps.masked_fill_(gaps.abs() <= 1e-12 * scale, torch.inf)  # in an eigenspace any basis will do
-        inner = (vectors.mH @ grad_vectors) / gaps + torch.diag_embed(grad_values)
-        grad = vectors @ inner @ vectors.mH
-        return (grad + grad.mH) / 2
-
-
-def _spectrum(generator: Tensor) -> tuple[Tensor, Tensor]:
-    """Frequencies ``[h f]`` > 0 and basis P ``[h d d]`` with A - A^T = P^T (blocks of frequencies) P."""
-    skew = generator - generator.mT
-    values, vectors = _Eigh.apply(1j * skew)  # pyright: ignore[reportGeneralTypeIssues]  # S u = -i w u: pairs of +-w
-    half = generator.shape[-1] // 2
-    u = vectors[..., half:]
-    pivot = u.gather(-2, u.abs().argmax(-2, keepdim=True))
-    u = u * (pivot.conj() / pivot.abs())  # a phase of their own choice would differ between two evaluations
-    rows = torch.stack((u.real.mT, u.imag.mT), -2).flatten(-3, -2)
-    return values[..., half:], 2**0.5 * rows
+        frequency, basis = spectrum(wide(self.parameter, x.device))
+        turned = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
+        return Chain(Matrix(narrow(basis, dtype, x.device)), turned)
 
 
 class TreePath(Encoding):

@@ -307,6 +307,30 @@ class Matrix(Isometry):
         return transform(x, self.matrix.mT)
 
 
+class Plane(Isometry):
+    """A rotation of the plane of two orthonormal vectors ``[h 1 d]``, the second towards the first, by a table of angles.
+
+    x + (cos - 1) (u u^T + v v^T) x + sin (u v^T - v u^T) x: two products with vectors a token, and no d x d matrix.
+    """
+
+    u: Tensor = axes("h 1 d")
+    v: Tensor = axes("h 1 d")
+    table: Tensor = axes("*b h t f 2")  # of one angle: f = 1
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._turned(x, 1)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        return self._turned(x, -1)
+
+    def _turned(self, x: Tensor, sense: int) -> Tensor:
+        dtype = torch.promote_types(x.dtype, self.table.dtype)
+        x, u, v = x.to(dtype), self.u.to(dtype), self.v.to(dtype)
+        cos, sin = self.table.to(dtype).unbind(-1)
+        a, b, less, sin = (x * u).sum(-1, keepdim=True), (x * v).sum(-1, keepdim=True), cos - 1, sense * sin
+        return x + (less * a + sin * b) * u + (less * b - sin * a) * v
+
+
 class OnPairs(Isometry):
     """A map, the same for every token, of n complex features as pairs (real, imaginary): it acts on either part alike."""
 

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, Never, TypedDict, get_args
+from typing import Any, Literal, Never, Self, TypedDict, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,10 @@ from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling, Encoding
+from isopos.encodings import Coupling
 from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
+from isopos.lengths import Extension, extension
 from isopos.maps import Mapped
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -120,6 +121,8 @@ class Scheme(nn.Module):
         True
     """
 
+    origin: tuple[str, dict[str, Any]] | None = None  # the registered scheme, and the arguments of its function
+
     def __init__(
         self,
         encoding: Coupling,
@@ -150,6 +153,7 @@ class Scheme(nn.Module):
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, attention, embedding, bias
         self.decay, self.scale, self.locality, self.inside, self.width = decay_module, scale, locality, inside, width
         self.metric = metric
+        self.extension: Extension | None = None
         self._check_parts()
         if attention == "softmax":
             for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
@@ -213,12 +217,57 @@ class Scheme(nn.Module):
 
     def extra_repr(self) -> str:
         choices = ", ".join(f"{name}={choice}" for name, choice in self.choices.items())
+        choices += f", {self.extension}" if self.extension is not None else ""
         return f"{self.heads} heads of {self.encoding.features} features, {self.group}, {choices}"
 
     @property
     def group(self) -> Group:
         """Whose positions it takes."""
         return self.encoding.group
+
+    @property
+    def sharpness(self) -> float:
+        """What its extension multiplies softmax logits by, beside their scale; 1 without one."""
+        return 1.0 if self.extension is None else self.extension.attention_factor**2
+
+    def extend(self, name: str, *, factor: float, trained: int | None = None, **options: Any) -> Self:
+        """Change the frequencies of a rotary scheme, new or trained, for longer sequences: in place; returns the scheme.
+
+        Weights stay as they are, and a file of them has the frequencies of the training: extend the scheme again where it
+        is built again. A second extension takes the place of the first. A stream of longer sequences keeps what it has
+        encoded, whatever its length, since frequencies do not move with it; a state from before is refused, because its keys
+        have turned by other frequencies. Rings and trees in a product stay as they are, as does what is no rotation.
+
+        Args:
+            name: "linear", "dynamic", "yarn", "longrope" or "llama3"; see `isopos.lengths`.
+            factor: s, how many times longer sequences are, at least 1.
+            trained: Positions in training, on each axis, for rules that go by them.
+            options: Of the rule.
+
+        Raises:
+            ValueError: For a scheme without frequencies on a line or a grid, or a value that cannot be; nothing is changed.
+            TypeError: For an option that the rule does not have.
+
+        Example:
+            >>> import isopos
+            >>> scheme = isopos.rope(64, attention="softmax").extend("yarn", factor=4, trained=2048)
+            >>> round(scheme.at(isopos.sequence(8192))["scale"] * 64**0.5, 4)
+            1.2965
+        """
+        rule = extension(name, factor, trained, **options)
+        parts = [part for part in self.encoding.modules() if isinstance(part, Coupling) and part.extensible]
+        if not parts:
+            raise ValueError(
+                f"extend: expected a scheme that rotates by frequencies on a line or a grid, as rope, got "
+                f"{type(self.encoding).__name__} on {self.group}"
+            )
+        for part in parts:
+            rule.check(part.out_features // 2)
+        for part in parts:
+            part.extension = rule
+        self.extension = rule
+        vars(self).pop("fingerprint", None)  # it is another scheme now
+        return self
 
     @cached_property
     def fingerprint(self) -> str:
@@ -227,10 +276,10 @@ class Scheme(nn.Module):
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():
             digest.update(f"{name} {type(module).__name__}".encode())
-            for key, value in sorted(vars(module).items()):
+            for key, value in sorted((vars(module) | {"training": True}).items()):
                 if isinstance(value, Tensor):
                     digest.update(key.encode() + value.contiguous().numpy().tobytes())
-                elif isinstance(value, bool | int | float | str | Group):
+                elif isinstance(value, bool | int | float | str | Group | Extension):
                     digest.update(f"{key}={value}".encode())
         return digest.hexdigest()
 
@@ -312,18 +361,17 @@ class Scheme(nn.Module):
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
         if evaluated is not None:
             first, second = (a if isinstance(a := one["isometry"], tuple) else (a, a) for one in evaluated)
-            rho = (first[0], second[1])
-        elif isinstance(self.encoding, Encoding) and not self.inside:
-            rho = self.encoding(x, dtype) if x_key is None else (self.encoding(x, dtype), self.encoding(y, dtype))
+            rho: Any = (first[0], second[1])
         else:
-            rho = (self.encoding.query(x, dtype), self.encoding.key(y, dtype))
+            query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
+            rho = query if shared else (query, self.encoding.key(y, dtype))
         found: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
         if self.bias is not None:
             found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
-            found["scale"] = self.encoding.features**-0.5 if self.scale is None else self.scale
+            found["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if self.locality is not None:
                 found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
             return Arguments(found)

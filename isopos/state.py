@@ -80,7 +80,10 @@ class State:
     def stamped(self, fingerprint: str, positions: Tensor | None) -> "State":
         """The stream of a scheme, at more positions; ValueError where it is another scheme's."""
         if self.fingerprint not in ("", fingerprint) or (self.kind and not self.fingerprint):
-            raise ValueError("state: expected one of this scheme with these options, got another's; start with State()")
+            raise ValueError(
+                "state: expected one of this scheme with these options, got another's, or one from before an extension, "
+                "whose keys have turned by other frequencies; start with State()"
+            )
         old = {name: tensor for name, tensor in self.tensors.items() if name != "positions"}
         new = {} if positions is None else {"positions": positions}
         return replace(self, tensors=MappingProxyType(old | new), fingerprint=fingerprint)

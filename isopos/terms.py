@@ -12,7 +12,7 @@ from torch import Tensor
 from isopos.exact import shown
 from isopos.ops import clipped
 
-__all__ = ["Clipped", "Indexed", "Term"]
+__all__ = ["Clipped", "Indexed", "Numbers", "Term"]
 
 SIDES = ("query", "key", "none", "value")
 
@@ -36,6 +36,11 @@ class Term(ABC):
 
     def __repr__(self) -> str:
         return shown(self)
+
+    @property
+    def heads(self) -> int:
+        """Heads that have a table of their own."""
+        return len(self.table)
 
     @property
     @abstractmethod
@@ -78,6 +83,27 @@ class Indexed(Term):
 
     def index(self) -> Tensor:
         return self.buckets
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Numbers(Term):
+    """A number for each query and key, of side "none", for functions of positions without buckets: ``[*b h t s]``."""
+
+    side: str = "none"
+
+    @property
+    def heads(self) -> int:
+        return self.table.shape[-3]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.table.shape[:-3], *self.table.shape[-2:]))
+
+    def index(self) -> Tensor:
+        raise TypeError("index: expected a term with buckets, got numbers of pairs, which have none")
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.table
 
 
 @dataclass(frozen=True, eq=False, repr=False)

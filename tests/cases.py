@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isopos import bases, encodings, schemes
+from isopos import bases, encodings, generators, schemes
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
@@ -23,7 +23,7 @@ from isopos.state import State
 Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
-SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta")
+SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta", "kerple", "fire")
 ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
 DEFINITIONS, quadratic, softmax_by_definition = reference.DEFINITIONS, reference.linear, reference.softmax
 LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
@@ -182,6 +182,11 @@ SCHEMES = [
         ("decay", {"decay": "permuteformer"}),
         ("learned-decay", {"learned": True, "decay": _learned_decay}),
     ),
+    *_rows("p-rope", ("", {}), ("half", {"p": 0.5, "layout": "half"})),
+    *_rows("rope-axial", ("", {}), ("3d", {"axes": 3, "sections": "1+2+1"})),
+    *_rows("rope-mixed", ("", {}), ("3d-fixed", {"axes": 3, "learned": False})),
+    *_rows("rope-golden", ("", {}), ("3d", {"axes": 3})),
+    *_rows("mrope", ("", {}), ("interleaved", {"sections": "2+1+1", "interleaved": True, "layout": "half"})),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
     *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
     *_rows(
@@ -208,7 +213,15 @@ SCHEMES = [
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
     *_rows("deberta", ("", {}), ("clipped", {"buckets": 8, "max_distance": None}), directed=False),
     *_rows("deberta", ("released", {"buckets": 8, "max_distance": 20, "released": True}), directed=False),
+    *_rows("kerple", ("", {}), ("power", {"kernel": "power"}), directed=False),
+    *_rows("fire", ("", {"length": 5.0}), ("width", {"width": 4, "length": 9.0}), relative=False, directed=False),
     *_rows("alibi", ("", {}), directed=False),
+    *_rows("clock", ("", {})),
+    *_rows("string", ("", {}), ("grid", {"axes": 2}), ("circulant", {"variant": "circulant", "axes": 2})),
+    *_rows("comrope", ("", {}), ("axial", {"variant": "axial"}), ("pairs", {"axes": 3, "block": 2})),
+    *_rows("grape", ("", {}), ("grid", {"axes": 2, "planes": 2})),
+    *_rows("pope", ("", {}), ("softmax", {"attention": "softmax"})),
+    *_rows("liere", ("", {}), ("axes", {"axes": 3}), relative=False),
     *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
@@ -234,11 +247,18 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "transformer-xl": {"encoding.content.weight", "encoding.location.weight", "encoding.projection"},
     "t5": {"bias.weight"},
     "deberta": {"bias.keys.weight", "bias.queries.weight"},
+    "kerple": {"bias.first.weight", "bias.second.weight"},
+    "fire": {"bias.into.weight", "bias.out.weight", "bias.rate.weight", "bias.threshold.weight"},
     "horn-constrained": {"encoding.projection"},
     "horn-clipped": {"bias.weight"},
     "spe-sine": {"encoding.frequency", "encoding.gain.weight", "encoding.phase.weight"},
     "spe-conv": {"encoding.filters"},
     "shiv-quirk": {"embedding.decay"},
+    "string": {"encoding.encoding.frequency", "encoding.basis.generator"},
+    "comrope": {"encoding.generator", "encoding.direction.weight"},
+    "grape": {"encoding.vectors"},
+    "pope": {"encoding.phase"},
+    "liere": {"encoding.generator"},
     "ape-sequence": {"encoding.generator"},
     "ape-absolute": {"encoding.encoding.generator"},
     "ape-ring": {"encoding.basis.generator"},
@@ -246,6 +266,10 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
 }
 STORED = {  # of options
     "rope-learned": {"encoding.frequency"},
+    "string-circulant": {"encoding.generator"},
+    "comrope-axial": {"encoding.generator"},
+    "grape-grid": {f"encoding.parts.{axis}.parts.{plane}.vectors" for axis in range(2) for plane in range(2)},
+    "rope-mixed": {"encoding.frequency"},
     "ape-grid": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
     "ape-product": {"encoding.parts.0.generator", "encoding.parts.1.generator"},
     "lrpe-unitary-identity": {"encoding.frequency"},
@@ -313,11 +337,18 @@ def normals(heads: int = HEADS, features: int = HEAD_DIM) -> Tensor:
     return torch.randn(heads, features, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
+def _commuting(axes: int, **options: Any) -> Encoding:
+    direction = torch.randn(HEADS, axes, 2, generator=torch.Generator().manual_seed(4))
+    return generators.Commuting(generator(HEADS * 2, HEAD_DIM // 2).unflatten(0, (HEADS, 2)), direction, **options)
+
+
 ALL_BASES: dict[str, Callable[[], bases.Basis]] = {
     "householder": lambda: bases.Householder(normals()),
     "householder-learned": lambda: bases.Householder(normals(), learned=True),
     "orthogonal": lambda: bases.Orthogonal(generator()),
     "orthogonal-learned": lambda: bases.Orthogonal(generator(), learned=True),
+    "cayley": lambda: bases.Cayley(generator()),
+    "cayley-learned": lambda: bases.Cayley(generator(), learned=True),
     "odd-even": lambda: bases.OddEven(HEAD_DIM),
     "fourier": lambda: bases.Fourier(HEAD_DIM),
     "complex-fourier": lambda: bases.ComplexFourier(HEAD_DIM),
@@ -335,6 +366,12 @@ COMPOSED = [
     EncodingCase("rotary-lift-learned", lambda: _rotary(lift=True, learned=True), REAL, learned=True),
     EncodingCase("exponential", lambda: encodings.Exponential(generator(), learned=False), REAL),
     EncodingCase("exponential-learned", lambda: encodings.Exponential(generator()), REAL, learned=True),
+    EncodingCase("circulant-grid", lambda: generators.Circulant(generator()[:, 0:3], learned=False), Product((REAL,) * 3)),
+    EncodingCase("circulant-learned", lambda: generators.Circulant(generator()[:, :1]), REAL, learned=True),
+    EncodingCase("commuting-line", lambda: _commuting(1, learned=False), REAL),
+    EncodingCase("commuting-learned", lambda: _commuting(2, learned_direction=True), Product((REAL, REAL)), learned=True),
+    EncodingCase("rank-two-fixed", lambda: generators.RankTwo(normals(), normals().flip(0), learned=False), REAL),
+    EncodingCase("rank-two-learned", lambda: generators.RankTwo(normals(), normals().roll(1, 1)), REAL, learned=True),
     *(
         EncodingCase(f"rotary-{name}", lambda make=make: encodings.InBasis(_rotary(), make()), REAL, "learned" in name)
         for name, make in ALL_BASES.items()

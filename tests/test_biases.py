@@ -1,15 +1,18 @@
 """Relative biases against the equations of their papers, written out pair by pair."""
 
 import itertools
+import math
 from fractions import Fraction
 
 import pytest
 import torch
 from cases import HEAD_DIM, HEADS, close, inputs, perturb
 
+import isopos
 from isopos import biases
 from isopos.attention import linear_attention, softmax_attention
-from isopos.biases import T5, ClippedKeys, DeBERTa, Shaw
+from isopos.biases import T5, ClippedKeys, DeBERTa, Fire, Kerple, Shaw
+from isopos.decays import alibi_rates
 from isopos.feature_maps import elu1
 from isopos.positions import grid, sequence
 
@@ -176,6 +179,75 @@ def test_clipped_keys_may_begin_with_next_to_no_weight():
     assert (found[0] - plain).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("kernel", ["log", "power"])
+def test_kerple_subtracts_a_kernel_of_the_distance(kernel):
+    bias, (q, k, v) = perturb(Kerple(HEADS, kernel=kernel), 5), inputs(2, t=T, s=S)
+    (r1, r2) = [[n.item() for n in a] for a in bias.numbers()]
+    assert min(r1 + r2) > 0
+    assert kernel == "log" or max(r2) < 2
+
+    def kernel_of(h, t):
+        return r1[h] * (math.log(1 + r2[h] * abs(t)) if kernel == "log" else abs(t) ** r2[h])
+
+    logits = logits_of(lambda b, h, i, j: q[b, h, i] @ k[b, h, j] / HEAD_DIM**0.5 - kernel_of(h, offset(i, j)))
+    close(softmax_attention(q, k, v, terms=bias(X, Y, torch.float64)), attend(logits, v[:, :, None]))
+
+
+@pytest.mark.parametrize("kernel", ["log", "power"])
+def test_kerples_kernels_are_conditionally_positive_definite(kernel):
+    """sum_ij c_i c_j k(x_i - x_j) >= 0 wherever c sums to zero, real positions included."""
+    x = 30 * torch.randn(40, 1, dtype=torch.float64)
+    (term,) = Kerple(64, kernel=kernel, seed=3)(x, x, torch.float64)
+    basis = torch.linalg.qr(torch.cat((torch.ones(40, 1), torch.randn(40, 39)), 1).double()).Q[:, 1:]
+    assert torch.linalg.eigvalsh(basis.mT @ term.table @ basis).min() > -1e-9
+
+
+def test_kerple_starts_where_its_code_draws():
+    for kernel, most in (("log", (2, 1)), ("power", (1, 2))):
+        for numbers, limit in zip(Kerple(1000, kernel=kernel).numbers(), most, strict=True):
+            assert 0.0099 < numbers.min() < 0.02 * limit
+            assert 0.98 * limit < numbers.max() <= limit
+            assert numbers.mean().item() == pytest.approx(limit / 2, rel=0.1)
+
+
+def test_kerples_power_of_one_is_alibi():
+    bias, slopes = Kerple(4, kernel="power").double(), alibi_rates(4)
+    with torch.no_grad():
+        bias.first.weight.copy_(slopes.expm1().log())
+        bias.second.weight.zero_()
+    q, k, v = inputs(2, t=T, heads=4)
+    at = isopos.alibi(HEAD_DIM, 4, attention="softmax").at(X, dtype=torch.float64)
+    close(softmax_attention(q, k, v, terms=bias(X, X, torch.float64)), softmax_attention(q, k, v, **at))
+
+
+def test_fire_is_a_network_of_shares():
+    """psi(|i - j|) / psi(max(L, i)), query by query; psi(n) = log(c n + 1), f one hidden layer of ReLU."""
+    x, (q, k, v) = torch.tensor([[-3], [0], [2], [5], [8], [40]]), inputs(2, t=T, s=S)
+    bias = perturb(Fire(HEADS, width=3, length=4.0), 0.5)
+    (c, factor), (u, w), out = (bias.rate.weight.item(), bias.threshold.weight.item()), bias.into.weight, bias.out.weight
+
+    def score(b, h, i, j):
+        distance, last = abs((Y[j] - x[i]).item()), max(4 * abs(factor), x[i].item())
+        share = math.log(abs(c) * distance + 1) / math.log(abs(c) * last + 1)
+        return q[b, h, i] @ k[b, h, j] / HEAD_DIM**0.5 + out[h] @ (share * u + w).clamp_min(0)
+
+    close(softmax_attention(q, k, v, terms=bias(x, Y, torch.float64)), attend(logits_of(score), v[:, :, None]))
+
+
+def test_fire_is_relative_for_queries_up_to_its_length():
+    bias = perturb(Fire(HEADS, length=50.0))
+    last = int(50 * bias.threshold.weight.item())
+    for by, same in ((last - int(X.max()), True), (last - int(X.max()) + 2, False)):
+        (here,), (there,) = bias(X, Y, torch.float64), bias(X + by, Y + by, torch.float64)
+        assert torch.allclose(here.table, there.table, rtol=0, atol=1e-12) == same
+
+
+def test_numbers_have_no_buckets():
+    (term,) = Kerple(HEADS)(X, Y)
+    with pytest.raises(TypeError, match="index: expected a term with buckets"):
+        term.index()
+
+
 def test_clipped_keys_take_real_positions():
     bias = ClippedKeys(HEADS, HEAD_DIM, reach=2)
     (half,) = bias(X + 0.25, Y.double() + 0.25)
@@ -190,6 +262,8 @@ MAKE = {
     "shaw": lambda: Shaw(HEAD_DIM, reach=3),
     "deberta": lambda: DeBERTa(HEADS, HEAD_DIM, buckets=8, max_distance=20),
     "clipped-keys": lambda: ClippedKeys(HEADS, HEAD_DIM, reach=3),
+    "kerple": lambda: Kerple(HEADS),
+    "fire": lambda: Fire(HEADS),
 }
 every = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
@@ -238,6 +312,9 @@ def test_seeds_choose(make, spread):
         (lambda: DeBERTa(2, 8, buckets=32, max_distance=17), "max_distance beyond 17, got 32 and 17"),
         (lambda: Shaw(8, reach=0), "reach: expected an integer of at least 1, got 0"),
         (lambda: Shaw(8, reach=2.0), "reach: expected an integer of at least 1, got 2.0"),
+        (lambda: Kerple(2, kernel="exp"), "kernel: expected one of log, power, got 'exp'"),
+        (lambda: Fire(2, width=0), "width: expected an integer of at least 1, got 0"),
+        (lambda: Fire(2, length=0.0), "length: expected at least one step, got 0.0"),
         (lambda: ClippedKeys(2, 8, reach=0), "reach: expected an integer of at least 1, got 0"),
         (lambda: ClippedKeys(2, 8, axes=0), "axes: expected at least 1"),
         (lambda: ClippedKeys(2, 8, outside=-1), "outside not negative, got 1 and -1"),

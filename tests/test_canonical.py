@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import (
     COMPOSED,
     ENCODINGS,
@@ -27,7 +28,7 @@ from isopos.laws.canonical import canonical, score
 from isopos.maps import Identity
 from isopos.positions import Line, Ring, Tree, grid, sequence, tree
 
-ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute")
+ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "liere")
 RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
 EXACT = [case for case in RELATIVE if not case.inside]
 ROUNDINGS = 1e5  # powers and exponentials of a generator, to hundreds of steps
@@ -55,6 +56,8 @@ def expected(scheme, q, k, x, y):
     if scheme.attention == "linear" and not scheme.inside:
         phi = undivided(scheme.feature_map)
         q, k = phi(q), phi(k)
+    elif getattr(scheme.encoding, "magnitudes", False):
+        q, k = F.softplus(q), F.softplus(k)
     total = score(canonical(scheme), q, k, x, y)
     return total if scheme.attention == "linear" else total.softmax(-1)
 
@@ -220,7 +223,7 @@ def test_relative_positions():
 
 # What each scheme's primitives are.
 
-COUNTS = {"horn-constrained": 2, "horn-clipped": 2, "shaw": 2, "t5": 2, "deberta": 3, "transformer-xl": 4}
+COUNTS = {"horn-constrained": 2, "horn-clipped": 2, "shaw": 2, "t5": 2, "kerple": 2, "deberta": 3, "transformer-xl": 4}
 
 
 @with_kinds(RELATIVE)

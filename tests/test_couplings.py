@@ -7,9 +7,10 @@ import pytest
 import torch
 from cases import HEAD_DIM, HEADS, close, generator, inputs, perturb
 
-from isopos import couplings
+import isopos
+from isopos import couplings, laws
 from isopos.attention import linear_attention
-from isopos.couplings import Absolute, Constrained, ConvSPE, SineSPE, TransformerXL, XPos
+from isopos.couplings import Absolute, Constrained, ConvSPE, Lie, Polar, SineSPE, TransformerXL, XPos
 from isopos.encodings import Exponential, Rotary, rope_frequencies
 from isopos.feature_maps import Favor
 from isopos.maps import Mapped
@@ -55,6 +56,98 @@ def test_absolute_positions_are_checked_on_both_sides():
         for side in (coupling.query, coupling.key):
             with pytest.raises(ValueError, match="positions: expected"):
                 side(wrong)
+
+
+# Polar coordinates
+
+
+@pytest.mark.parametrize("magnitudes", [True, False])
+def test_polar_is_a_sum_of_cosines_of_magnitudes(magnitudes):
+    """sum_i mu(q_i) mu(k_i) cos(w_i (y - x) + phase_i), mu(z) = log(1 + exp(z)) or, with a feature map elsewhere, z."""
+    (q, k, _), frequency = inputs(2, t=T, s=S), rope_frequencies(HEAD_DIM, 20.0)
+    coupling = perturb(Polar(frequency, HEADS, magnitudes=magnitudes), 30.0)
+    mu = [torch.log(1 + z.exp()) if magnitudes else z for z in (q, k)]
+
+    def score(b, h, i, j):
+        turn = (frequency * (Y[j] - X[i]) + coupling.phase[h]).cos()
+        return (mu[0][b, h, i] * mu[1][b, h, j] * turn).sum()
+
+    close(scores(coupling, q, k), expected_scores(score))
+
+
+def test_polar_starts_blind_and_its_phases_tell_direction():
+    (q, _, _), coupling = inputs(2, t=T), Polar(rope_frequencies(HEAD_DIM), HEADS)
+    close(scores(coupling, q, q, X, X), scores(coupling, q, q, X, X).mT)
+    perturb(coupling, 10.0)
+    assert not torch.allclose(scores(coupling, q, q, X, X), scores(coupling, q, q, X, X).mT)
+
+
+def test_pope_has_magnitudes_where_there_is_no_feature_map():
+    assert isopos.pope(HEAD_DIM, HEADS, attention="softmax").encoding.magnitudes
+    assert not isopos.pope(HEAD_DIM, HEADS).encoding.magnitudes
+    assert isopos.pope(7, HEADS).encoding.out_features == 14
+
+
+# Generators that do not commute
+
+PLACES = torch.randn(6, 2, dtype=torch.float64)
+
+
+def lie(size=1.0, axes=2):
+    return Lie(size * generator(HEADS * axes).unflatten(0, (HEADS, axes)))
+
+
+def test_lie_is_the_exponential_of_a_sum():
+    (q, k, _), coupling = inputs(1, t=6), perturb(lie())
+    skew = coupling.generator - coupling.generator.mT
+    rho = torch.stack([torch.matrix_exp((x[:, None, None] * skew).sum(1)) for x in PLACES], 1)  # [h t d d]
+    expected = (rho @ q[..., None]).squeeze(-1) @ (rho @ k[..., None]).squeeze(-1).mT
+    close(scores(coupling, q, k, PLACES, PLACES), expected)
+    close(coupling.query(PLACES, torch.float64)(q).norm(dim=-1), q.norm(dim=-1))
+
+
+def test_lie_is_relative_on_lines_through_the_origin_only():
+    """And wherever generators commute, as on one axis or as multiples of one."""
+    (q, k, _), steps = inputs(1, t=6), torch.randn(6, 1, dtype=torch.float64)
+    one = generator(HEADS)[:, None]
+    for coupling, x, shift, relative in (
+        (lie(), steps * PLACES[0], 3 * PLACES[0], True),
+        (lie(), steps * PLACES[0], 3 * PLACES[1], False),
+        (lie(), PLACES, PLACES[0], False),
+        (lie(axes=1), steps, torch.tensor([2.5]), True),
+        (Lie(torch.cat((one, -2 * one), 1)), PLACES, PLACES[0], True),
+    ):
+        here, there = (scores(coupling, q, k, z, z) for z in (x, x + shift))
+        assert torch.allclose(here, there, rtol=0, atol=1e-12) == relative
+
+
+def test_the_error_of_lie_is_of_second_order_in_commutators():
+    """exp(X)^T exp(Y) = exp(Y - X) exp(-[X, Y] / 2 + ...): with half the size of X and Y a quarter of the error."""
+    errors = []
+    for size in (1e-2, 5e-3):
+        skew = size * (lie().generator - lie().generator.mT).double()
+        X, Y = skew.unbind(1)
+        rho_x, rho_y, both = (torch.matrix_exp(Z) for Z in (X, Y, Y - X))
+        commutator = X @ Y - Y @ X
+        errors.append((rho_x.mT @ rho_y - both).norm().item())
+        assert errors[-1] == pytest.approx(commutator.norm().item() / 2, rel=0.05)
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 3, 3), torch.ones(1, 2, 3, 4)])
+def test_lie_needs_square_generators(wrong):
+    with pytest.raises(ValueError, match=r"generator: expected \[h c d d\]"):
+        Lie(wrong)
+
+
+def test_the_report_says_what_holds_instead():
+    for name, instead in (("liere", "along lines"), ("spe-sine", "in expectation"), ("fire", "for queries up to L")):
+        report = laws.check(isopos.schemes.REGISTRY[name](HEAD_DIM, HEADS))
+        law = "attention" if name == "fire" else "relative"
+        assert law in report.broken
+        assert f"instead: relative {instead}" in report[law].note
+        assert report[law].figure > 1e-3
+    assert "instead" not in str(laws.check(isopos.sinusoidal(HEAD_DIM, HEADS)))
 
 
 # Constrained projections
@@ -326,7 +419,16 @@ def test_noise_of_a_position_is_one_wherever_it_is_seen():
 
 
 def test_every_class_is_tested():
-    assert set(couplings.__all__) == {"Absolute", "Constrained", "ConvSPE", "SineSPE", "TransformerXL", "XPos"}
+    assert set(couplings.__all__) == {
+        "Absolute",
+        "Constrained",
+        "ConvSPE",
+        "Lie",
+        "Polar",
+        "SineSPE",
+        "TransformerXL",
+        "XPos",
+    }
 
 
 def test_what_acts_ahead_of_a_feature_map_maps_once():

@@ -9,7 +9,12 @@ import torch
 import isopos
 
 LEARN = {("Exponential", "learned"), ("TreePath", "learned"), ("T5", "bidirectional"), ("Finding", "is_law")}
-LEARN |= {("Finding", "measured")}  # and what else is true by default
+LEARN |= {
+    ("Circulant", "learned"),
+    ("Commuting", "learned"),
+    ("RankTwo", "learned"),
+    ("Finding", "measured"),
+}  # and what else is true by default
 NUMBERS = {
     ("rope_frequencies", "base"): 10000.0,
     ("XPos", "length"): 512.0,

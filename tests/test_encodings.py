@@ -22,7 +22,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isopos import bases, encodings, maps
+from isopos import bases, encodings, generators, maps
 from isopos.attention import linear_attention
 from isopos.encodings import (
     Coupling,
@@ -59,7 +59,8 @@ def scores(encoding, x, y, q, k):
 
 
 def test_every_class_has_a_row():
-    classes = {value for value in (getattr(encodings, name) for name in encodings.__all__) if isinstance(value, type)}
+    values = [getattr(module, name) for module in (encodings, generators) for name in module.__all__]
+    classes = {value for value in values if isinstance(value, type)}
     assert {type(case.make()) for case in ENCODINGS} == classes - {Coupling, Encoding}
     assert {type(make()) for make in ALL_BASES.values()} == {getattr(bases, name) for name in bases.__all__} - {
         bases.Basis,
@@ -233,7 +234,9 @@ def test_positions_of_any_dtype_name_the_same_angles(dtype):
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize("case", [case for case in ENCODINGS if "ring" in case.id], ids=ids)
+@pytest.mark.parametrize(
+    "case", [case for case in ENCODINGS if any(isinstance(part, Ring) for part in case.group.leaves)], ids=ids
+)
 def test_a_ring_closes(case):
     encoding, x = case.make(), case.group.random(T)
     columns = [part.period if isinstance(part, Ring) else 0 for part in case.group.leaves]

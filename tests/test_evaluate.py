@@ -1,5 +1,6 @@
 """Perplexity."""
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from isopos import Decoder, schemes
 from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Bytes, Words
 from isopos.lab.recipes import Recipe
+from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.tasks import decoding as evaluate
 from isopos.lab.tasks.decoding import perplexity
 from isopos.lab.tasks.language import Language, Text
@@ -148,3 +150,55 @@ def test_one_is_the_last_token_of_a_window_and_nothing_all():
     data = Text(Language(length=LENGTH, validation_tokens=0), text)
     for view, scored in ((View(scored=1), 1), (View(scored=0.01), 1), (View(), None), (View(scored=LENGTH), LENGTH)):
         assert data.score(model, Recipe(), view).figures == perplexity(model, text, LENGTH, scored=scored)
+
+
+# Extended frequencies
+
+TINY = ["--steps=2", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"]
+
+
+def figures(folder):
+    return json.loads((folder / "eval.json").read_text())[-1]
+
+
+def test_a_run_is_scored_with_extended_frequencies(isopos, tmp_path):
+    line = ["train", "quickstart", *TINY, "--scheme=rope:attention=softmax,learned=true", "--name=one"]
+    assert isopos(*line)[0] == 0
+    run, lengths = tmp_path / "runs" / "one", ["--length", "4", "1", "2"]
+    assert isopos("eval", "runs/one", *lengths)[0] == 0
+    plain = figures(run)["figures"]
+    code, out, err = isopos("eval", "runs/one", *lengths, "--extend=yarn:fast=16,truncate=false")
+    assert (code, err) == (0, "")
+    assert ", extended by yarn:fast=16,truncate=false\n" in out
+    found = figures(run)
+    assert found["extend"] == "yarn:fast=16,truncate=false"
+    recipe, model = load_run(run)
+    data = recipe.task.load(recipe, run=run)
+    for multiple in (1, 2, 4):
+        model.scheme.extend("yarn", factor=multiple, trained=32, fast=16, truncate=False)
+        assert found["figures"][str(multiple)] == data.measure(model, recipe, View(multiple=multiple)).figures
+        same = found["figures"][str(multiple)]["nats"] == pytest.approx(plain[str(multiple)]["nats"], abs=1e-9)
+        assert same == (multiple == 1)
+    assert isopos("eval", "runs/one", *lengths, "--extend=longrope:rescale=1+1.5+2+4,factor=4")[0] == 0
+    model.scheme.extend("longrope", factor=4, trained=32, rescale=[1, 1.5, 2, 4])
+    assert figures(run)["figures"]["2"] == data.measure(model, recipe, View(multiple=2)).figures
+    for wrong, message in (
+        ("yern", "extend: expected one of linear, dynamic, yarn, longrope, llama3, got 'yern'; did you mean yarn?"),
+        ("yarn:fest=3", "extend: yarn: unknown option 'fest': did you mean fast?"),
+        ("yarn:fast=x", "extend: fast: expected a number, got 'x'"),
+        ("yarn:fast=1+2", "extend: fast: expected a number, got '1+2'"),
+        ("yarn:truncate=no", "extend: truncate: expected true or false, got 'no'"),
+        ("longrope:rescale=1+x", "extend: rescale: expected numbers joined by +, got '1+x'"),
+        ("yarn:factor=0.5", "factor: expected a number from 1 on"),
+        ("longrope", "rescale: expected a positive factor for each pair of features, got []"),
+        ("longrope:rescale=1+2", "rescale: expected a factor for each of 4 pairs of features, got 2"),
+    ):
+        code, _, err = isopos("eval", "runs/one", f"--extend={wrong}")
+        assert (code, err.startswith(f"isopos: {message}")) == (2, True), err
+    assert len(json.loads((run / "eval.json").read_text())) == 3, "what is refused leaves no figures"
+
+
+def test_schemes_that_do_not_rotate_are_not_extended(isopos):
+    assert isopos("train", "quickstart", *TINY, "--scheme=permuteformer", "--name=one")[0] == 0
+    code, _, err = isopos("eval", "runs/one", "--extend=linear")
+    assert (code, "extend: expected a scheme that rotates by frequencies" in err) == (2, True), err

@@ -46,6 +46,11 @@ def test_compiled_too():
         assert error < BOUNDS["float32"]
 
 
+def test_what_is_not_relative_is_compared_with_itself_far_out():
+    for error in exactness.measure(["fire", "kerple"], ["2^31"], ["float64"]).values():
+        assert isinstance(error, str) or error < 1e-6
+
+
 def test_a_wrong_answer_shows(monkeypatch):
     attend = exactness.ATTENTIONS["linear"]
     monkeypatch.setitem(exactness.ATTENTIONS, "linear", lambda *a, segment_ids=None, mask=None, **at: attend(*a, **at))

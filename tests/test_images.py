@@ -472,6 +472,14 @@ def test_published_images(name, height, channels, classes):
 SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--patch=2", "--device=cpu"]
 
 
+def test_how_much_larger_images_are_than_in_training():
+    task = Images(height=8, width=16, patch=2, margin=2)
+    assert task.extent(View(), 2) == (1.0, 10)
+    assert task.extent(View(own=(("height", 20), ("width", 4))), 2) == (2.0, 10)
+    assert task.extent(View(own=(("height", 20),)), 1) == (2.0, 60)
+    assert task.extent(View(own=(("height", 2),)), 1) == (1.0, 60)
+
+
 def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, tmp_path):
     source = bars(tmp_path / "bars")
     schemes = "rope,ape-grid"
@@ -490,6 +498,9 @@ def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, t
     saved = json.loads((tmp_path / run / "eval.json").read_text())
     assert saved[0]["own"] == [["height", 12], ["width", 16], ["shift", 1]]
     assert saved[0]["figures"]["1"]["images"] == 4
+    status, out, err = isopos("eval", run, "--view", "height=12", "width=16", "--extend=linear")
+    assert (status, err) == (0, "")
+    assert ", height 12, width 16, extended by linear\n" in out
     for wrong, message in (
         ("shift", "view: expected NAME=NUMBER, got 'shift'"),
         ("shift=-1", "view: expected NAME=NUMBER, got 'shift=-1'"),

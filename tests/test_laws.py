@@ -16,7 +16,12 @@ PROPERTIES = {"directional", "periodic", "positive"}
 
 def broken_of(case):
     """The laws that a scheme does not promise."""
-    seen = {"ape-absolute", "spe-sine", "spe-conv"}  # in scores, not only by way of embeddings or of the feature map
+    seen = {
+        "ape-absolute",
+        "spe-sine",
+        "spe-conv",
+        "liere",
+    }  # in scores, not only by way of embeddings or of the feature map
     return [] if case.relative else ["relative", "attention"] if case.name in seen else ["attention"]
 
 

@@ -20,6 +20,7 @@ from isopos.maps import (
     Matrix,
     OnPairs,
     Operators,
+    Plane,
     Powers,
     Reflection,
     Rotation,
@@ -45,6 +46,11 @@ def reflection():
     return Reflection(torch.nn.functional.normalize(torch.randn(H, 1, D, dtype=torch.float64), dim=-1))
 
 
+def plane():
+    u, v = torch.linalg.qr(torch.randn(H, D, 2, dtype=torch.float64)).Q.unbind(-1)
+    return Plane(u[:, None], v[:, None], rotation(2).table)
+
+
 def matrix():
     return Matrix(torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64)).Q)
 
@@ -63,6 +69,7 @@ ISOMETRIES = {
     "powers-samples": lambda: Powers(Permutation(torch.stack([torch.randperm(D)])).table, torch.randint(9, (B, T, 1))),
     "constant-gather": lambda: Gather(torch.randperm(D)[None, None], constant=True),
     "reflection": reflection,
+    "plane": plane,
     "matrix": matrix,
     "chain": lambda: Chain(matrix(), rotation()),
     "chain-back": lambda: Chain(gather(), reflection()),

@@ -82,6 +82,92 @@ def test_rotary_modules(peer, start):
     close(rho_q(q) @ rho_k(k).mT, theirs_q @ theirs_k.mT)
 
 
+def rope_config(rule, head_dim, length, **parameters):
+    """Of Llama, with `rope_parameters`; extended ones are of `length` positions in training."""
+    sizes = {"hidden_size": HEADS * head_dim, "num_attention_heads": HEADS, "max_position_embeddings": length}
+    own = {"rope_type": rule, "original_max_position_embeddings": length} | parameters
+    if rule in ("linear", "dynamic"):
+        del own["original_max_position_embeddings"]
+    return module("transformers").LlamaConfig(**sizes, rope_parameters=own)
+
+
+RESCALE = [1 + 0.3 * n for n in range(32)]
+LENGTHS = [  # of 64 features: the rule, its parameters there, and its options here
+    ("linear", {}, {}),
+    ("dynamic", {}, {}),
+    ("dynamic", {"factor": 2.5}, {"alpha": 2.5}),
+    ("yarn", {}, {}),
+    ("yarn", {"beta_fast": 8, "beta_slow": 2}, {"fast": 8.0, "slow": 2.0}),
+    ("yarn", {"truncate": False, "attention_factor": 1.3}, {"truncate": False, "sharpness": 1.3}),
+    ("longrope", {"long_factor": RESCALE, "short_factor": RESCALE}, {"rescale": RESCALE}),
+    ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, {}),
+    ("llama3", {"low_freq_factor": 2.0, "high_freq_factor": 9.0}, {"slow": 2.0, "fast": 9.0}),
+]
+
+
+@pytest.mark.parametrize(("rule", "parameters", "options"), LENGTHS)
+@pytest.mark.parametrize(
+    ("base", "length", "factor"), [(1e4, 4096, 4.0), (1e4, 100, 16.0), (5e5, 8192, 8.0), (1e2, 5000, 2.0)]
+)
+def test_extended_frequencies(rule, parameters, options, base, length, factor):
+    """Of dynamic scaling their factor is our alpha, and their sequence length our factor."""
+    functions = module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    config = rope_config(
+        rule, 64, length, **{"rope_theta": base, "factor": 1.0 if rule == "dynamic" else factor, **parameters}
+    )
+    expected, attention_factor = functions[rule](config, seq_len=int(factor * length))
+    ours = isopos.lengths.extension(rule, factor, length, **options)
+    found = ours(isopos.encodings.rope_frequencies(32, base)[None, None])[0, 0]
+    assert (found - expected).abs().max() < 1e-6
+    assert ((found / expected) - 1).abs().max() < 1e-4  # theirs are float32 powers
+    assert ours.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize(("rule", "parameters", "options"), [LENGTHS[0], *LENGTHS[3:8]])
+def test_logits_of_an_extended_llama(rule, parameters, options):
+    config = rope_config(rule, 64, 50, rope_theta=1e4, factor=4.0, **parameters)
+    q, k = torch.randn(2, 1, HEADS, 200, 64)
+    llama, x = transformers("llama"), torch.arange(200)
+    theirs_q, theirs_k = llama.apply_rotary_pos_emb(q, k, *llama.LlamaRotaryEmbedding(config)(q, x[None]))
+    ours = isopos.rope(64, layout="half", attention="softmax").extend(rule, factor=4.0, trained=50, **options)
+    at = ours.at(x[:, None])
+    close(at["scale"] * at["isometry"](q) @ at["isometry"](k).mT, theirs_q @ theirs_k.mT / 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"learned": True}])
+def test_a_patched_llama_is_an_extended_one(options):
+    """By its own code, and by our attention."""
+    from isopos.integrations.transformers import patch
+
+    parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    llama, config = transformers("llama").LlamaForCausalLM, module("transformers").LlamaConfig
+    theirs = llama(config(**sizes, rope_parameters={"rope_type": "yarn", **parameters})).eval()
+    ours = llama(config(**sizes)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    scheme = isopos.rope(16, 2, layout="half", attention="softmax", **options).extend("yarn", factor=4.0, trained=20)
+    tokens = torch.arange(29)[None]
+    with torch.no_grad():
+        found = patch(ours, scheme)(tokens).logits
+        assert (found - theirs(tokens).logits).abs().max() < 1e-6
+
+
+def test_features_that_pass_are_made_sharper_too():
+    """GPT-NeoX's code multiplies those that rotate alone by cosines."""
+    from isopos.integrations.transformers import patch, unpatch
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    model = transformers("gpt_neox").GPTNeoXForCausalLM(module("transformers").GPTNeoXConfig(**sizes)).eval()
+    found, tokens = [], torch.arange(29)[None]
+    for learned in (False, True):  # through the model's code, if that could, and through our attention
+        scheme = isopos.rope(16, 2, rotary_dim=4, layout="half", attention="softmax", learned=learned)
+        patch(model, scheme.extend("yarn", factor=4.0, trained=20))
+        with torch.no_grad():
+            found.append(model(tokens).logits)
+        unpatch(model)
+    close(*found)
+
+
 @pytest.mark.parametrize("name", ["transformers Llama"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_converted_llama_projections(peer, name, bias):

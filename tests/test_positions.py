@@ -1,6 +1,8 @@
 """Groups of positions and the tensors that hold their elements."""
 
 import itertools
+import math
+from datetime import UTC, datetime, timedelta, timezone
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 import isopos
 from isopos import positions
-from isopos.positions import Line, Product, Ring, Tree, depths, grid, sequence
+from isopos.positions import Line, Product, Ring, Tree, depths, grid, sequence, timestamps
 from isopos.schemes import REGISTRY
 from isopos.state import State
 
@@ -17,6 +19,7 @@ GROUPS = [
     Line(real=True),
     Ring(1),
     Ring(7),
+    Ring(7, real=True),
     Product((Line(), Ring(4))),
     Product((Line(), Product((Ring(3), Line())))),
 ]
@@ -212,3 +215,90 @@ def test_position_ids_without_a_column_get_the_hint(name):
         for wrong in (ids, ids[0]):
             with pytest.raises(ValueError, match=rf"positions: expected \[\*b t {columns}\] for .*{hint}"):
                 call(wrong)
+
+
+# Times
+
+
+def test_timestamps_are_times_of_day_of_week_and_since_the_start():
+    times = [
+        datetime(2024, 2, 28, 23, 59, 30),
+        datetime(2024, 3, 1),
+        datetime(1969, 12, 31, 12),
+        datetime(2024, 3, 4, 0, 0, 0),
+    ]
+    expected = [
+        [
+            time.hour + time.minute / 60 + time.second / 3600,
+            time.weekday() + (time - time.replace(hour=0, minute=0, second=0)) / timedelta(days=1),
+        ]
+        for time in times
+    ]
+    found = timestamps(times, start=datetime(2024, 1, 1))
+    torch.testing.assert_close(found[:, :2], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+    assert found[:, 2].tolist() == [(time - datetime(2024, 1, 1)) / timedelta(hours=1) for time in times]
+    torch.testing.assert_close(timestamps(times), found - found[0] * torch.tensor([0, 0, 1]), rtol=0, atol=1e-9)
+    isopos.clock(6).group.check(found)
+
+
+def test_timestamps_read_what_others_have():
+    times = [datetime(2024, 2, 28, 23, 59, 30), datetime(2024, 3, 1)]
+    found = timestamps(times)
+    assert timestamps(np.array(times, dtype="datetime64[s]")).equal(found)
+    seconds = torch.tensor([time.replace(tzinfo=UTC).timestamp() for time in times], dtype=torch.float64)
+    assert timestamps(seconds).equal(found)
+    assert timestamps(seconds.expand(3, 2)).equal(found.expand(3, -1, -1))
+    assert timestamps([time.replace(tzinfo=timezone(timedelta(hours=5))) for time in times]).equal(found)
+    assert timestamps([], start=times[0]).shape == (0, 3)
+
+
+def test_a_delay_is_one_shift():
+    group, delay = isopos.clock(6).group, timedelta(days=9, hours=7, minutes=31)
+    start = datetime(2024, 1, 1)
+    times = [datetime(2023, 11, 5, 4), datetime(2024, 2, 29, 20, 15), datetime(2024, 12, 30, 23)]
+    by = timestamps([start + delay], start=start)
+    moved = group.shift(by, timestamps(times, start=start))
+    torch.testing.assert_close(moved, timestamps([time + delay for time in times], start=start), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: timestamps(["2024-01-01"]), TypeError, "times: expected datetimes, got str; datetime.fromisoformat"),
+        (lambda: timestamps(np.arange(3)), ValueError, "times: expected datetime64, got int64"),
+        (lambda: timestamps([]), ValueError, "start: expected a datetime where there are no times"),
+        (lambda: timestamps(torch.tensor(3.0)), ValueError, r"times: expected finite ones, \[\*b t\]"),
+        (lambda: timestamps(torch.tensor([torch.nan])), ValueError, "times: expected finite ones"),
+    ],
+)
+def test_what_is_no_time_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_real_rings_take_fractions_and_others_do_not():
+    ring, x, y = Ring(24, real=True), torch.tensor([[23.5], [1.0]]), torch.tensor([[0.75], [13.0]])
+    assert ring.distance(x, y).tolist() == [[1.25, 10.5], [0.25, 12.0]]
+    assert ring.compose(x, ring.inverse(x)).tolist() == [[0.0], [0.0]]
+    assert repr(ring) == "Ring(period=24, real=True)"
+    assert repr(Ring(24)) == "Ring(period=24)"
+    assert eval(repr(ring)) == ring != Ring(24)
+    with pytest.raises(ValueError, match="expected integers"):
+        Ring(24).check(x)
+
+
+def test_a_clock_closes_its_rings_and_goes_on():
+    """A week later only absolute time differs; fractional hours count."""
+    encoding = isopos.clock(12, base=50.0).encoding
+    x = timestamps([datetime(2024, 1, 1, 6, 40), datetime(2024, 1, 3, 18, 30), datetime(2024, 1, 8, 6, 40)])
+    q = torch.randn(1, 1, 1, 12, dtype=torch.float64).expand(1, 1, 3, 12)
+    first, other, later = encoding(x, torch.float64)(q)[0, 0]
+    assert torch.allclose(first[:8], later[:8])
+    assert not torch.allclose(first[8:], later[8:])
+    assert not torch.allclose(first[:8], other[:8])
+    hours, days, since = x[1].tolist()
+    angles = [2 * math.pi * m * hours / 24 for m in (1, 2)] + [2 * math.pi * m * days / 7 for m in (1, 2)]
+    angles += [since, since * 50**-0.5]
+    pairs = torch.view_as_complex(q[0, 0, 0].unflatten(-1, (6, 2)).contiguous())
+    expected = torch.view_as_real(pairs * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))).flatten()
+    torch.testing.assert_close(other, expected, rtol=0, atol=1e-12)

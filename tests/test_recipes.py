@@ -339,7 +339,7 @@ DECLARED = """
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64
-    eval: split=validation length=() scored=0.0 limit=-1 view=()
+    eval: split=validation length=() scored=0.0 limit=-1 view=() extend=
     generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
     runs: folder=runs
     bench: section=all allocator=both rounds=9 out= overwrite=False compiled=False

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases import ATTENTION, HEAD_DIM, HEADS, SCHEMES, close, inputs, inputs_of, perturb, scheme_case, with_kinds
 
 import isopos
-from isopos import Attention
+from isopos import Attention, schemes
 from isopos.positions import Line, sequence
 from isopos.state import State
 
@@ -120,3 +120,16 @@ def test_only_streams_go_on_to_other_layers():
 def test_softmax_attention_has_no_feature_map():
     scheme = isopos.rope(HEAD_DIM, HEADS, attention="softmax")
     assert not hasattr(scheme, "feature_map"), "what walks over attributes, as torch.jit.trace, finds none"
+
+
+def test_a_fingerprint_is_the_same_in_training_and_in_evaluation():
+    assert isopos.t5(8, 2).eval().fingerprint == isopos.t5(8, 2).fingerprint
+
+
+def test_a_scheme_knows_how_it_was_made():
+    scheme = isopos.permuteformer(8, 2, attention="softmax")
+    name, options = scheme.origin
+    assert (name, options["seed"], options["attention"]) == ("permuteformer", 0, "softmax")
+    assert schemes.REGISTRY[name](**options).fingerprint == scheme.fingerprint
+    absorbed = isopos.ape_sequence(8, 2, attention="softmax")
+    assert isopos.attention.absorb(absorbed, torch.nn.Linear(16, 16)).origin is None

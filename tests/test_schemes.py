@@ -244,7 +244,7 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert (heads != 0).all()
 
 
-ANGLES = ("lrpe-unitary", "lrpe-orthogonal")  # they learn them by default
+ANGLES = ("lrpe-unitary", "lrpe-orthogonal", "rope-mixed")  # they learn them by default
 
 
 @every
@@ -254,7 +254,8 @@ def test_what_learns_is_what_the_options_say(case):
     if case.id in STORED or case.name in LEARNED:
         assert STORED.get(case.id, LEARNED.get(case.name, set())) <= stored
     names = {name.rpartition(".")[2] for name in stored}
-    expected = {name.rpartition(".")[2] for name in LEARNED.get(case.name, ())}
+    own = STORED[case.id] if "variant" in case.options else LEARNED.get(case.name, ())
+    expected = {name.rpartition(".")[2] for name in own}
     learned = case.options.get("learned", case.name in ANGLES)
     expected = expected | ({"weight" if case.name == "horn-constrained" else "frequency"} if learned else set())
     expected |= {"normal"} if case.options.get("learned_basis") else set()
@@ -262,7 +263,7 @@ def test_what_learns_is_what_the_options_say(case):
     expected |= {"generator"} if case.name.startswith("ape-") else set()
     expected |= {"log_rate"} if callable(case.options.get("decay")) else set()
     assert names == expected
-    shared = ("learned", "shaw", "shiv-quirk")  # by heads
+    shared = ("learned", "shaw", "shiv-quirk", "fire")  # by heads
     assert case.name in shared or all(p.shape[0] == HEADS for p in scheme.parameters())
     assert bool(list(scheme.buffers())) == (case.options.get("feature_map") == "favor")
 
@@ -349,7 +350,7 @@ def test_low_precision_inputs(case, kind):
 
 @presets
 def test_other_sizes(case):
-    for head_dim, heads in ((4, 1), (6, 3), (64, 2)):
+    for head_dim, heads in ((6 if case.name == "clock" else 4, 1), (6, 3), (64, 2)):  # a pair each of three parts
         scheme = case.build(head_dim, heads)
         leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
         out = FUNCTIONS[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)))
@@ -1104,6 +1105,10 @@ DEFAULTS = """
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
+    rope-axial: linear elu+1 plain none, axes=2 base=100.0
+    rope-mixed: linear elu+1 plain none, axes=2 base=10.0 learned=True seed=0
+    rope-golden: linear elu+1 plain none, axes=2 base=100.0
+    mrope: linear elu+1 plain none, interleaved=False base=10000.0 layout=interleaved
     horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
         inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 mean=0.0 seed=0
@@ -1120,6 +1125,7 @@ DEFAULTS = """
     permuteformer: linear relu encoded permuteformer, width=1 matrix=permutation orders=random seed=0
     permuteformer-2d: linear relu encoded none, axes=2 orders=random seed=0
     rope: linear elu+1 plain none, base=10000.0 learned=False layout=interleaved
+    p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
     cosformer: linear relu encoded none, length=2048

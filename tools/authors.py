@@ -54,6 +54,32 @@ AUTHORS = {
         "(`attention=softmax,locality=0.98`); depth up to 16; else as ape-sequence",
     ),
     "ape-product": Code("no code"),
+    "rope-axial": Code(
+        "naver-ai/rope-vit", "columns come before rows in positions; the class token does not turn, as one at the origin"
+    ),
+    "rope-mixed": Code(
+        "naver-ai/rope-vit",
+        "two axes, of which columns come before rows; frequencies of all layers in one parameter; the class token does not "
+        "turn, as one at the origin",
+    ),
+    "rope-golden": Code("no package: listings of an essay"),
+    "mrope": Code(
+        "huggingface/transformers",
+        "pairs (i, i + d/2) (`layout=half`); Qwen2-VL's default is base 10^6 (`base=1000000`), Qwen3-VL's is 5 10^5 "
+        "(`base=500000`), and its axes take turns (`interleaved=true`)",
+    ),
+    "clock": Code("no code"),
+    "string": Code("no code"),
+    "comrope": Code(
+        "Longin-Yu/ComRoPE",
+        'blocks of 2 by default, at first normal random; heads share the directions of "linear"; positions in [0, 1), moved '
+        "by noise in training",
+    ),
+    "grape": Code(
+        "model-architectures/GRAPE",
+        "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
+    ),
+    "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,
@@ -70,6 +96,10 @@ AUTHORS = {
     "deberta": Code(
         "microsoft/DeBERTa", "position to content reads row delta(i, j), where Eq. 4 has delta(j, i) (`released=true`)"
     ),
+    "kerple": Code(
+        "chijames/KERPLE", "numbers are learned as they are, and cut from below at 0.01 in each call; causal attention only"
+    ),
+    "fire": Code("no code but the listing of the paper's appendix"),
     "alibi": Code("ofirpress/attention_with_linear_biases", "causal softmax attention only"),
     "lrpe-unitary": Code(LRPE, f"{LRPE_SUMS}; the listing takes complex features only, and its theta has type a alone"),
     "lrpe-orthogonal": Code(LRPE, f"{LRPE_SUMS}; thetas b and c are divided by the length of each call, not by `length`"),
@@ -84,7 +114,9 @@ AUTHORS = {
         "cpcp1998/PermuteFormer",
         "both axes have the same permutations, of fixed width and height; its class token shares the first pixel's place",
     ),
+    "pope": Code("lucidrains/x-transformers, which is not the authors'", "phases are cut to [-2 pi, 0]; float32 angles"),
     "rope": Code("ZhuiyiTechnology/roformer"),
+    "p-rope": Code("huggingface/transformers", 'its "proportional" frequencies are of pairs (i, i + d/2) (`layout=half`)'),
     "retnet": Code(
         "microsoft/torchscale",
         "frequencies 10000^-(i / (d/2 - 1)) instead of 10000^(-2i/d) (`frequencies=torchscale`); no feature map and no "

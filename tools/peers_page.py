@@ -117,6 +117,37 @@ def _rope_module(name: str) -> tuple[Tensor, Tensor]:
     return rho(q) @ rho(k).mT, theirs_q @ theirs_k.mT
 
 
+def _against_transformers(scheme: Any, module: Any, kind: str, parameters: dict[str, Any], ids: Tensor, x: Tensor) -> Any:
+    """Scores at positions x, and those of a rotary module at position ids."""
+    q, k = _drawn(2, torch.float32)
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "max_position_embeddings": 4096}
+    config = importlib.import_module("transformers").LlamaConfig(**sizes, rope_parameters={"rope_theta": 1e4} | parameters)
+    cos, sin = getattr(module, kind)(config)(q, ids)
+    theirs_q, theirs_k = module.apply_rotary_pos_emb(q, k, cos, sin)
+    rho = scheme.encoding(x)
+    return rho(q) @ rho(k).mT, theirs_q @ theirs_k.mT
+
+
+def _mrope(model: str, kind: str, sections: list[int], **options: Any) -> tuple[Tensor, Tensor]:
+    """At the position ids that the model gives to text, an image, text and another image."""
+    module = _transformers(model)
+    types = torch.tensor([[0] * 5 + [1] * 30 + [0] * 3 + [1] * 32])
+    own: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
+    whole = next(getattr(module, name) for name in dir(module) if name.endswith("VLModel"))
+    own.get_vision_position_ids = partial(whole.get_vision_position_ids, own)
+    ids, _ = whole.get_rope_index(own, types, types, torch.tensor([[1, 10, 12], [2, 8, 8]]))
+    scheme = isopos.mrope(HEAD_DIM, sections=sections, layout="half", **options)
+    parameters = {"rope_type": "default", "mrope_section": sections}
+    return _against_transformers(scheme, module, kind, parameters, ids, ids.movedim(0, -1))
+
+
+def _p_rope() -> tuple[Tensor, Tensor]:
+    ids, scheme = torch.arange(LENGTH), isopos.p_rope(HEAD_DIM, p=0.6, layout="half")
+    parameters = {"rope_type": "proportional", "partial_rotary_factor": 0.6}
+    module = _transformers("llama")
+    return _against_transformers(scheme, module, "LlamaRotaryEmbedding", parameters, ids[None], ids[:, None])
+
+
 def _xpos(package: str) -> tuple[Tensor, Tensor]:
     q, k = _drawn(2, torch.float32)
     at = isopos.xpos(HEAD_DIM).at(isopos.sequence(LENGTH))["isometry"]
@@ -214,6 +245,19 @@ def _shaw() -> tuple[Tensor, Tensor]:
     reach = {"left_max_position_embeddings": 9, "right_max_position_embeddings": 9}
     own = SimpleNamespace(distance_embedding=lambda row: rows[row], scaling=HEAD_DIM**-0.5, **reach)
     return _attended(scheme, module._apply_relative_key_position_encoding(own, q, k)[1], HEAD_DIM**-0.5)
+
+
+@torch.no_grad()
+def _pope() -> tuple[Tensor, Tensor]:
+    """Theirs computes in float32, with phases within a turn behind zero."""
+    scheme, (q, k) = isopos.pope(HEAD_DIM, HEADS, attention="softmax"), _drawn(2, torch.float32)
+    module, coupling = importlib.import_module("x_transformers.x_transformers"), scheme.encoding
+    peer, phase = module.PolarEmbedding(HEAD_DIM, HEADS), -6 * torch.rand(HEADS, HEAD_DIM)
+    peer.learned_bias.copy_(phase[:, None])
+    coupling.parameter.copy_(phase)
+    angles, bias = peer(torch.arange(LENGTH))
+    theirs = [module.apply_polar_pos_emb(x, a) for x, a in ((q, angles), (k, angles + bias))]
+    return _scores(scheme, q, k), theirs[0] @ theirs[1].mT
 
 
 def _alibi(package: str) -> tuple[Tensor, Tensor]:
@@ -330,6 +374,23 @@ def _xpos_of_torchscale() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def _rope_vit(mixed: bool) -> tuple[Tensor, Tensor]:
+    """Its frequencies of columns and of rows, at pixels of 7 rows of 10; those that are mixed are learned."""
+    (q, k), scheme = _drawn(2), REGISTRY["rope-mixed" if mixed else "rope-axial"](HEAD_DIM, HEADS)
+    pixel, size = torch.arange(LENGTH), 100.0 ** -(torch.arange(0, HEAD_DIM, 4).double() / HEAD_DIM)
+    frequency = torch.stack((torch.cat((size, 0 * size)), torch.cat((0 * size, size))))[None]  # of rows, of columns
+    if mixed:
+        frequency = torch.randn(HEADS, 2, HEAD_DIM // 2, generator=torch.Generator().manual_seed(1)).double()
+        scheme.encoding.parameter.copy_(frequency)  # pyright: ignore
+    rows, columns = pixel.div(10, rounding_mode="floor").double(), (pixel % 10).double()
+    angle = columns[:, None] * frequency[:, 1, None] + rows[:, None] * frequency[:, 0, None]
+    turns = torch.polar(torch.ones(1, dtype=torch.float64), angle)
+    theirs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns for x in (q, k)]
+    rho = scheme.encoding(isopos.grid(7, 10), torch.float64)
+    return rho(q) @ rho(k).mT, (theirs[0] @ theirs[1].mH).real
+
+
+@torch.no_grad()
 def _ape() -> tuple[Tensor, Tensor]:
     """Powers of one orthogonal matrix a head by repeated products."""
     (q, k), scheme = _drawn(2), isopos.ape_sequence(HEAD_DIM, HEADS)
@@ -357,6 +418,20 @@ COMPARISONS = (
         for why in ["its table is rounded to float32, as ours" if "RoFormer" in name else FLOAT32]
     ),
     *(
+        Comparison(
+            "mrope", "transformers", kind, f"scores at its own position ids with `layout=half,{own}`",
+            partial(_mrope, model, kind, sections, interleaved="interleaved" in own), 1e-6, FLOAT32,
+        )
+        for model, kind, sections, own in (
+            ("qwen2_vl", "Qwen2VLRotaryEmbedding", [2, 3, 3], "sections=2+3+3"),
+            ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", [4, 2, 2], "sections=4+2+2,interleaved=true"),
+        )
+    ),
+    Comparison(
+        "p-rope", "transformers", "proportional of ROPE_INIT_FUNCTIONS", "scores with `layout=half,p=0.6`", _p_rope, 1e-6,
+        FLOAT32,
+    ),
+    *(
         Comparison("xpos", name, "RotaryEmbedding(use_xpos=True)", "causal scores", partial(_xpos, name), 3e-5, FLOAT32)
         for name in ("x-transformers", "rotary-embedding-torch")
     ),
@@ -381,6 +456,10 @@ COMPARISONS = (
         why="its sinusoids are float32",
     ),
     Comparison("shaw", "transformers", "Wav2Vec2BertSelfAttention, relative_key", "outputs, vectors of keys only", _shaw),
+    Comparison(
+        "pope", "x-transformers", "PolarEmbedding, apply_polar_pos_emb", "scores with `attention=softmax`", _pope, 1e-5,
+        why="its angles are float32",
+    ),
     Comparison("alibi", "transformers", "bloom.build_alibi_tensor", "causal outputs", partial(_alibi, "transformers")),
     Comparison("alibi", "x-transformers", "AlibiPositionalBias", "outputs", partial(_alibi, "x-transformers")),
     Comparison(
@@ -414,6 +493,8 @@ COMPARISONS = (
         differs="features are max(x, 0) + 0.001 here, so that a denominator is never 0",
     ),
     Comparison("ape-sequence", "", f"APE, {TYPED}", "scores", _ape),
+    Comparison("rope-axial", "", f"rope-vit, {TYPED}", "scores", partial(_rope_vit, False)),
+    Comparison("rope-mixed", "", f"rope-vit, {TYPED}", "scores of learned frequencies", partial(_rope_vit, True)),
 )  # fmt: skip
 
 
@@ -452,6 +533,8 @@ def _formulas() -> Iterator[tuple[str, str, str, str]]:
             figure = "- (an absolute one has no canonical form)"
         elif scheme.encoding.is_random:
             figure = "- (equal in expectation only)"
+        elif weaker := scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law):
+            figure = f"- ({weaker} only)"
         else:
             figure = f"{by_formula(scheme):.0e}"
         yield f"`{name}`", entry.citation, scheme.attention, figure

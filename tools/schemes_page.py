@@ -64,6 +64,17 @@ Facts read from released code, for whoever compares with it or carries weights o
 paper differs from its code, schemes follow the paper. An option in backticks gives the code's behaviour. What both compute
 of the same numbers is in [peers.md](peers.md), where packages can be run.
 """
+ABSENT = """\
+Every scheme above says what positions do to a query and a key before it sees their score: an isometry of each, a log decay,
+a term of an offset. What reads the scores themselves has no such form, so that neither linear attention nor a law of
+positions is left, and is not here:
+
+- CoPE (Golovneva et al. 2024, arXiv 2405.18719): a position is the sum of sigmoid(<q, k>) over the keys between, so that
+  scores make positions, other ones for each query.
+- DAPE (Zheng et al. 2024, arXiv 2405.14722): a bias is what a network makes of each logit and a bias of its offset together.
+- Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): a weight is sigmoid(<q, k>) of what the scores of later keys
+  leave.
+"""
 CRITERIA = """\
 Those of *Algebraic Positional Encodings*, section 5, after Dufter et al. 2022. **injection**: what changes; embeddings,
 queries and keys are content, adjusted outside the attention function; scores, weights and values are inside it.
@@ -123,6 +134,7 @@ def page() -> str:
         *_section("What holds", _laws(schemes)),
         *_section("Defaults and options", _options(schemes)),
         *_section("Beside the authors' code", _code()),
+        *_section("What does not fit", [ABSENT.rstrip()]),
         *_section("The nine criteria", _criteria(schemes)),
     )
     return "\n".join(sections)
@@ -302,9 +314,10 @@ def _recurrence(measured: _Measured) -> str:
 def _reference(measured: _Measured) -> str:
     if measured.unseen:
         return "-"
-    if measured.scheme.encoding.is_random:
-        return "relative in expectation"
-    return "the origin" if "attention" in measured.report.broken else "relative"
+    if "attention" not in measured.report.broken:
+        return "relative"
+    scheme = measured.scheme
+    return scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law) or "the origin"
 
 
 def _learned(measured: _Measured) -> str:

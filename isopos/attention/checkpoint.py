@@ -64,6 +64,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest
     vars(absorbed).pop("fingerprint", None)  # it is another scheme's
+    absorbed.origin = None
     return absorbed
 
 
@@ -82,7 +83,9 @@ def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
         chain = encoding(encoding.group.origin(1, device=encoding.parameter.device), torch.float64)
         assert isinstance(chain, Chain)
         learned = isinstance(encoding.parameter, nn.Parameter)
-        return chain.first, Rotary(encoding.frequency()[:, None], learned=learned)
+        rotary = Rotary(encoding.frequency()[:, None], learned=learned)
+        rotary.extension = encoding.extension
+        return chain.first, rotary
     raise ValueError(f"scheme: expected an encoding with a basis (InBasis, Exponential), got {type(encoding).__name__}")
 
 

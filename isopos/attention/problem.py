@@ -132,7 +132,7 @@ def group(problem: Problem) -> Problem:
         return problem
     decays, maps = problem.decay or (), (problem.rho_q, problem.rho_k)
     given = [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decays]
-    given += [("terms", term.table.shape[:1]) for term in problem.terms]
+    given += [("terms", (term.heads,)) for term in problem.terms]
     of_queries, of_keys = ([name for name, shape in given if shape == (n,)] for n in (heads, own))
     if of_queries and of_keys and own > 1:
         raise ValueError(
@@ -351,7 +351,7 @@ def _check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, 
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
-    if len(term.table) not in (1, batch[-1], heads[1]) or width not in (None, term.table.shape[-1]):
+    if term.heads not in (1, batch[-1], heads[1]) or width not in (None, term.table.shape[-1]):
         raise ValueError(
             f"terms: expected a table of {batch[-1]} heads{'' if width is None else f' and {width} features'}, "
             f"got {list(term.table.shape)}"
@@ -473,7 +473,7 @@ def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
     q, v, given = problem.q, problem.v, (("decay", problem.decay), ("segment_ids", problem.segments))
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
     parts += [name for name, x in given if x is not None]
-    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {len(term.table)}" for term in problem.terms)])
+    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
 
 
 def _structure(rho: TokenMap) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
-from isopos.terms import Clipped, Term
+from isopos.terms import Clipped, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
 
@@ -123,6 +123,8 @@ DEFINITIONS: dict[str, Callable[..., Tensor]] = {"linear": linear, "softmax": so
 
 def rows(term: Term, phi: Phi = identity) -> Tensor:
     """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
+    if isinstance(term, Numbers):
+        return term.table
     index = _clipped(term) if isinstance(term, Clipped) else term.index()
     return phi(term.table)[:, index].movedim(0, -3 if term.side == "none" else -4)
 

@@ -116,7 +116,8 @@ class Steps:
         self._served = self._prepared is not None
 
     def _look_ahead(self, prepared: Prepared) -> None:
-        """Make tables of the next tokens."""
+        """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
+        self._state.stamped(self.scheme.fingerprint, None)
         self._rows, at = self._ahead(self.length)
         rho, weights = at["isometry"], None
         rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos import bases, biases, couplings, encodings, feature_maps
+from isopos import bases, biases, couplings, encodings, feature_maps, generators
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, undivided
@@ -95,6 +95,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     - Where a coupling acts ahead of phi (SPE in linear attention, Horn's first scheme with `inside`), q and k are those
       ahead of phi, and the primitives give the products of what phi takes: scores where phi is the identity. Another phi
       leaves no bilinear form.
+    - Where softmax attention has magnitudes (PoPE), q and k stand for them.
     - Stochastic encodings are relative in expectation over their noise; their W is that of the expectation.
     - Pairs with class tokens have a constant W where a term treats them apart.
 
@@ -117,6 +118,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         )
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
+    scale *= scheme.sharpness if softmax else 1.0
     locality = 1.0 if scheme.locality is None else scheme.locality
     rate = torch.zeros(1, dtype=torch.float64) if scheme.decay is None else constant(scheme.decay.rate)
     rate = rate[:, None, None]  # nats a step
@@ -223,8 +225,16 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling))]
         case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair rotates and shrinks
-            complex_frequency = _skew(coupling.frequency[0]) - torch.diag(coupling.log_scale)
+            complex_frequency = _skew(coupling.extended(coupling.frequency)[0]) - torch.diag(coupling.log_scale)
             return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
+        case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
+            angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
+            return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
+        case couplings.Lie():
+            raise ValueError(
+                "scheme: expected scores of relative positions, got exponentials of generators that need not commute, whose "
+                "products are no function of x^-1 y (LRPE, Eq. 6)"
+            )
         case couplings.Constrained():
             nothing, outside = torch.zeros(1, 1, 1, dtype=torch.float64), coupling.outside
             added = Primitive(group, *one, *one, _cosines(coupling), outside=outside, classes=(nothing, nothing))
@@ -250,7 +260,7 @@ def _of_encoding(encoding: Coupling) -> Kernel:
         case encodings.Identity():
             return lambda t: _eye(d)
         case encodings.Rotary():
-            frequency = constant(encoding.parameter)  # [h c f]
+            frequency = encoding.extended(constant(encoding.parameter))  # [h c f]
             if encoding.is_lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
                 return lambda t: torch.diag_embed(_angles(t, frequency).cos())
             return lambda t: _exp(_skew(_angles(t, frequency)))
@@ -259,7 +269,11 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             return lambda t: reduce(torch.matmul, (_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t))))
         case encodings.Exponential():
             generator = constant(encoding.parameter)
-            return lambda t: _exp(t * (generator - generator.mT))
+            skew = _extended(encoding, generator - generator.mT)
+            return lambda t: _exp(t * skew)
+        case generators.Circulant() | generators.Commuting() | generators.RankTwo():
+            axes = _skew_of_axes(encoding)  # [h c d d]
+            return lambda t: _exp((torch.tensor(_numbers(t), dtype=torch.float64)[:, None, None] * axes).sum(1))
         case encodings.TreePath():
             generator = constant(encoding.parameter)  # [h b d d]
             step = _exp(generator - generator.mT)
@@ -274,6 +288,36 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             inner, rest = _of_encoding(encoding.encoding), encoding.rest
             return lambda t: _blocks([inner(t), _eye(rest)])
     raise TypeError(f"encoding: expected one of isopos.encodings, got {type(encoding).__name__}")
+
+
+def _skew_of_axes(encoding: generators.Circulant | generators.Commuting | generators.RankTwo) -> Tensor:
+    """The skew generator L_c of each axis, ``[h c d d]``, with W(t) = exp(sum_c t_c L_c)."""
+    value, d = constant(encoding.parameter), encoding.features
+    match encoding:
+        case generators.Circulant():  # (STRING, Eq. 11) C_ij = c_(i - j)
+            place = torch.arange(d)
+            half = value[..., (place[:, None] - place) % d]
+        case generators.Commuting():  # (Yu et al.) multiples of one matrix in each block
+            direction = constant(encoding.directions()).expand(len(value), -1, -1)
+            half = torch.stack(
+                [
+                    torch.stack([torch.block_diag(*(w * A for w, A in zip(row, blocks, strict=True))) for row in rows])
+                    for rows, blocks in zip(direction, value, strict=True)
+                ]
+            )
+        case generators.RankTwo():  # (Zhang et al.) a b^T
+            half = value[:, :1, :, None] * value[:, 1:, None, :]
+    return half - half.mT
+
+
+def _extended(encoding: encodings.Exponential, skew: Tensor) -> Tensor:
+    """A skew matrix ``[h d d]`` whose planes turn as the extension of an encoding has them."""
+    if encoding.extension is None:
+        return skew
+    turns, planes = torch.linalg.eigh(1j * skew)  # -w, ..., w
+    fast = turns[:, None, turns.shape[-1] // 2 :]
+    fast = encoding.extended(fast)[:, 0]
+    return (planes @ torch.diag_embed(-1j * torch.cat((-fast.flip(-1), fast), -1).to(planes)) @ planes.mH).real
 
 
 def _angles(t: Relative, frequency: Tensor) -> Tensor:
@@ -327,6 +371,9 @@ def _of_basis(basis: bases.Basis) -> Tensor:
         case bases.Orthogonal():
             generator = constant(basis.parameter)
             return _exp(generator - generator.mT)
+        case bases.Cayley():  # (STRING, Eq. 10)
+            skew = constant(basis.parameter) - constant(basis.parameter).mT
+            return (_eye(d) - skew) @ torch.linalg.inv(_eye(d) + skew)
         case bases.OddEven():  # row 2k is e_k, row 2k + 1 is e_{ceil(d/2) + k} (LRPE, Eq. 74, zero-based)
             return _eye(d)[:, [i // 2 if i % 2 == 0 else math.ceil(d / 2) + i // 2 for i in range(d)]]
         case bases.Fourier():  # the unitary transform's rows k = 0, d/2, 1, 2, ...: cosines, then sines of the latter
@@ -399,6 +446,16 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
         case biases.T5():
             weight = constant(bias.parameter)  # [h n]
             return [Primitive(group, *one, *one, lambda t: weight[:, _t5_bucket(bias, t), None, None])]
+        case biases.Kerple():  # (Chi et al., the logarithmic and the power variant)
+            r1, r2 = (constant(a)[:, None, None] for a in bias.numbers())
+            if bias.kernel == "log":
+                return [Primitive(group, *one, *one, lambda t: -r1 * torch.log(1 + r2 * abs(t)))]
+            return [Primitive(group, *one, *one, lambda t: -r1 * torch.pow(abs(t), r2))]
+        case biases.Fire():
+            raise ValueError(
+                "scheme: expected scores of relative positions, got FIRE, whose distances are shares of the query's "
+                "position, no function of x^-1 y (LRPE, Eq. 6)"
+            )
         case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
             keys, queries = (scale * constant(rows.parameter) for rows in (bias.keys, bias.queries))
             back = -1 if bias.released else 1

@@ -14,10 +14,11 @@
     attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
     seen          a layer's sums, or what it learns from them, are others at other positions
 
-An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. A law
-that an encoding's own code keeps from being measured, by an exception, does not hold. Some properties are choices, and
-reported beside the laws: whether scores tell direction, whether denominators are positive (PermuteFormer, Property 3), and
-after how many positions an encoding repeats itself.
+An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. Where
+scores are not relative, the weaker law that a coupling or a bias names stands beside the error. A law that an encoding's own
+code keeps from being measured, by an exception, does not hold. Some properties are choices, and reported beside the laws:
+whether scores tell direction, whether denominators are positive (PermuteFormer, Property 3), and after how many positions an
+encoding repeats itself.
 """
 
 import linecache
@@ -44,6 +45,7 @@ TOLERANCE = 1e-9  # float64, positions to 1000
 EXACT = 1e-6
 SEEN = 1e-6
 TOKENS = 7
+FAR = 10_000
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,22 @@ def check(
         laws = {"width": lambda: _width(probe)} | _laws(subject, probe, dtype)
     except (Exception, SystemExit) as error:  # whatever the encoding's own code does
         return Report(name, (_unmeasured("width", error),))
-    findings = []
+    findings, weaker = [], _weaker(subject)
     for law, measure in laws.items():
         try:
-            findings.append(measure())
+            finding = measure()
+            told = weaker and not finding.holds and law in ("relative", "attention")
+            findings.append(replace(finding, note=f"{finding.note}; instead: {weaker}") if told else finding)
         except (Exception, SystemExit) as error:
             findings.append(_unmeasured(law, error))
     return Report(name, tuple(sorted(findings, key=lambda finding: not finding.is_law)))
+
+
+def _weaker(subject: Scheme | Coupling) -> str:
+    """What holds instead of a relative law, if the subject names it."""
+    if isinstance(subject, Coupling):
+        return subject.weaker_law
+    return subject.encoding.weaker_law or ("" if subject.bias is None else subject.bias.weaker_law)
 
 
 def _unmeasured(name: str, error: BaseException) -> Finding:
@@ -383,6 +394,8 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
         x, shift = _ordered(scheme.group, min(40, max(half, 1)), generator)
         if scheme.max_length is not None:
             x, shift = x % max(half, 1), torch.tensor([[half]])
+        elif scheme.group.is_grid and _weaker(scheme):
+            shift = shift + FAR  # beyond where the weaker law may be the whole one
         features = scheme.encoding.features
         widths = (features, features, features // scheme.width)
         rows = [torch.randn(len(x), scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths]

@@ -1,6 +1,6 @@
-"""Relative terms of logits, for softmax attention: Shaw, Transformer-XL, T5, DeBERTa; and ALiBi, a decay of either kind."""
+"""Terms of logits, for softmax: Shaw, Transformer-XL, T5, DeBERTa, KERPLE, FIRE; and ALiBi, a decay of either kind."""
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from isopos import biases, couplings, encodings
 from isopos.scheme import Choices, Scheme
@@ -105,6 +105,52 @@ def deberta(
     """
     bias = biases.DeBERTa(heads, head_dim, buckets=buckets, max_distance=max_distance, released=released, seed=seed)
     return _with_bias("deberta", bias, head_dim, heads, choices, scale=(3 * head_dim) ** -0.5)
+
+
+@register(
+    summary="a learned kernel a head of the distance",
+    citation="Chi et al. 2022, KERPLE",
+    equation="<q, k> - r1 log(1 + r2 |t|); power: <q, k> - r1 |t|^r2",
+    cost="t^2",
+    extends="groups with a distance",
+    content=False,
+    learns="r1 and r2",
+)
+def kerple(
+    head_dim: int, heads: int, *, kernel: Literal["log", "power"] = "log", seed: int = 0, **choices: Unpack[Choices]
+) -> Scheme:
+    """A learned kernel of the distance, subtracted from logits (Chi et al. 2022, KERPLE). Softmax.
+
+    It is direction-blind. With kernel="power" and r2 = 1 it is ALiBi with learned slopes.
+
+    Args:
+        kernel: "log", r1 log(1 + r2 |t|), or "power", r1 |t|^r2.
+    """
+    return _with_bias("kerple", biases.Kerple(heads, kernel=kernel, seed=seed), head_dim, heads, choices)
+
+
+@register(
+    summary="a learned network of distances, shares of the query's position",
+    citation="Li et al. 2024, FIRE, arXiv 2310.04418",
+    equation="<q, k> + f(psi(|t|) / psi(max(L, x))), psi(n) = log(c n + 1)",
+    cost="t^2 n for n hidden units",
+    extends="lines",
+    content=False,
+    learns="f, c and L",
+)
+def fire(
+    head_dim: int, heads: int, *, width: int = 32, length: float = 512.0, seed: int = 0, **choices: Unpack[Choices]
+) -> Scheme:
+    """A learned network of log distances as shares of the query's position (Li et al. 2024, FIRE). Softmax.
+
+    Relative for queries at positions up to L only, which is learned; direction-blind.
+
+    Args:
+        width: Hidden units of f.
+        length: L at the start.
+    """
+    bias = biases.Fire(heads, width=width, length=length, seed=seed)
+    return _with_bias("fire", bias, head_dim, heads, choices)
 
 
 @register(

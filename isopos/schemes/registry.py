@@ -7,11 +7,14 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
+from isopos import bases, encodings
 from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
-from isopos.encodings import Coupling
+from isopos.encodings import Coupling, Encoding
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = ["REGISTRY", "build", "compose", "even", "options_of", "register", "resolve", "split"]
+__all__ = ["REGISTRY", "Layout", "build", "compose", "even", "laid_out", "options_of", "register", "resolve", "split"]
+
+Layout = Literal["interleaved", "half"]
 
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {
@@ -20,6 +23,8 @@ ARGUMENTS = {
     "heads": "h.",
     "base": "Of geometric frequencies or angles.",
     "initial": 'Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
+    "layout": 'Where pairs come from, "interleaved" (2i, 2i+1) or "half" (i, i + d/2), as in checkpoints of transformers; '
+    "rotated features\n        come out interleaved.",
     "learned": "Learn the frequencies or angles, each head its own.",
     "learned_basis": "Learn the normal of the Householder basis.",
     "locality": "Factor of softmax logits for each step of distance; 0.98 in the paper.",
@@ -78,10 +83,14 @@ def register(**said: Any) -> Callable[[Function], Function]:
         def checked(*arguments: Any, **options: Any) -> Scheme:
             if unknown := [option for option in options if option not in known()]:
                 raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known())}")
-            given = signature.bind(*arguments, **options).arguments
+            bound = signature.bind(*arguments, **options)
+            given = bound.arguments
             at_least("head_dim", given["head_dim"])
             at_least("heads", 1 if given.get("heads") is None else given["heads"])
-            return function(*arguments, **options)
+            scheme = function(*arguments, **options)
+            bound.apply_defaults()
+            scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in known()}
+            return scheme
 
         checked.__doc__ = _described(function)
         REGISTRY[name], CATALOG[name] = checked, entry
@@ -209,6 +218,12 @@ def even(width: int) -> int:
     if width % 2 or width < 2:
         raise ValueError(f"head size: expected an even number of features for a rotation of pairs, got {width}")
     return width
+
+
+def laid_out(rotary: Encoding, layout: str) -> Encoding:
+    """A rotation of pairs (2i, 2i+1), or with layout="half" of pairs (i, i + d/2)."""
+    expect("layout", layout, typing.get_args(Layout))
+    return rotary if layout == "interleaved" else encodings.InBasis(rotary, bases.OddEven(rotary.features))
 
 
 def split(width: int, parts: int, step: int) -> list[int]:

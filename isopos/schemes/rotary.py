@@ -1,15 +1,15 @@
-"""Rotations of feature pairs with fixed frequencies: RoPE, RetNet, xPos, and cosFormer's single angle."""
+"""Rotations of feature pairs with fixed frequencies: RoPE, p-RoPE, RetNet, xPos, and cosFormer's single angle."""
 
 import math
 from typing import Literal, Unpack
 
 import torch
 
-from isopos import bases, couplings, encodings
+from isopos import couplings, encodings
 from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, register
+from isopos.schemes.registry import Layout, compose, even, laid_out, register
 
 
 @register(
@@ -26,7 +26,7 @@ def rope(
     base: float = 10000.0,
     learned: bool = False,
     rotary_dim: int | None = None,
-    layout: Literal["interleaved", "half"] = "interleaved",
+    layout: Layout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
     """Rotary position embedding: pairs of features rotate by base^(-2i/d) a step (RoFormer, Eq. 14-16; linear: Eq. 19).
@@ -39,13 +39,41 @@ def rope(
             checkpoints: scores are Llama's, but keys that Llama's code rotated and cached, in half order, fit no query of
             ours. A stream of one layout is refused by the other. `isopos.attention.convert_layout` converts weights.
     """
-    expect("layout", layout, ("interleaved", "half"))
     width = head_dim if rotary_dim is None else rotary_dim
     if not 0 < width <= head_dim:
         raise ValueError(f"rotary_dim: expected an even number up to the head size {head_dim}, got {rotary_dim}")
-    rotary = _rotary(width, heads, base, learned)
-    rotary = rotary if layout == "interleaved" else encodings.InBasis(rotary, bases.OddEven(width))
+    rotary = laid_out(_rotary(width, heads, base, learned), layout)
     return compose(rotary if width == head_dim else encodings.Partial(rotary, head_dim), heads, choices)
+
+
+@register(
+    summary="rotation of feature pairs, none of the slowest ones",
+    citation="Barbero et al. 2024, arXiv 2410.06205, section 6",
+    equation="<q, R(w t) k>, w = 0 but for the fastest",
+    cost="t d",
+    extends="grids, by direct sum",
+)
+def p_rope(
+    head_dim: int,
+    heads: int | None = None,
+    *,
+    p: float = 0.75,
+    base: float = 10000.0,
+    layout: Layout = "interleaved",
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """p-RoPE: the slowest frequencies of rope are zero, so that their features carry content alone (Barbero et al. 2024).
+
+    Partial rotary (``rope(..., rotary_dim=...)``) rotates as many pairs by frequencies down to the slowest instead.
+
+    Args:
+        p: Share of pairs that rotate, above 0 and up to 1, which is rope; their number, int(p d / 2), is at least 1.
+    """
+    if not 0 < p <= 1 or (kept := int(p * even(head_dim) // 2)) < 1:
+        raise ValueError(f"p: expected a share up to 1 that rotates at least one of {head_dim // 2} pairs, got {p}")
+    frequency = rope_frequencies(head_dim // 2, base)
+    frequency[kept:] = 0
+    return compose(laid_out(encodings.Rotary(frequency[None, None]), layout), heads, choices)
 
 
 @register(

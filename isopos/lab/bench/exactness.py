@@ -152,6 +152,7 @@ def _decode(trial: Trial) -> tuple[Tensor, Tensor]:
         raise ValueError("positions: expected those of a line")
     far, steps = trial.x + FAR, LENGTH // 2
     relative = isinstance(scheme.encoding, Encoding) and scheme.embedding is None and not scheme.inside
+    relative = relative and not (scheme.bias is not None and scheme.bias.weaker_law)
     out = trial.stream([0, *range(LENGTH - steps, LENGTH + 1)], far)
     return out, trial.whole() if relative else definition(scheme, *trial.qkv, far)
 

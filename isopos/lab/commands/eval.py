@@ -29,6 +29,9 @@ class Options:
     """How many tokens at the end of each window count, as PermuteFormer's 256 of 512; below 1 a share of them; 0: all."""
     limit: int = -1  # At most so many tokens or samples; 0: all; -1: as in training.
     view: tuple[str, ...] = ()  # Choices of the task's own, as NAME=NUMBER: of images height=48, width=64, shift=2.
+    extend: str = ""
+    """Change the frequencies of a rotary scheme for each length, by linear, dynamic, yarn, longrope or llama3, with options
+    as in yarn:fast=16 or longrope:rescale=1+1.2+2.5+4. The factor is that of the length, or one for all: yarn:factor=16."""
 
 
 def run(options: Options, console: Console) -> int:
@@ -45,6 +48,8 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     from isopos.lab.runs import checkpoints
 
     views = _views(options, recipe.task)
+    for view in views:
+        _extend(options.extend, model, recipe.task, view)  # what cannot be is said before any work
     trained, last = folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
     if trained.exists():
         checkpoints.read_weights(model, trained)
@@ -60,6 +65,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     lengths = ["length"] * ("multiple" in recipe.task.views)
     rows, found = [], {}
     for view in views:
+        _extend(options.extend, model, recipe.task, view)
         scored = data.measure(model, recipe, view)
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
@@ -67,8 +73,10 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     path = folder / "eval.json"
     before = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
+    choice |= {"extend": options.extend} if options.extend else {}
     write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
     own = "".join(f", {name} {value}" for name, value in views[0].own)
+    own += f", extended by {options.extend}" if options.extend else ""
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{own}")
     console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]
@@ -88,6 +96,39 @@ def _views(options: Options, task: Task) -> list[View]:
         expect("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
         task.check_view(view)
     return views
+
+
+def _extend(spec: str, model: Any, task: Task, view: View) -> None:
+    """Give the schemes of a model the frequencies of a rule for the lengths of a view."""
+    from isopos.lab.recipes import split_spec
+    from isopos.scheme import Scheme
+
+    if not spec:
+        return
+    name, texts = split_spec(spec)
+    values = {option: _value(option, text) for option, text in texts.items()}
+    for scheme in (module for module in model.modules() if isinstance(module, Scheme)):
+        extent = task.extent(view, scheme.group.columns)
+        if extent is None:
+            raise ValueError(
+                f"extend: expected a task whose samples have lengths to choose, got {task.name or type(task).__name__}"
+            )
+        try:
+            scheme.extend(name, **{"factor": extent[0], "trained": extent[1]} | values)
+        except TypeError as error:
+            raise ValueError(f"extend: {error}") from None
+
+
+def _value(option: str, text: str) -> Any:
+    if option == "truncate" and text in ("true", "false"):
+        return text == "true"
+    try:
+        if option == "rescale":
+            return [float(number) for number in text.split("+")]
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        what = "true or false" if option == "truncate" else "numbers joined by +" if option == "rescale" else "a number"
+        raise ValueError(f"extend: {option}: expected {what}, got {text!r}") from None
 
 
 def _choice(text: str) -> tuple[str, int]:

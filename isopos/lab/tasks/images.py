@@ -3,6 +3,7 @@
 import base64
 import copy
 import io
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -77,8 +78,12 @@ class Images(Task):
 
     def tokens(self, height: int, width: int) -> int:
         """Tokens of an image of so many pixels."""
+        return math.prod(self.sides(height, width))
+
+    def sides(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tokens of an image of so many pixels."""
         rows, columns = (-(-(side + 2 * self.margin) // self.patch) for side in (height, width))
-        return rows * columns
+        return rows, columns
 
     @property
     def fits(self) -> dict[str, object]:
@@ -115,6 +120,14 @@ class Images(Task):
             for module in scheme.modules()
             if isinstance(module, Permutation) and (order := module.common_order) < span
         ]
+
+    def extent(self, view: View, axes: int) -> tuple[float, int]:
+        """The axis that grows most, at least as long as in training; of positions on a line all tokens."""
+        trained, seen = self.sides(self.height, self.width), dict(view.own)
+        now = self.sides(seen.get("height", self.height), seen.get("width", self.width))
+        if axes == 1:
+            trained, now = (math.prod(trained),), (math.prod(now),)
+        return max(1.0, *(b / a for a, b in zip(trained, now, strict=True))), max(trained)
 
     def check_view(self, view: View) -> None:
         super().check_view(view)

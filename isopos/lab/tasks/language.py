@@ -59,6 +59,9 @@ class TextTask(Task):
         """Tokens of the longest window that is evaluated."""
         return max(metric.view.multiple for metric in self.metrics) * self.length
 
+    def extent(self, view: View, axes: int) -> tuple[float, int]:
+        return view.multiple, self.length
+
     def check(self, recipe: "Recipe") -> list[str]:
         import torch
 

@@ -156,6 +156,13 @@ class Task(ABC):
         catalog.expect("figure", name, known)
         return known[name]
 
+    def extent(self, view: View, axes: int) -> tuple[float, int] | None:
+        """How many times longer than in training samples of a view are, along positions of so many axes, and how long there.
+
+        None where samples have no lengths to choose.
+        """
+        return None
+
     def check_view(self, view: View) -> None:
         """Raise a ValueError that names the first field of a view that the samples of this task do not have."""
         takes, known = ", ".join(self.views).replace("multiple", "length") or "no choice", vars(View())

@@ -1,0 +1,156 @@
+"""Encodings by skew generators in a form of their own, whose exponentials cost less than those of d x d matrices.
+
+Skew matrices that commute turn the same planes, so the exponential of their sum over the axes of a grid is one rotation in
+one basis: rho(x) = exp(sum_c x_c L_c) = P^T R(<w, x>) P.
+"""
+
+import torch
+from torch import Tensor
+
+from isopos.bases import Fourier
+from isopos.encodings import Encoding
+from isopos.exact import Weight, constant, narrow, wide
+from isopos.maps import Chain, Isometry, Matrix, Plane, Rotation
+from isopos.ops.rotate import rotations
+from isopos.ops.spectrum import check_spectrum, spectrum
+from isopos.positions import Group, Line, Product
+
+__all__ = ["Circulant", "Commuting", "RankTwo"]
+
+
+class Circulant(Encoding):
+    """exp(sum_c x_c (C_c - C_c^T)) of circulant matrices C, which commute and turn the planes of the Fourier transform.
+
+    Angles are -2 Im of the fast transform of a column of C, and zero for the constant and the alternating vector. The basis
+    is applied as the matrix of `isopos.bases.Fourier`.
+
+    Args:
+        generator: The first columns ``[h c d]`` of C, for heads and coordinates; d is even.
+        learned: Whether they are learned.
+
+    References:
+        Learning the RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al. 2025), Eq. 11 and Theorem 3.5.
+        https://arxiv.org/abs/2502.02562
+
+    Example:
+        >>> rho = Circulant(torch.randn(2, 3, 8))(torch.randn(5, 3))
+        >>> rho(torch.randn(1, 2, 5, 8)).shape
+        torch.Size([1, 2, 5, 8])
+    """
+
+    def __init__(self, generator: Tensor, *, learned: bool = True):
+        super().__init__()
+        if generator.ndim != 3 or generator.shape[-1] % 2 or generator.shape[-1] < 4:
+            raise ValueError(f"generator: expected [h c d] with even d of at least 4, got {list(generator.shape)}")
+        self.group = _grid(generator.shape[1])
+        self.features = self.out_features = generator.shape[-1]
+        self.basis = Fourier(self.features)
+        self.parametrise("generator", generator, learned=learned)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        self.group.check(x)
+        frequency = -2 * torch.fft.fft(wide(self.parameter, x.device)).imag[..., : self.features // 2]
+        return Chain(self.basis(x.device, dtype), Rotation(rotations(x, frequency, dtype)))
+
+
+class Commuting(Encoding):
+    """exp(sum_c x_c w_cn (A_n - A_n^T)) on blocks n of the features, each a skew matrix of its own that all axes share.
+
+    Generators of axes are multiples of one matrix in each block, and so they commute. A block with one nonzero multiple
+    belongs to that axis alone. Each block is diagonalised once a forward, as in `isopos.encodings.Exponential`.
+
+    Args:
+        generator: A, ``[h n b b]`` for n blocks of b features, b even. The frequencies of each A - A^T must be distinct and
+            not zero.
+        direction: w, ``[h c n]`` for c coordinates (h = 1: shared by all heads).
+        learned: Whether A is learned.
+        learned_direction: Whether w is learned.
+
+    References:
+        ComRoPE: Scalable and Robust Rotary Position Embedding Parameterized by Trainable Commuting Angle Matrices (Yu et al.
+        2025): axial partition, and linear dependence. https://arxiv.org/abs/2506.03737
+
+    Example:
+        >>> rho = Commuting(torch.randn(2, 3, 4, 4), torch.randn(2, 2, 3))(torch.randn(5, 2))
+        >>> rho(torch.randn(1, 2, 5, 12)).shape
+        torch.Size([1, 2, 5, 12])
+    """
+
+    def __init__(self, generator: Tensor, direction: Tensor, *, learned: bool = True, learned_direction: bool = False):
+        super().__init__()
+        if generator.ndim != 4 or generator.shape[-1] != generator.shape[-2] or generator.shape[-1] % 2:
+            raise ValueError(f"generator: expected [h n b b] with even b, got {list(generator.shape)}")
+        blocks, size = generator.shape[1:3]
+        if direction.ndim != 3 or direction.shape[-1] != blocks or not (direction != 0).any(1).all():
+            raise ValueError(f"direction: expected [h c {blocks}], not zero in any block, got {list(direction.shape)}")
+        check_spectrum(generator)
+        self.group = _grid(direction.shape[1])
+        self.features = self.out_features = blocks * size
+        self.parametrise("generator", generator, learned=learned)
+        self.initial_direction = constant(direction)
+        self.direction = Weight(direction) if learned_direction else None
+
+    def _load_from_state_dict(self, *arguments, **options) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if not self.parameter.is_meta:
+            check_spectrum(self.parameter)
+
+    def directions(self) -> Tensor:
+        """w ``[h c n]`` now."""
+        return self.initial_direction if self.direction is None else self.direction.parameter
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        self.group.check(x)
+        frequency, planes = spectrum(wide(self.parameter, x.device))  # [h n b/2] and [h n b b]
+        frequency = (wide(self.directions(), x.device)[..., None] * frequency[:, None]).flatten(-2)  # [h c d/2]
+        unit = torch.eye(planes.shape[1], dtype=torch.float64, device=planes.device)
+        basis = (planes[:, :, :, None] * unit[:, None, :, None]).flatten(3).flatten(1, 2)
+        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency, dtype)))
+
+
+class RankTwo(Encoding):
+    """exp(x L) with L = a b^T - b a^T: the rotation of one plane by s = (|a|^2 |b|^2 - <a, b>^2)^1/2 a step, in closed form.
+
+    exp(x L) = I + sin(s x) / s L + (1 - cos(s x)) / s^2 L^2. All other directions pass unchanged.
+
+    Args:
+        a: ``[h d]``.
+        b: ``[h d]``, not parallel to a.
+        learned: Whether both are learned.
+
+    References:
+        Group Representational Position Encoding (Zhang et al. 2025), multiplicative GRAPE. https://arxiv.org/abs/2512.07805
+
+    Example:
+        >>> turned = RankTwo(torch.tensor([[torch.pi, 0.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0]]), learned=False)
+        >>> turned(torch.ones(1, 1))(torch.tensor([[[0.0, 1.0, 2.0]]])).round(decimals=6).abs().tolist()
+        [[[1.0, 0.0, 2.0]]]
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, *, learned: bool = True):
+        super().__init__()
+        if a.ndim != 2 or a.shape != b.shape or not (_frame(a.double(), b.double())[2] > 1e-9 * a.norm() * b.norm()).all():
+            raise ValueError(f"a, b: expected [h d], no rows parallel, got {list(a.shape)} and {list(b.shape)}")
+        self.group: Group = Line(real=True)
+        self.features = self.out_features = a.shape[-1]
+        self.parametrise("vectors", torch.stack((a, b), 1), learned=learned)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
+        self.group.check(x)
+        u, v, speed = _frame(*wide(self.parameter, x.device).unbind(1))
+        u, v = (narrow(vector, dtype, x.device)[:, None] for vector in (u, v))
+        return Plane(u, v, rotations(x, speed[:, None], dtype))
+
+
+def _frame(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Orthonormal u along a and v in the plane of a and b ``[h d]``, and the area that a and b span ``[h 1]``."""
+    length = a.norm(dim=-1, keepdim=True)
+    u = a / length
+    across = b - (b * u).sum(-1, keepdim=True) * u
+    height = across.norm(dim=-1, keepdim=True)
+    return u, across / height, length * height
+
+
+def _grid(axes: int) -> Group:
+    line = Line(real=True)
+    return line if axes == 1 else Product((line,) * axes)

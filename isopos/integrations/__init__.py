@@ -1,0 +1,1 @@
+"""isopos in other libraries' models, a package a library; nothing else imports them."""

@@ -1,0 +1,184 @@
+"""The families of models that schemes can be put into, and what is to be changed in each."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isopos.encodings import Encoding
+from isopos.integrations.transformers import attention
+from isopos.integrations.transformers.places import ATTENTION, Absolute, Angles, Digits, Sinusoids, rotations
+from isopos.positions import grid, sequence
+from isopos.scheme import Scheme
+
+__all__ = ["ABSENT", "DECODERS", "FAMILIES", "Change", "Hook", "head_dim", "is_rotation"]
+
+ABSENT = ...  # one object, also in copies
+
+
+class Change(NamedTuple):
+    """An attribute, and what it was before, `ABSENT` for none, or is to be."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    def made(self) -> "Change":
+        """Make it; the change that undoes it."""
+        before = Change(self.owner, self.name, getattr(self.owner, self.name, ABSENT))
+        if self.value is ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.value)
+        return before
+
+
+class Hook(NamedTuple):
+    """A function that changes a module's arguments, to be registered, or its handle, to be removed."""
+
+    owner: nn.Module
+    function: Any
+
+    def made(self) -> "Hook":
+        """Make it; the change that undoes it."""
+        if callable(self.function):
+            return Hook(self.owner, self.owner.register_forward_pre_hook(self.function, with_kwargs=True))
+        self.function.remove()
+        return self
+
+
+Changes = list[Change | Hook]
+
+
+def _decoder(base: Any, config: Any, scheme: Scheme, *, own: str = "self_attn", narrow: bool = False) -> Changes:
+    """Of models that rotate queries and keys by the cosines and sines that one module makes.
+
+    Args:
+        base: The model without its head.
+        config: The configuration that it will have.
+        scheme: Not checked yet.
+        own: The attribute of layers that is their attention.
+        narrow: Whether the model rotates as many features as there are cosines, and passes the rest.
+    """
+    heads = config.num_attention_heads
+    _check(scheme, head_dim(config), (heads, getattr(config, "num_key_value_heads", None) or heads), class_tokens=0)
+    _refuse_embedding(scheme)
+    if is_rotation(scheme):
+        return [Change(base, "rotary_emb", Angles(scheme, narrow=narrow))]
+    layers = [getattr(layer, own) for layer in base.layers]
+    return [Change(base, "rotary_emb", Digits(scheme, config)), *_ours(config, layers, scheme, behind=True)]
+
+
+def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
+    """Of BERT, whose absolute embeddings give way to the scheme's own, or to none."""
+    if config.is_decoder:
+        raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
+    _check(scheme, head_dim(config), (config.num_attention_heads,) * 2, class_tokens=1)
+    added = scheme.embedding
+    if added is not None and added.model_dim != config.hidden_size:
+        raise ValueError(f"scheme: expected an embedding of {config.hidden_size} features, got {added.model_dim}")
+    zeros = Change(base.embeddings, "position_embeddings", Absolute(scheme, base.embeddings.position_embeddings.weight))
+    layers = [layer.attention.self for layer in base.encoder.layer]
+    return [zeros, *([] if _is_nothing(scheme) else _ours(config, layers, scheme))]
+
+
+def _roformer(base: Any, config: Any, scheme: Scheme) -> Changes:
+    """Of RoFormer, whose code knows no other attention than its own."""
+    _check(scheme, head_dim(config), (config.num_attention_heads,) * 2, class_tokens=0)
+    _refuse_embedding(scheme)
+    if not is_rotation(scheme):
+        raise ValueError("scheme: expected one that rotates pairs of features, all heads alike, for RoFormer, got another")
+    return [Change(base.encoder, "embed_positions", Sinusoids(scheme, base.encoder.embed_positions.weight))]
+
+
+def _vit(base: Any, config: Any, scheme: Scheme) -> Changes:
+    """Of ViT, whose absolute embeddings become zeros; its patches are on a grid, or row by row on a line."""
+    old = base.embeddings.position_embeddings
+    heads = (config.num_attention_heads,) * 2
+    _check(scheme, head_dim(config), heads, class_tokens=1, columns=(1, 2))
+    _refuse_embedding(scheme)
+    zeros = Change(base.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
+    layers = [layer.attention for layer in base.layers]
+    if _is_nothing(scheme):
+        return [zeros]
+    return [zeros, Change(base, attention.OWN, scheme), Hook(base, _with_patches), *_ours(config, layers, scheme)]
+
+
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox")
+FAMILIES: dict[str, Callable[[Any, Any, Scheme], Changes]] = {
+    **dict.fromkeys(DECODERS, _decoder),
+    "gpt_neox": partial(_decoder, own="attention", narrow=True),
+    "bert": _bert,
+    "roformer": _roformer,
+    "vit": _vit,
+}
+"""By ``config.model_type``: what a scheme changes in a model without its head, and in its configuration."""
+
+
+def _ours(config: Any, layers: Sequence[nn.Module], scheme: Scheme, *, behind: bool = False) -> Changes:
+    """Our attention in layers, which find positions behind queries and keys, or among their arguments."""
+    owns = [Change(layer, attention.OWN, (scheme, behind)) for layer in layers]
+    return [*owns, Change(config, "_attn_implementation", ATTENTION)]
+
+
+def head_dim(config: Any) -> int:
+    """Features of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def is_rotation(scheme: Scheme) -> bool:
+    """Whether cosines and sines, for all heads, are all of it but what it adds to embeddings."""
+    plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None
+    parts = rotations(scheme.encoding)
+    passing = scheme.sharpness != 1 and any(isinstance(part, int) for part in parts or ())  # by no cosine made sharper
+    return plain and parts is not None and not passing
+
+
+def _is_nothing(scheme: Scheme) -> bool:
+    """Whether attention sees no positions."""
+    return is_rotation(scheme) and scheme.encoding.is_trivial
+
+
+def _with_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a ViT with positions: the class token at the origin, patches from 1 on, on each axis."""
+    pixels: Tensor = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
+    sides = [
+        size // patch for size, patch in zip(pixels.shape[-2:], model.embeddings.patch_embeddings.patch_size, strict=True)
+    ]
+    group = getattr(model, attention.OWN).group
+    patches = (
+        grid(*sides, device=pixels.device) if group.columns == 2 else sequence(sides[0] * sides[1], device=pixels.device)
+    )
+    return args, {**kwargs, "position_ids": torch.cat((group.origin(1, device=pixels.device), patches + 1))[None]}
+
+
+def _refuse_embedding(scheme: Scheme) -> None:
+    if scheme.embedding is not None:
+        raise ValueError("scheme: expected one that acts in attention, got one that adds to embeddings of tokens")
+
+
+def _check(
+    scheme: Scheme, features: int, heads: tuple[int, int], *, class_tokens: int, columns: Sequence[int] = (1,)
+) -> None:
+    """ValueError for a scheme that a model with these heads of queries and of keys cannot take."""
+    encoding, group = scheme.encoding, scheme.group
+    if scheme.attention != "softmax":
+        raise ValueError("scheme: expected attention='softmax', which the model has, got linear; build it with that option")
+    if group.columns not in columns or group.refers_to_rows:
+        known = "on a line or ring, as position_ids are" if columns == (1,) else "on a grid of two axes, or on a line"
+        raise ValueError(f"scheme: expected positions {known}, got {group}")
+    if scheme.outside > class_tokens:
+        raise ValueError(f"scheme: expected class tokens outside={class_tokens} at most, got {scheme.outside}")
+    if scheme.width != 1 or encoding.features != features:
+        raise ValueError(
+            f"scheme: expected one for the model's head size of {features}, got {encoding.features // scheme.width}"
+            + f" and projections {scheme.width} times as wide" * (scheme.width != 1)
+        )
+    if isinstance(encoding, Encoding) and encoding.out_features != features:
+        raise ValueError(
+            f"scheme: expected one that keeps the model's head size of {features}, got a lift to {encoding.out_features}"
+        )
+    if scheme.heads not in (1, *heads):
+        raise ValueError(f"scheme: expected one for {heads[0]} heads of queries or {heads[1]} of keys, got {scheme.heads}")

@@ -1,0 +1,325 @@
+"""A causal language model of isopos as one of transformers: `IsoposConfig`, `IsoposForCausalLM` and `StateLayer`.
+
+The classes are made when they are first used, since their bases are transformers', which takes seconds to import.
+"""
+
+import functools
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from isopos.integrations.transformers import attention
+from isopos.integrations.transformers.saving import described
+from isopos.models import TOKEN_STD, Decoder
+from isopos.models.blocks import ACTIVATIONS
+from isopos.models.decoder import AdaptiveHead
+from isopos.schemes import REGISTRY, Scheme
+from isopos.schemes.registry import resolve
+from isopos.state import State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import CacheLayerMixin
+
+    IsoposConfig: Any
+    IsoposForCausalLM: Any
+    StateLayer: Any
+else:
+    PreTrainedModel = CacheLayerMixin = object  # until the classes are made
+
+__all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "from_decoder"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _classes()[name]
+
+
+def from_decoder(decoder: Decoder) -> Any:
+    """An `IsoposForCausalLM` with the weights of a `Decoder`, whose scheme is a named one.
+
+    Raises:
+        ValueError: Where no function of `isopos.schemes.REGISTRY` made the scheme, or none that a file can say.
+    """
+    found = described(decoder.scheme)
+    if found["scheme"] is None:
+        raise ValueError("scheme: expected one that a function of isopos.schemes.REGISTRY makes again, got one of parts")
+    block: Any = decoder.blocks[-1]
+    head = decoder.head
+    layer, activation = block.attention, block.feed_forward[1]
+    config = _classes()["IsoposConfig"](
+        vocab_size=decoder.tokens.num_embeddings,
+        hidden_size=decoder.tokens.embedding_dim,
+        num_hidden_layers=len(decoder.blocks),
+        num_attention_heads=layer.heads,
+        num_key_value_heads=None if layer.kv_heads == layer.heads else layer.kv_heads,
+        intermediate_size=block.feed_forward[0].out_features,
+        hidden_act=next(name for name, kind in ACTIVATIONS.items() if isinstance(activation, kind)),
+        scheme=found["scheme"],
+        scheme_options=found["options"],
+        fingerprint=found["fingerprint"],
+        cutoffs=list(head.softmax.cutoffs[:-1]) if isinstance(head, AdaptiveHead) else [],
+        dropout=block.dropout.p,
+        attention_dropout=layer.dropout,
+        stochastic_depth=block.stochastic_depth,
+        window=layer.window,
+        tie_word_embeddings=getattr(head, "weight", None) is decoder.tokens.weight,
+    )
+    model = _classes()["IsoposForCausalLM"](config)
+    model.decoder.load_state_dict(decoder.state_dict())
+    return model.train(decoder.training)
+
+
+class _StateLayer(CacheLayerMixin):
+    """The cache of one layer: an `isopos.State`, and how many tokens it has seen.
+
+    Sums of linear attention cannot forget single tokens, so nothing can be cropped.
+    """
+
+    is_sliding = False
+
+    def __init__(self):
+        super().__init__()
+        self.reset()
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
+        """Take the state after so many more tokens: ``layer.update(state, count)``."""
+        if not isinstance(key_states, State):
+            raise TypeError(f"state: expected a State, got {type(key_states).__name__}; the model's own layers make it")
+        self.state, self.length, self.is_initialized = key_states, self.length + value_states, True
+        return self.state, self.length
+
+    def reset(self) -> None:
+        """A stream without tokens."""
+        self.state, self.length, self.is_initialized = State(), 0, False
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+        pass
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state = self.state.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these samples, by number."""
+        self.state = self.state.reorder(torch.as_tensor(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sample so many times."""
+        first = self.state["keys"] if self.state["sum0"] is None else self.state["sum0"]
+        if first is not None:
+            self.state = self.state.reorder(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """A ValueError but for no tokens."""
+        if tokens_to_remove:
+            raise ValueError(
+                f"crop: expected no tokens to forget, since a state holds sums of all, got {tokens_to_remove}; keep the "
+                "cache of before, or start with an empty one"
+            )
+
+
+class _CausalLM(PreTrainedModel):
+    """`isopos.models.Decoder` with any scheme of positions on a line, linear attention or softmax.
+
+    ``generate`` and ``Trainer`` work on it unchanged. Its cache is a ``Cache`` of `StateLayer`: of constant size for linear
+    attention. Positions are counted from the first token that the attention mask has, unless they are given.
+
+    Args:
+        config: An `IsoposConfig`.
+
+    Raises:
+        ValueError: For a scheme of other positions, and for one with another fingerprint than the configuration has.
+    """
+
+    config: Any
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _tied_weights_keys = {"decoder.head.weight": "decoder.tokens.weight"}  # noqa: RUF012  # where the configuration ties them
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        names = ("dropout", "attention_dropout", "stochastic_depth", "window")
+        options = {name: getattr(config, name) for name in names} | {"hidden_dim": config.intermediate_size}
+        options |= {
+            "activation": config.hidden_act,
+            "kv_heads": config.num_key_value_heads,
+            "cutoffs": tuple(config.cutoffs),
+        }
+        sizes = config.vocab_size, config.hidden_size, config.num_hidden_layers
+        self.decoder = Decoder(*sizes, _scheme(config), tied=config.tie_word_embeddings, **options)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=TOKEN_STD)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # but one of its own
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.tokens
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.decoder.tokens = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return None if isinstance(self.decoder.head, AdaptiveHead) else self.decoder.head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.decoder.head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Logits ``[b t vocabulary]`` of the tokens after input_ids ``[b t]``, the loss of labels, and the cache.
+
+        Args:
+            input_ids: Tokens, the next of the cache's streams where there is one.
+            attention_mask: ``[b s]`` of all tokens so far, 1 for a sample's own.
+            past_key_values: What a call before returned.
+            labels: ``[b t]``, -100 for none: each token's own, which are predicted from those before.
+            use_cache: Whether to return a cache; by default that of the configuration, in evaluation.
+            logits_to_keep: So many last tokens' logits, or those of these tokens; 0 for all.
+            return_dict: Whether the output has names; it has by default.
+            others: ``position_ids`` of these tokens ``[b t]``, which is no parameter, or ``generate`` would give the same
+                position to all padding; and those of the loss, such as ``num_items_in_batch``.
+        """
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
+            value = others.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: expected none, since the model keeps neither embeddings nor weights of attention")
+        cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if cached and past_key_values is None:
+            past_key_values = self.empty_cache()
+        x = self._features(input_ids, attention_mask, others.pop("position_ids", None), past_key_values)
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.decoder.head(x[:, rows])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if cached else None)
+        return out.to_tuple() if return_dict is False else out
+
+    def empty_cache(self) -> Any:
+        """A cache without tokens."""
+        from transformers import Cache
+
+        return Cache(layers=[_classes()["StateLayer"]() for _ in self.decoder.blocks])
+
+    def _features(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: Any) -> Tensor:
+        """What the head is given, ``[b t m]``; the cache is moved on."""
+        count, past = ids.shape[1], 0 if cache is None else cache.get_seq_length()
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] != past + count):
+            raise ValueError(f"attention_mask: expected [b {past + count}], of all tokens so far, got {list(mask.shape)}")
+        x = torch.arange(past, past + count, device=ids.device)[:, None] if places is None else places[..., None]
+        if places is None and mask is not None:
+            x = x - mask.bool().int().argmax(-1)[:, None, None]  # padding on the left is before position 0
+            scheme = self.decoder.scheme
+            x = x if scheme.embedding is scheme.max_length is None else x.clamp_min(0)
+        mask, decoder = None if mask is None else mask[:, past:].bool(), self.decoder
+        if cache is None:
+            decoder.recompute = self.gradient_checkpointing and self.training
+            return decoder.features(ids, x, causal=True, mask=mask)
+        if not all(isinstance(layer, _StateLayer) for layer in cache.layers):
+            raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
+        y, at = decoder.enter(ids, x, cache.layers[0].state)
+        for block, layer in zip(decoder.blocks, cache.layers, strict=True):
+            y, state = block(y, at.of(layer.state), causal=True, mask=mask, return_state=True)
+            layer.update(state, count)
+        return decoder.norm(y)
+
+
+def _scheme(config: Any) -> Scheme:
+    """That of a configuration, whose fingerprint is noted in it."""
+    sizes = {"head_dim": config.hidden_size // config.num_attention_heads, "heads": config.num_attention_heads}
+    with torch.device("cpu"):  # also where the rest is made without memory
+        scheme = REGISTRY[resolve(config.scheme)](**sizes | config.scheme_options)
+    if scheme.group.columns != 1 or scheme.group.refers_to_rows:
+        raise ValueError(f"scheme: expected positions on a line or ring, got {scheme.group}")
+    if config.fingerprint not in (None, scheme.fingerprint):
+        raise ValueError(
+            f"scheme: expected that of the checkpoint, {config.scheme} with fingerprint {config.fingerprint[:12]}, got "
+            f"{scheme.fingerprint[:12]}"
+        )
+    config.fingerprint = scheme.fingerprint
+    return scheme
+
+
+@functools.cache
+def _classes() -> dict[str, Any]:
+    """The classes, of which transformers knows from then on."""
+    attention.check_version()
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import CacheLayerMixin
+
+    class IsoposConfig(PreTrainedConfig):
+        """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
+
+        The fingerprint is the scheme's, noted when a model is made. Other names are those of transformers and of
+        `isopos.models.Decoder`.
+        """
+
+        model_type = "isopos"
+        keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+        vocab_size: int = 256
+        hidden_size: int = 256
+        num_hidden_layers: int = 4
+        num_attention_heads: int = 4
+        num_key_value_heads: int | None = None
+        intermediate_size: int | None = None
+        hidden_act: str = "relu"
+        scheme: str = "rope"
+        scheme_options: dict[str, Any] = field(default_factory=dict)
+        fingerprint: str | None = None
+        cutoffs: list[int] = field(default_factory=list)
+        dropout: float = 0.0
+        attention_dropout: float = 0.0
+        stochastic_depth: float = 0.0
+        window: int | None = None
+        tie_word_embeddings: bool = False
+        use_cache: bool = True
+        bos_token_id: int | None = None
+        eos_token_id: int | None = None
+        pad_token_id: int | None = None
+
+    class StateLayer(_StateLayer, CacheLayerMixin):
+        __doc__ = _StateLayer.__doc__
+
+    class IsoposForCausalLM(_CausalLM, PreTrainedModel, GenerationMixin):
+        __doc__ = _CausalLM.__doc__
+        config_class = IsoposConfig
+
+    found = {cls.__name__: cls for cls in (IsoposConfig, StateLayer, IsoposForCausalLM)}
+    for name, cls in found.items():
+        cls.__module__, cls.__qualname__ = __name__, name  # where pickle finds it
+    AutoConfig.register("isopos", IsoposConfig)
+    AutoModelForCausalLM.register(IsoposConfig, IsoposForCausalLM)
+    return found

@@ -1,0 +1,143 @@
+"""A scheme in a model of transformers, in place of the positions that it has, and out of it again."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from isopos.integrations.transformers import attention, saving
+from isopos.integrations.transformers.families import FAMILIES, Change, Hook
+from isopos.integrations.transformers.places import ATTENTION
+from isopos.scheme import Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["load", "patch", "patched", "unpatch"]
+
+Model = TypeVar("Model", bound="PreTrainedModel")
+CHANGES = "_isopos_changes"  # the attribute of a patched model, without its head, that knows what was there before
+
+
+def patch(model: Model, scheme: Scheme | None = None) -> Model:
+    """Give a model of transformers the scheme in place of the positions it has, and return the model, changed in place.
+
+    A scheme that rotates pairs of features, all heads alike, gives cosines and sines to the model's own code: keys are
+    cached rotated, and sdpa, flash, flex and compilers serve as before. Which features are pairs is the model's choice,
+    whatever the scheme's layout: ``isopos.rope(d, base=theta, attention="softmax")`` is what a checkpoint of Llama had.
+    Every other scheme goes through an attention of ours, to which any cache that does not round gives keys as they are,
+    with their positions behind them (4 numbers a key and head); it maps all keys at each step.
+
+    In BERT and ViT the absolute embeddings become zeros, or those that the scheme adds in BERT. ViT's patches are on a grid
+    from (1, 1) on, for any size of image, or row by row on a line, its class token is at the origin. RoFormer, which has no
+    place for another attention, takes what rotates pairs.
+
+    The scheme becomes a part of the model: what it learns is among ``model.parameters()``. The model has a configuration of
+    its own while it is in, ``model.config.isopos`` naming it, its options, a seed among them, and its fingerprint.
+    ``save_pretrained`` keeps all that, `load` and ``patch(AutoModel....from_pretrained(folder))`` read it. Without isopos,
+    transformers stops at an unknown attention of that name.
+
+    Args:
+        model: Of a family in `FAMILIES`, with any head: Llama, Qwen 2 and 3, Mistral, Gemma, GPT-NeoX; BERT, RoFormer, ViT.
+        scheme: For softmax attention and the model's head size, and for one head, its heads of keys, or those of queries.
+            None is that of the configuration of a model that was loaded, whose learned values are loaded, too.
+
+    Raises:
+        ImportError: For transformers before version 5.
+        TypeError: For what is no model of transformers, or no scheme.
+        ValueError: For a model of another family or that has a scheme already, and for a scheme that it cannot take: one
+            of linear attention, of positions that the model does not have, that lifts or widens heads, that adds to
+            embeddings where the model adds none, or that has another fingerprint than the configuration says. The model is
+            as it was.
+
+    Example:
+        >>> import isopos
+        >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
+        >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
+        >>> _ = patch(model, isopos.alibi(128, 32, attention="softmax"))  # doctest: +SKIP
+    """
+    _check_model(model)
+    entry = getattr(model.config, saving.ENTRY, None)
+    changes, before = _changes(model, scheme, entry), {*model.state_dict()}
+    done: list[Change | Hook] = []
+    try:
+        for change in changes:
+            done.append(change.made())
+        if entry is not None:
+            saving.load_values(model, [name for name in model.state_dict() if name not in before])
+        setattr(model.base_model, CHANGES, done)
+    except BaseException:
+        _undo(done)
+        raise
+    return model
+
+
+def load(folder: Any, cls: Any = None, **options: Any) -> Any:
+    """The patched model that ``save_pretrained(folder)`` wrote, with its scheme and what that had learned.
+
+    Args:
+        folder: A path.
+        cls: The model's class, or one of transformers' Auto classes; by default that which was saved.
+        options: Of its ``from_pretrained``.
+    """
+    import transformers
+
+    attention.register()
+    cls = cls or getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])  # pyright: ignore
+    return patch(cls.from_pretrained(folder, **options))
+
+
+def unpatch(model: Model) -> Model:
+    """Give a model back what `patch` replaced, and return it; a model without a scheme stays as it is."""
+    _undo(vars(model.base_model).pop(CHANGES, []))
+    return model
+
+
+@contextmanager
+def patched(model: Model, scheme: Scheme | None = None) -> Iterator[Model]:
+    """``with patched(model, scheme):`` patches the model, and unpatches it however the block ends."""
+    patch(model, scheme)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def _undo(done: list[Change | Hook]) -> None:
+    while done:
+        done.pop().made()
+
+
+def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
+    """What is to be changed, after all checks."""
+    if scheme is None:
+        scheme = saving.rebuilt(entry)
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme: expected an isopos.Scheme, got {type(scheme).__name__}; isopos.rope(...) is one")
+    if entry is not None:
+        saving.expect_same(scheme, entry)
+    old, config = model.config, copy.deepcopy(model.config)
+    if config._attn_implementation == ATTENTION:  # as it was saved
+        config._attn_implementation = model.get_correct_attn_implementation(None)
+    changes = FAMILIES[config.model_type](model.base_model, config, scheme)
+    saving.tell(config, scheme)
+    for change in changes:
+        if isinstance(change, Change) and isinstance(change.value, nn.Module):
+            change.value.train(model.training).to(model.device)
+    own = [Change(module, "config", config) for module in model.modules() if vars(module).get("config") is old]
+    return [*own, *changes]
+
+
+def _check_model(model: Any) -> None:
+    """An error for what is no model of transformers 5, of no known family, or has a scheme."""
+    attention.register()
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}")
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"model: expected one of {', '.join(FAMILIES)}, got {model.config.model_type}")
+    if CHANGES in vars(model.base_model):
+        raise ValueError("model: expected one without a scheme of isopos, got one that has it; unpatch(model) first")

@@ -1,0 +1,84 @@
+"""What a configuration of transformers says of a scheme, and what a folder holds of it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isopos.integrations.transformers.places import ATTENTION
+from isopos.schemes import REGISTRY, Scheme
+from isopos.schemes.registry import resolve
+
+__all__ = ["ENTRY", "described", "expect_same", "load_values", "rebuilt", "tell"]
+
+ENTRY = "isopos"  # of a configuration
+
+
+def described(scheme: Scheme) -> dict[str, Any]:
+    """Name, options (a seed among them) and fingerprint; without a name where no function of `REGISTRY` makes it again."""
+    found: dict[str, Any] = {"scheme": None, "options": {}, "fingerprint": scheme.fingerprint}
+    if scheme.origin is None:
+        return found
+    name, options = scheme.origin
+    try:
+        options = json.loads(json.dumps(options))
+    except TypeError:
+        return found  # a decay of one's own, say
+    module = REGISTRY[name].__module__
+    return found | {"scheme": name if module.startswith("isopos.") else f"{module}.{name}", "options": options}
+
+
+def rebuilt(entry: Any) -> Scheme:
+    """The scheme that a configuration describes; ValueError where none is, or where it is no longer the same."""
+    if entry is None:
+        raise ValueError("scheme: expected one, since the model's configuration names none, got none; patch(model, scheme)")
+    if entry["scheme"] is None:
+        raise ValueError(
+            "scheme: expected the one that the checkpoint was saved with, which has no name to find it by, got none; "
+            "patch(model, scheme) checks that it is the same"
+        )
+    scheme = REGISTRY[resolve(entry["scheme"])](**entry["options"])
+    expect_same(scheme, entry)
+    return scheme
+
+
+def expect_same(scheme: Scheme, entry: Any) -> None:
+    """ValueError where a scheme is another than the configuration's."""
+    if scheme.fingerprint != entry["fingerprint"]:
+        raise ValueError(
+            f"scheme: expected that of the checkpoint, {entry['scheme'] or 'one without a name'} with fingerprint "
+            f"{entry['fingerprint'][:12]}, got {scheme.fingerprint[:12]}; without model.config.isopos any is taken"
+        )
+
+
+def tell(config: Any, scheme: Scheme) -> None:
+    """Write a scheme into a configuration.
+
+    Saved ones also ask for our attention: transformers refuses a name that it does not know, so that nobody without isopos
+    runs the model with other positions unaware, unless they ask for another attention.
+    """
+    setattr(config, ENTRY, described(scheme))
+    config.attn_implementation = ATTENTION
+
+
+def load_values(model: Any, names: Sequence[str]) -> None:
+    """Fill what a scheme has learned, by name of the model's state, from the folder that the model was loaded from."""
+    if not names:
+        return
+    from safetensors import safe_open
+
+    state, missing = model.state_dict(), set(names)
+    for path in sorted(Path(model.name_or_path).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                for name in [n for n in missing if f".{key}".endswith(f".{n}") or f".{n}".endswith(f".{key}")]:
+                    with torch.no_grad():
+                        state[name].copy_(file.get_tensor(key))
+                    missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"model: expected a folder with what its scheme has learned, {min(missing)}, got {model.name_or_path!r}; "
+            "load it from where it was saved"
+        )

@@ -1,0 +1,41 @@
+"""`isopos export`: the language model of a run as a folder that transformers reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from isopos.lab.runs.files import printable
+from isopos.lab.tasks import spec
+
+__all__ = ["Options", "run"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write the language model of a run as a folder that transformers' AutoModelForCausalLM reads; needs the extra hf."""
+
+    run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME/rope-seed0.
+    folder: Annotated[str, tyro.conf.Positional]  # Where to write configuration and weights: a new folder.
+
+
+def run(options: Options, console: Console) -> int:
+    """Write them, and print the folder's path."""
+    folder = Path(options.folder)
+    if folder.exists():
+        raise ValueError(f"folder: expected a new one, got {folder}, which is there; remove it or name another")
+    from isopos.lab.runs import checkpoints
+    from isopos.models import Decoder
+
+    recipe, model = checkpoints.load_run(Path(options.run))
+    if not isinstance(model, Decoder):
+        raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}")
+    try:
+        from isopos.integrations.transformers import from_decoder
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+    from_decoder(model).save_pretrained(folder)
+    print(printable(str(folder)))
+    return 0

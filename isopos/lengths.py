@@ -1,0 +1,263 @@
+"""Longer sequences than in training: rules that turn the frequencies of a rotary encoding into others.
+
+Each is a value that takes frequencies and returns frequencies, and has an attention factor. They are written in terms of the
+frequencies themselves, so that learned ones, several axes and those that are zero are served alike: a pair of features turns
+by |w| a step, along its own direction, and only its speed changes.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from isopos.catalog import at_least, closest, expect
+
+__all__ = ["EXTENSIONS", "Dynamic", "Extension", "Linear", "Llama3", "LongRope", "Yarn", "extension"]
+
+
+@dataclass(frozen=True)
+class Extension(ABC):
+    """A rule for sequences `factor` times as long as the `trained` positions.
+
+    Args:
+        factor: s, at least 1; 1 changes nothing.
+        trained: L, positions in training, on each axis; linear and dynamic do not need it.
+    """
+
+    factor: float
+    trained: int | None = None
+
+    by_length: ClassVar[bool] = False  # whether it asks for `trained`
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"factor: expected a number from 1 on, how many times longer sequences are, got {self.factor}")
+        if self.trained is not None:
+            at_least("trained", self.trained, 2)
+        elif self.by_length:
+            name = type(self).__name__.lower()
+            raise ValueError(f"trained: expected the number of positions in training, which {name} goes by, got none")
+
+    def __call__(self, frequency: Tensor) -> Tensor:
+        """Frequencies ``[h c f]`` in radians a step, as they are to be: float64. Gradients see the shares as constants."""
+        with torch.no_grad():
+            speed = torch.linalg.vector_norm(frequency, dim=-2, keepdim=True)
+            share = self.share(speed)
+        return frequency * share
+
+    @abstractmethod
+    def share(self, speed: Tensor) -> Tensor:
+        """What is left of speeds ``[h 1 f]`` in radians a step, from 1, all of it, down to 1 / s."""
+
+    @property
+    def attention_factor(self) -> float:
+        """What queries and keys are both multiplied by in softmax attention: logits by its square."""
+        return 1.0
+
+    def check(self, count: int) -> None:
+        """Raise ValueError where a rule does not fit so many pairs of features."""
+        return
+
+
+@dataclass(frozen=True)
+class Linear(Extension):
+    """Position interpolation: every pair s times slower (Chen et al. 2023, arXiv 2306.15595)."""
+
+    def share(self, speed: Tensor) -> Tensor:
+        return torch.full_like(speed, 1 / self.factor)
+
+
+@dataclass(frozen=True)
+class Dynamic(Extension):
+    """NTK-aware: a larger base, so that the fastest pair stays as it is and the slowest is a = alpha s - (alpha - 1) slower.
+
+    Frequencies are those of one length, s times the trained one, whatever comes: keys in a cache stay valid, where dynamic
+    scaling elsewhere computes them anew for each longer call and leaves the keys before as they were. The `factor` of
+    transformers is alpha here, and its sequence length s times ``max_position_embeddings``.
+
+    Args:
+        alpha: At least 1; at 1 the slowest pair is s times slower.
+
+    References:
+        YaRN (Peng et al. 2023), sections 3.1 and 3.3, of bloc97 and emozilla. https://arxiv.org/abs/2309.00071
+    """
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.alpha < math.inf:
+            raise ValueError(f"alpha: expected a number from 1 on, got {self.alpha}")
+
+    def share(self, speed: Tensor) -> Tensor:
+        _, rank, count = _series(speed)
+        return (self.alpha * self.factor - (self.alpha - 1)) ** -(rank / (count - 1).clamp_min(1))
+
+
+@dataclass(frozen=True)
+class _ByParts(Extension, ABC):
+    """Fast pairs stay as they are, slow ones are s times slower, and those between are between."""
+
+    by_length = True
+
+    def share(self, speed: Tensor) -> Tensor:
+        kept = self.kept(speed)
+        return kept + (1 - kept) / self.factor
+
+    @abstractmethod
+    def kept(self, speed: Tensor) -> Tensor:
+        """1 for pairs that stay, 0 for those that are interpolated."""
+
+    def turns(self, speed: Tensor) -> Tensor:
+        """Over the trained positions."""
+        return speed * (self.trained or 0) / (2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Yarn(_ByParts):
+    """YaRN: by parts, linear in the number of a pair as in its code, and sharper logits.
+
+    Args:
+        fast: Turns over the trained positions from which on a pair stays as it is.
+        slow: Turns below which it is interpolated.
+        truncate: Round both bounds outward to numbers of pairs, as the code does.
+        sharpness: The attention factor; 0.1 ln s + 1 by default, the root of the inverse of the paper's temperature.
+
+    References:
+        YaRN (Peng et al. 2023), sections 3.2 and 3.4. https://arxiv.org/abs/2309.00071
+    """
+
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True
+    sharpness: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_turns(self.fast, self.slow)
+        _check_sharpness(self.sharpness)
+
+    @property
+    def attention_factor(self) -> float:
+        return 0.1 * math.log(self.factor) + 1 if self.sharpness is None else self.sharpness
+
+    def kept(self, speed: Tensor) -> Tensor:
+        step, rank, count = _series(speed)
+        turns = self.turns(speed.amax(-1, keepdim=True))
+        low, high = ((turns / bound).log() / step for bound in (self.fast, self.slow))  # numbers of pairs
+        if self.truncate:
+            low, high = low.floor(), high.ceil()
+        low, high = low.clamp_min(0), high.minimum(2 * count - 1)
+        return 1 - ((rank - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Llama3(_ByParts):
+    """Llama 3.1's: by parts, linear in the turns of a pair (Dubey et al. 2024, arXiv 2407.21783; its released code).
+
+    Args:
+        fast: Turns over the trained positions from which on a pair stays as it is; `high_freq_factor`.
+        slow: Turns below which it is interpolated; `low_freq_factor`.
+    """
+
+    fast: float = 4.0
+    slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_turns(self.fast, self.slow)
+
+    def kept(self, speed: Tensor) -> Tensor:
+        return ((self.turns(speed) - self.slow) / (self.fast - self.slow)).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class LongRope(Extension):
+    """LongRoPE: each pair slower by a factor of its own, which was searched for (Ding et al. 2024, arXiv 2402.13753).
+
+    Args:
+        rescale: The factors of the pairs, in their order, for this length: `long_factor` of a checkpoint beyond its trained
+            length, `short_factor` up to it.
+        sharpness: The attention factor; (1 + ln s / ln L)^(1/2) by default.
+    """
+
+    by_length = True
+
+    rescale: Sequence[float] = ()
+    sharpness: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_sharpness(self.sharpness)
+        object.__setattr__(self, "rescale", tuple(map(float, self.rescale)))
+        if not self.rescale or not all(0 < factor < math.inf for factor in self.rescale):
+            raise ValueError(f"rescale: expected a positive factor for each pair of features, got {list(self.rescale)}")
+
+    @property
+    def attention_factor(self) -> float:
+        assert self.trained is not None
+        return (1 + math.log(self.factor) / math.log(self.trained)) ** 0.5 if self.sharpness is None else self.sharpness
+
+    def check(self, count: int) -> None:
+        if len(self.rescale) != count:
+            raise ValueError(f"rescale: expected a factor for each of {count} pairs of features, got {len(self.rescale)}")
+
+    def share(self, speed: Tensor) -> Tensor:
+        return 1 / torch.tensor(self.rescale, dtype=speed.dtype, device=speed.device).expand_as(speed)
+
+
+EXTENSIONS: dict[str, type[Extension]] = {
+    "linear": Linear,
+    "dynamic": Dynamic,
+    "yarn": Yarn,
+    "longrope": LongRope,
+    "llama3": Llama3,
+}
+
+
+def extension(name: str, factor: float, trained: int | None = None, **options: Any) -> Extension:
+    """The rule of a name in `EXTENSIONS`.
+
+    Raises:
+        ValueError: For an unknown name, or a value that cannot be.
+        TypeError: For an option that the rule does not have.
+
+    Example:
+        >>> extension("yarn", 4.0, 2048, fast=16.0).attention_factor
+        1.138629436111989
+        >>> extension("linear", 2.0)(torch.ones(1, 1, 2)).tolist()
+        [[[0.5, 0.5]]]
+    """
+    expect("extend", name, EXTENSIONS)
+    known = [field.name for field in fields(EXTENSIONS[name])]
+    if unknown := [option for option in options if option not in known]:
+        raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known)}")
+    return EXTENSIONS[name](factor, trained, **options)
+
+
+def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the number of each in it, and how many there are.
+
+    Numbers are those of the pairs where speeds are such a series, and places on a logarithmic scale otherwise. Pairs that
+    do not turn have that of the slowest that do.
+    """
+    slowest = speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)
+    count = (speed > 0).sum(-1, keepdim=True)
+    fastest = speed.amax(-1, keepdim=True)
+    step = (fastest / slowest).log() / (count - 1).clamp_min(1)
+    step = step.where((step > 0) & step.isfinite(), 1.0)
+    return step, ((fastest / speed.maximum(slowest)).log() / step).clamp_min(0), count
+
+
+def _check_turns(fast: float, slow: float) -> None:
+    if not 0 < slow < fast < math.inf:
+        raise ValueError(f"fast: expected more turns than slow, and both positive, got {fast} and {slow}")
+
+
+def _check_sharpness(sharpness: float | None) -> None:
+    if sharpness is not None and not 0 < sharpness < math.inf:
+        raise ValueError(f"sharpness: expected a positive attention factor, got {sharpness}")

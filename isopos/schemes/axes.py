@@ -1,0 +1,193 @@
+"""Rotations of feature pairs by frequencies over several axes: axial, mixed, golden, and the sections of M-RoPE."""
+
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from isopos import encodings
+from isopos.catalog import at_least
+from isopos.encodings import rope_frequencies
+from isopos.exact import normal
+from isopos.scheme import Choices, Scheme
+from isopos.schemes.registry import Layout, compose, even, laid_out, register, split
+
+Sections = str | Sequence[int] | None
+
+
+@register(
+    summary="rotation of feature pairs, each by one axis",
+    citation="Heo et al. 2024, arXiv 2403.13298, axial frequency",
+    equation="<q_1, R(w t1) k_1> + <q_2, R(w t2) k_2>",
+    cost="t d",
+    extends="any number of axes",
+)
+def rope_axial(
+    head_dim: int,
+    heads: int | None = None,
+    *,
+    axes: int = 2,
+    sections: Sections = None,
+    base: float = 100.0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Axial rotary: pairs of features are divided among the axes, and those of an axis rotate as in rope (Heo et al. 2024).
+
+    Pair i of the n of an axis rotates by base^(-i/n) a step along it. Coordinates may be real numbers.
+
+    Args:
+        head_dim: d, even, at least 2 for each axis.
+        axes: Of the grid, any number.
+        sections: Pairs of each axis, which add up to d/2: [6, 2], or "6+2" as text. As equal as can be by default, the first
+            axes with the larger shares.
+        base: 100 in the paper, for images of a few dozen patches a side.
+    """
+    frequency = _axial(even(head_dim) // 2, axes, sections, base)
+    return compose(encodings.Rotary(frequency[None]), heads, choices)
+
+
+@register(
+    summary="rotation of feature pairs by learned frequencies over all axes",
+    citation="Heo et al. 2024, arXiv 2403.13298, mixed learnable frequency",
+    equation="<q, R(w1 t1 + w2 t2) k>",
+    cost="t d",
+    extends="any number of axes",
+    learns="w, a vector a pair and head",
+)
+def rope_mixed(
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 2,
+    base: float = 10.0,
+    learned: bool = True,
+    seed: int = 0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """RoPE-Mixed: each pair of each head rotates by <w, x> with a learned vector w, so that diagonals are seen, too.
+
+    It starts with the frequencies of `rope_axial`, turned as a whole by a random rotation a head. Coordinates may be real.
+
+    Args:
+        head_dim: d, even, at least 2 for each axis.
+        axes: Of the grid, any number.
+        base: 10 in the paper.
+        learned: Learn w, else it stays as it starts.
+    """
+    frequency = _axial(even(head_dim) // 2, axes, None, base)
+    frame, upper = torch.linalg.qr(normal(seed, heads, axes, axes).double())
+    frame = frame * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform, where QR prefers signs
+    frame[..., 0] *= frame.det()[:, None]  # no mirrors
+    return compose(encodings.Rotary(frame @ frequency, learned=learned), heads, choices)
+
+
+@register(
+    summary="rotation of feature pairs along directions spread evenly",
+    citation="Xiong 2025, On N-dimensional rotary positional embeddings",
+    equation="<q, R(w (t1 cos a + t2 sin a)) k>",
+    cost="t d",
+    extends="any number of axes",
+)
+def rope_golden(head_dim: int, heads: int, *, axes: int = 2, base: float = 100.0, **choices: Unpack[Choices]) -> Scheme:
+    """Golden rotary: pairs rotate by base^(-2i/d) a step along directions that are spread evenly (Xiong 2025).
+
+    Directions turn by pi (5^(1/2) - 1) / 2 from pair to pair, on through the heads, so that all heads together see every
+    direction and no magnitude has an axis of its own. On more than two axes they are normal quantiles of the additive
+    sequence of phi^-1, phi^-2, ... with phi^(axes + 1) = phi + 1, divided by their length. Coordinates may be real numbers.
+
+    Args:
+        axes: Of the grid, at least 2.
+    """
+    count = even(head_dim) // 2
+    direction = _directions(heads * count, at_least("axes", axes, 2)).view(heads, count, axes).mT
+    return compose(encodings.Rotary(rope_frequencies(count, base) * direction), heads, choices)
+
+
+@register(
+    summary="rotation of feature pairs, shared out among time, height and width",
+    citation="Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Qwen3-VL",
+    equation="<q, R(w_i t_a(i)) k>",
+    cost="t d",
+    extends="any number of axes",
+)
+def mrope(
+    head_dim: int,
+    heads: int | None = None,
+    *,
+    sections: Sections = None,
+    interleaved: bool = False,
+    base: float = 10000.0,
+    layout: Layout = "interleaved",
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Multimodal rotary: rope's frequencies, each of which turns by one coordinate of (time, height, width).
+
+    Where the coordinates are equal, as those of text, it is rope. Positions are ``[*b t 3]``, which position ids ``[3 b t]``
+    of transformers are by ``ids.movedim(0, -1)``; they may be real numbers.
+
+    Args:
+        sections: Pairs of each axis, which add up to d/2: [16, 24, 24], or "16+24+24" as text. A quarter for time and the
+            rest for the plane by default, as in Qwen2-VL, or [24, 20, 20] of 64 if interleaved, as in Qwen3-VL. An axis
+            with none is not seen, as time in a head of 4 features.
+        interleaved: Whether axes take turns, pair by pair while they have any left, and the first has the rest, so that
+            each has fast and slow frequencies; else time has the fastest, and width the slowest.
+        base: 10^6 in Qwen2-VL's checkpoints, whose layout is "half".
+    """
+    count = even(head_dim) // 2
+    if sections is None:
+        plane = max(1, count * 5 // 16 if interleaved else count * 3 // 8)
+        sections = [count - 2 * plane, plane, plane]
+    shares = _shares(sections, count, 0)
+    axis = [n for n, share in enumerate(shares) for _ in range(share)]
+    if interleaved:
+        axis = [pair % len(shares) if pair // len(shares) < shares[pair % len(shares)] else 0 for pair in range(count)]
+        for n, share in enumerate(shares[1:], 1):
+            if (room := len(range(n, count, len(shares)))) < share:
+                turns = f"where {len(shares)} axes take turns over {count} pairs"
+                raise ValueError(f"sections: expected at most {room} pairs for axis {n}, {turns}, got {_text(sections)}")
+    own = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
+    return compose(laid_out(encodings.Rotary((own * rope_frequencies(count, base))[None]), layout), heads, choices)
+
+
+def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
+    """Frequencies ``[c f]`` of f pairs: each is zero but on its own axis."""
+    shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
+    if len(shares) != axes:
+        raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
+    return torch.block_diag(*(rope_frequencies(share, base)[None] for share in shares))
+
+
+def _shares(sections: str | Sequence[int], count: int, least: int = 1) -> list[int]:
+    """Numbers of pairs, which add up to `count`."""
+    try:
+        texts = isinstance(sections, str)
+        shares = [int(text) for text in sections.split("+")] if texts else [index(share) for share in sections]
+    except (TypeError, ValueError):
+        shares = []
+    if not shares or min(shares) < least or sum(shares) != count:
+        raise ValueError(
+            f"sections: expected numbers of pairs from {least} on that add up to {count}, half of the head size, "
+            f"got {_text(sections)}"
+        )
+    return shares
+
+
+def _text(sections: Sections) -> str:
+    return sections if isinstance(sections, str) else f"{sections}"
+
+
+def _directions(count: int, axes: int) -> Tensor:
+    """Unit vectors spread evenly over directions: float64 ``[count axes]``."""
+    places = torch.arange(count, device="cpu", dtype=torch.float64)
+    if axes == 2:
+        angle = places * (math.pi * (5**0.5 - 1) / 2)
+        return torch.stack((angle.cos(), angle.sin()), -1)
+    phi = 2.0
+    for _ in range(60):  # a contraction
+        phi = (1 + phi) ** (1 / (axes + 1))
+    steps = phi ** -torch.arange(1, axes + 1, device="cpu", dtype=torch.float64)
+    normals = torch.erfinv(2 * ((places[:, None] + 1) * steps % 1) - 1)
+    return normals / normals.norm(dim=-1, keepdim=True)

@@ -1,0 +1,179 @@
+"""Rotations by learned generators: STRING, ComRoPE and GRAPE, which commute, and LieRE, which is relative approximately."""
+
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from isopos import bases, couplings, encodings, generators
+from isopos.catalog import at_least, expect
+from isopos.encodings import Encoding, rope_frequencies
+from isopos.exact import normal
+from isopos.scheme import Choices, Scheme
+from isopos.schemes.registry import compose, even, register, split
+
+
+@register(
+    summary="rotation by learned angles over all axes, in a learned basis",
+    citation="Schenck et al. 2025, STRING, Eq. 9-11",
+    equation="<P q, R(<w, t>) P k>",
+    cost="d^3 once, t d^2",
+    extends="grids of any number of axes",
+    learns="the basis P and frequencies w; circulant: w",
+)
+def string(
+    head_dim: int,
+    heads: int,
+    *,
+    variant: Literal["cayley", "circulant"] = "cayley",
+    axes: int = 1,
+    base: float = 10000.0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """STRING: rotations over real positions of any axes, in a learned orthogonal basis (Schenck et al. 2025, Eq. 9-11).
+
+    All commuting skew generators are of this kind (Theorem 3.4). It starts as rope on each axis, on pairs of its own, in the
+    basis I or that of the Fourier transform; every pair then learns a frequency on every axis.
+
+    Args:
+        variant: "cayley", P = (I - S) (I + S)^-1 with a learned skew S, or "circulant", generators C - C^T with learned
+            circulant C, whose basis is the Fourier transform and leaves two features as they are.
+        axes: Of the positions.
+    """
+    expect("variant", variant, ("cayley", "circulant"))
+    ends = 0 if variant == "cayley" else 2
+    if even(head_dim) - ends < 2 * at_least("axes", axes):
+        raise ValueError(f"head size: expected at least {2 * axes + ends} features for {axes} axes, got {head_dim}")
+    frequency = _axial(head_dim - ends, axes, base).expand(heads, -1, -1)
+    if variant == "circulant":  # columns whose transform is -i w / 2, so that C is skew and C - C^T has the angles w
+        spectrum = torch.nn.functional.pad(frequency, (1, 1)) * -0.5j
+        return compose(generators.Circulant(torch.fft.irfft(spectrum)), heads, choices)
+    basis = bases.Cayley(torch.zeros(heads, head_dim, head_dim, device="cpu", dtype=torch.float64), learned=True)
+    encoding = encodings.InBasis(encodings.Rotary(frequency, learned=True), basis)
+    return compose(encoding, heads, choices)
+
+
+@register(
+    summary="exponentials of learned skew blocks, which commute over axes",
+    citation="Yu et al. 2025, ComRoPE",
+    equation="sum over blocks of <q_n, exp(<w_n, t> A_n) k_n>",
+    cost="d b^2 once, t d^2 for blocks of b",
+    extends="grids of any number of axes",
+    learns="skew blocks A and directions w; axial: A",
+)
+def comrope(
+    head_dim: int,
+    heads: int,
+    *,
+    variant: Literal["linear", "axial"] = "linear",
+    axes: int = 2,
+    block: int | None = None,
+    base: float = 10000.0,
+    seed: int = 0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """ComRoPE: learned skew matrices in blocks, which commute over the axes of a grid (Yu et al. 2025).
+
+    Blocks start with rope's frequencies. The paper also moves positions by noise while it trains, which is the data's part.
+
+    Args:
+        head_dim: d, even, a multiple of `block`; with "axial" of axes * block.
+        variant: "linear" (linearly dependent): the axes' matrices are learned multiples of one in each block; or "axial"
+            (axial partition): each block belongs to one axis.
+        axes: Of the positions.
+        block: Features of a block, even: by default 4 where that divides the features, else 2, which is rope with learned
+            frequencies over axes.
+    """
+    expect("variant", variant, ("linear", "axial"))
+    owners = at_least("axes", axes) if variant == "axial" else 1
+    size = block if block is not None else 2 if even(head_dim) % (4 * owners) else 4
+    if size < 2 or size % 2 or head_dim % (size * owners):
+        raise ValueError(f"block: expected an even number that divides {head_dim} features on {owners} axes, got {size}")
+    count = head_dim // size
+    if variant == "linear":
+        angle, direction = rope_frequencies(head_dim // 2, base), normal(seed, heads, axes, count)
+    else:
+        angle = rope_frequencies(head_dim // 2 // axes, base).repeat(axes)
+        direction = torch.eye(axes, device="cpu", dtype=torch.float64).repeat_interleave(count // axes, 1)[None]
+    lower = torch.stack((angle, torch.zeros_like(angle)), -1).view(count, size)[:, :-1]
+    start = torch.diag_embed(lower, -1).expand(heads, -1, -1, -1)
+    encoding = generators.Commuting(start, direction, learned_direction=variant == "linear")
+    return compose(encoding, heads, choices)
+
+
+@register(
+    summary="rotation of learned planes, one a head and axis",
+    citation="Zhang et al. 2025, GRAPE, arXiv 2512.07805",
+    equation="<q, exp(t (a b^T - b a^T)) k>",
+    cost="t d",
+    extends="grids, by direct sum",
+    learns="vectors a and b",
+)
+def grape(
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 1,
+    planes: int = 1,
+    base: float = 10000.0,
+    seed: int = 0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Multiplicative GRAPE: exp(t L) of generators L = a b^T - b a^T of rank two, in closed form (Zhang et al. 2025).
+
+    A head turns one learned plane, or several in features of their own, which therefore commute; with d/2 of them it is rope
+    with learned frequencies. Speeds start geometric over all planes of all heads of an axis, from 1 to 1 / base.
+
+    Args:
+        head_dim: d, at least 2 for each plane.
+        axes: Of the positions; each has features of its own.
+        planes: Of each axis and head.
+    """
+    at_least("planes", planes)
+    widths = split(head_dim, at_least("axes", axes) * planes, 2)
+    speed = rope_frequencies(planes * heads, base).view(planes, heads)
+    parts: list[Encoding] = []
+    for axis in range(axes):
+        own = [
+            _plane(width, turn, seed + axis * planes + n)
+            for n, (width, turn) in enumerate(zip(widths[axis * planes :][:planes], speed, strict=True))
+        ]
+        parts.append(own[0] if planes == 1 else encodings.DirectSum(own, shared=True))
+    return compose(parts[0] if axes == 1 else encodings.DirectSum(parts), heads, choices)
+
+
+@register(
+    summary="exponentials of generators that do not commute: approximate",
+    citation="Ostmeier et al. 2024, LieRE, arXiv 2406.10322",
+    equation="<exp(sum x_c A_c) q, exp(sum y_c A_c) k>",
+    cost="t d^3",
+    extends="grids of any number of axes",
+    learns="skew matrices A",
+)
+def liere(
+    head_dim: int, heads: int, *, axes: int = 2, base: float = 10000.0, seed: int = 0, **choices: Unpack[Choices]
+) -> Scheme:
+    """LieRE: exponentials of learned skew matrices, linear in the coordinates (Ostmeier et al. 2024). Approximate.
+
+    Relative along lines through the origin only, since generators do not commute; `isopos check liere` measures the error.
+    Each head and axis starts with rope's frequencies in random planes.
+
+    Args:
+        axes: Of the positions.
+    """
+    angle = rope_frequencies(even(head_dim) // 2, base)
+    lower = torch.stack((angle, torch.zeros_like(angle)), -1).flatten()[:-1]
+    planes = torch.linalg.qr(normal(seed, heads, at_least("axes", axes), head_dim, head_dim).double()).Q
+    return compose(couplings.Lie(planes.mT @ torch.diag(lower, -1) @ planes), heads, choices)
+
+
+def _axial(width: int, axes: int, base: float) -> Tensor:
+    """Rope's frequencies of each axis on pairs of its own: float64 ``[c width/2]``."""
+    return torch.block_diag(*(rope_frequencies(own // 2, base) for own in split(width, axes, 2)))
+
+
+def _plane(width: int, speed: Tensor, seed: int) -> Encoding:
+    """A random plane a head, of so many radians a step ``[h]``."""
+    a, b = torch.linalg.qr(normal(seed, len(speed), width, 2).double()).Q.unbind(-1)
+    root = speed.sqrt()[:, None]
+    return generators.RankTwo(root * a, root * b)

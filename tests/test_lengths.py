@@ -1,0 +1,321 @@
+"""Frequencies for sequences longer than in training; test_oracles.py compares them with those of transformers."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
+
+import isopos
+from isopos import Decoder, laws, schemes
+from isopos.attention import absorb, softmax_attention
+from isopos.encodings import rope_frequencies
+from isopos.laws.canonical import canonical, score
+from isopos.lengths import EXTENSIONS, extension
+from isopos.positions import grid, sequence
+
+RESCALE = [1.0, 1.5, 2.0, 4.0]
+OPTIONS = {"longrope": {"rescale": RESCALE}}
+RULES = pytest.mark.parametrize("name", EXTENSIONS)
+EXTENDED = {
+    "rope": {"attention": "softmax"},
+    "rope-learned": {"learned": True},
+    "rope-partial": {"rotary_dim": 6, "layout": "half"},
+    "p-rope": {},
+    "rope-axial": {"attention": "softmax"},
+    "rope-mixed": {},
+    "rope-golden": {},
+    "mrope": {},
+    "string": {"axes": 2},
+    "pope": {},
+    "retnet": {},
+    "xpos": {},
+    "lrpe-unitary": {},
+    "lrpe-unitary-complex": {"complex": True},
+    "lrpe-orthogonal": {"identity": 2},
+    "ape-sequence": {"attention": "softmax"},
+    "ape-absolute": {},
+    "ape-grid": {},
+    "ape-product": {"parts": "ring5+sequence"},
+}
+
+
+def built(name, head_dim=8):
+    known = next(known for known in (name, name.rpartition("-")[0]) if known in schemes.REGISTRY)
+    return schemes.REGISTRY[known](head_dim, HEADS, **EXTENDED[name])
+
+
+def rotating(scheme):
+    return [part for part in scheme.encoding.modules() if getattr(part, "extensible", False)]
+
+
+def rule(name, factor=4.0, trained=64, **options):
+    return extension(name, factor, trained, **{**OPTIONS.get(name, {}), **options})
+
+
+@pytest.mark.parametrize("name", ["linear", "dynamic", "yarn", "llama3"])
+def test_a_factor_of_one_changes_nothing(name):
+    frequency = torch.randn(2, 3, 5, dtype=torch.float64)
+    close(rule(name, 1.0)(frequency), frequency)
+    assert rule(name, 1.0).attention_factor == 1
+    assert rule("longrope", 1.0).attention_factor == 1
+
+
+@pytest.mark.parametrize("name", [name for name in EXTENDED if name not in ("xpos", "retnet", "ape-product")])
+def test_linear_is_interpolation_of_positions(name):
+    scheme = perturb(built(name))
+    q, k, _ = inputs(t=6)
+    x = ordered(scheme.group, t=6)
+    before = [side(x, torch.float64) for side in (scheme.encoding.query, scheme.encoding.key)]
+    scheme.extend("linear", factor=3)
+    after = [side(3 * x, torch.float64) for side in (scheme.encoding.query, scheme.encoding.key)]
+    close(after[0](q) @ after[1](k).mT, before[0](q) @ before[1](k).mT)
+
+
+@pytest.mark.parametrize(("factor", "alpha"), [(4.0, 1.0), (2.5, 3.0)])
+def test_dynamic_is_a_larger_base(factor, alpha):
+    d, base = 8, 10000.0
+    larger = base * (alpha * factor - alpha + 1) ** (d / (d - 2))
+    found = rule("dynamic", factor, alpha=alpha)(rope_frequencies(d // 2)[None, None])
+    close(found, rope_frequencies(d // 2, larger)[None, None])
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones(truncate):
+    w, trained, factor = rope_frequencies(32), 512, 8.0
+    kept = (rule("yarn", factor, trained, truncate=truncate)(w[None, None])[0, 0] / w - 1 / factor) / (1 - 1 / factor)
+    turns = trained * w / (2 * math.pi)
+    if truncate:  # bounds at the pairs around: fewer stay or are interpolated
+        fast, slow = turns[turns >= 32].min(), turns[turns <= 1].max()
+    else:
+        fast, slow = torch.tensor(32.0).double(), torch.tensor(1.0).double()
+    close(kept, ((turns / slow).log() / (fast / slow).log()).clamp(0, 1))
+    assert 0 < (kept == 1).sum() < 32
+    assert rule("yarn", factor, trained).attention_factor == 0.1 * math.log(8) + 1
+    assert rule("yarn", factor, trained, sharpness=1.5).attention_factor == 1.5
+
+
+def test_llama3_is_linear_in_turns():
+    w, trained, factor = rope_frequencies(32), 512, 8.0
+    found = rule("llama3", factor, trained)(w[None, None])[0, 0]
+    for before, after in zip(w.tolist(), found.tolist(), strict=True):
+        turns = trained * before / (2 * math.pi)
+        kept = min(max((turns - 1) / 3, 0), 1)
+        assert after == pytest.approx(kept * before + (1 - kept) * before / factor, rel=1e-12)
+
+
+def test_longrope_has_a_factor_for_each_pair():
+    w = rope_frequencies(4)
+    close(rule("longrope")(w[None, None])[0, 0], w / torch.tensor(RESCALE))
+    assert rule("longrope").attention_factor == (1 + math.log(4) / math.log(64)) ** 0.5
+
+
+@RULES
+def test_several_axes_keep_their_directions_and_see_speeds_alone(name):
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    w = torch.randn(2, 3, 4, dtype=torch.float64)
+    found = rule(name)(w)
+    close(rule(name)(turn @ w), turn @ found)
+    share = found / w
+    close(share, share[:, :1].expand_as(share))
+    assert (share <= 1).all()
+
+
+@RULES
+def test_pairs_that_do_not_turn_stay_and_change_no_others(name):
+    w = torch.cat((rope_frequencies(4), torch.zeros(2)))[None, None].requires_grad_()
+    found = (rule(name, rescale=[*RESCALE, 1, 1]) if name == "longrope" else rule(name))(w)
+    close(found[..., :4], rule(name)(w[..., :4]))
+    assert (found[..., 4:] == 0).all()
+    (grad,) = torch.autograd.grad(found.sum(), w)
+    assert grad.isfinite().all()
+    for odd in (torch.zeros(1, 1, 4), torch.ones(1, 2, 4), torch.ones(1, 1, 4)):
+        assert rule(name)(odd).isfinite().all()
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+def test_an_extended_scheme_is_its_canonical_form_and_keeps_its_laws(name, kind):
+    scheme = perturb(built(name))
+    q, k, _ = inputs(t=5)
+    x = ordered(scheme.group, t=5) % 300
+    before = scheme.encoding.key(x, torch.float64)(k)
+    scheme.extend(kind, factor=4, trained=300)
+    query, key = (side(x, torch.float64) for side in (scheme.encoding.query, scheme.encoding.key))
+    assert (key(k) - before).abs().max() > 1e-3, "other frequencies"
+    if name not in ("ape-absolute", "retnet"):  # absolute; the decay is in its canonical form
+        expected = score(canonical(scheme), q, k, x, x) / scheme.at(x, dtype=torch.float64).get("scale", 1.0)
+        torch.testing.assert_close(query(q) @ key(k).mT, expected, rtol=0, atol=1e-10)
+    if kind == "yarn":
+        assert laws.check(built(name).extend(kind, factor=4, trained=300)).broken == laws.check(built(name)).broken
+    for part in rotating(scheme):
+        assert part.extension == extension(kind, 4, 300)
+
+
+def test_logits_are_sharper_by_the_square_of_the_factor():
+    scheme = schemes.rope(8, HEADS, attention="softmax").extend("yarn", factor=16, trained=32)
+    q, k, v = inputs(t=40)
+    found = softmax_attention(q, k, v, **scheme.at(sequence(40), dtype=torch.float64))
+    rho, sharp = scheme.encoding(sequence(40), torch.float64), 0.1 * math.log(16) + 1
+    close(found, (rho(sharp * q) @ rho(sharp * k).mT / 8**0.5).softmax(-1) @ v)
+    assert "scale" not in schemes.rope(8, HEADS).extend("yarn", factor=16, trained=32).at(sequence(4))
+
+
+def test_a_gradient_reaches_learned_frequencies():
+    for scheme in (perturb(built("rope-learned")), perturb(built("ape-sequence"))):
+        scheme.extend("yarn", factor=4, trained=64)
+        q, k, _ = inputs(t=5)
+        rho = scheme.encoding(30 * sequence(5), torch.float64)
+        for grad in gradients(rho(q) @ rho(k).mT, list(scheme.parameters())):
+            assert grad.isfinite().all()
+            assert (grad.flatten(1).abs().sum(1) > 0).all()
+
+
+@pytest.mark.slow
+def test_extended_schemes_compile():
+    scheme = schemes.rope(8, HEADS, learned=True, attention="softmax").extend("yarn", factor=4, trained=64)
+    q, k, v = inputs(t=9, dtype=torch.float32)
+    run = lambda x: softmax_attention(q, k, v, **scheme.at(x), causal=True)  # noqa: E731
+    close(torch.compile(run, backend="aot_eager", fullgraph=True)(sequence(9)), run(sequence(9)))
+
+
+# Trained models, and streams
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_keys_in_a_cache_stay_valid_but_not_those_from_before(attention):
+    scheme = schemes.rope(8, HEADS, attention=attention)
+    content, x = inputs(t=9), sequence(9)
+    _, before = stream(scheme, [a[..., :4, :] for a in content], x[:4], (0, 4))
+    scheme.extend("dynamic", factor=4)
+    whole, state = stream(scheme, content, x, (0, 9))
+    pieces, _ = stream(scheme, content, x, (0, 2, 3, 9))
+    close(pieces, whole)
+    with pytest.raises(ValueError, match="state: expected one of this scheme with these options"):
+        scheme.at(x[4:], state=before)
+    again = schemes.rope(8, HEADS, attention=attention).extend("dynamic", factor=4)
+    again.at(x + 9, state=state)  # built alike
+    assert again.fingerprint == scheme.fingerprint != again.extend("dynamic", factor=5).fingerprint
+
+
+def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):
+    from isopos.attention import steps
+
+    monkeypatch.setattr(steps, "AHEAD", 3)
+    scheme = schemes.rope(8, HEADS)
+    running = steps.Steps(scheme)
+    q, k, v = inputs(1, t=1, dtype=torch.float32)
+    for _ in range(3):
+        running(q, k, v)
+    scheme.extend("linear", factor=2)
+    with pytest.raises(ValueError, match=r"^state: expected one of this scheme .* before an extension"):
+        [running(q, k, v) for _ in range(4)]
+
+
+def test_weights_are_those_of_the_training_and_a_second_extension_takes_the_place_of_the_first():
+    model = Decoder(20, 16, 2, schemes.rope(8, HEADS, learned=True, attention="softmax"))
+    weights = copy.deepcopy(model.state_dict())
+    tokens = torch.arange(9)[None]
+    plain = model(tokens)
+    model.scheme.extend("linear", factor=2)
+    model.scheme.extend("yarn", factor=4, trained=5)
+    assert all(weights[name].equal(value) for name, value in model.state_dict().items())
+    extended = model(tokens)
+    assert (extended - plain).abs().max() > 1e-4
+    other = Decoder(20, 16, 2, schemes.rope(8, HEADS, learned=True, attention="softmax").extend("yarn", factor=4, trained=5))
+    other.load_state_dict(weights)
+    assert other(tokens).equal(extended)
+    close(copy.deepcopy(model)(tokens), extended)
+
+
+def test_a_new_resolution_of_a_grid():
+    """Interpolated to four times the pixels, every second pixel has the place that it had."""
+    q, k, _ = inputs(t=9)
+    small, large = grid(3, 3), 2 * grid(3, 3)
+    for scheme in (schemes.rope_axial(8, HEADS), schemes.rope_mixed(8, HEADS), schemes.ape_grid(8, HEADS)):
+        rho = scheme.encoding(small, torch.float64)
+        finer = scheme.extend("linear", factor=2).encoding(large, torch.float64)
+        close(finer(q) @ finer(k).mT, rho(q) @ rho(k).mT)
+
+
+def test_absorbed_schemes_keep_their_extension():
+    scheme = perturb(schemes.ape_sequence(8, HEADS, attention="softmax")).extend("yarn", factor=4, trained=64)
+    layers = [torch.nn.Linear(16, 16, bias=False).double() for _ in "qk"]
+    tokens, x = torch.randn(9, 16).double(), 20 * sequence(9)
+
+    def logits(scheme):
+        q, k = (layer(tokens).unflatten(-1, (HEADS, 8)).transpose(0, 1) for layer in layers)
+        rho = scheme.encoding(x, torch.float64)
+        return scheme.at(x)["scale"] * rho(q) @ rho(k).mT
+
+    expected = logits(scheme)
+    close(logits(absorb(scheme, *layers)), expected, dtype=torch.float32)
+
+
+def test_an_extension_is_printed():
+    assert "Yarn(factor=4" in repr(schemes.rope(8, 2).extend("yarn", factor=4, trained=64))
+    assert "xtension" not in repr(schemes.rope(8, 2))
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "none",
+        "learned",
+        "sinusoidal",
+        "t5",
+        "alibi",
+        "shaw",
+        "permuteformer",
+        "cosformer",
+        "ape-ring",
+        "ape-tree",
+        "spe-sine",
+    ],
+)
+def test_schemes_without_rotary_frequencies(scheme):
+    one = schemes.REGISTRY[scheme](8, HEADS)
+    with pytest.raises(ValueError, match=r"^extend: expected a scheme that rotates by frequencies on a line or a grid, as"):
+        one.extend("linear", factor=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.extend("ntk", factor=2), r"extend: expected one of linear, dynamic, yarn, longrope, llama3, got 'ntk'"),
+        (lambda s: s.extend("linear", factor=0.5), r"factor: expected a number from 1 on, .* got 0.5"),
+        (lambda s: s.extend("linear", factor=math.inf), r"factor: expected"),
+        (lambda s: s.extend("linear", factor=math.nan), r"factor: expected"),
+        (lambda s: s.extend("yarn", factor=2), r"trained: expected the number of positions in training, which yarn goes by"),
+        (lambda s: s.extend("llama3", factor=2), r"trained: .* llama3"),
+        (lambda s: s.extend("longrope", factor=2, rescale=RESCALE), r"trained: .* longrope"),
+        (lambda s: s.extend("yarn", factor=2, trained=1), r"trained: expected an integer of at least 2, got 1"),
+        (lambda s: s.extend("yarn", factor=2, trained=2.5), r"trained: expected an integer"),
+        (lambda s: s.extend("yarn", factor=2, trained=9, fast=1, slow=2), r"fast: expected more turns than slow"),
+        (lambda s: s.extend("llama3", factor=2, trained=9, slow=0), r"fast: expected more turns than slow"),
+        (lambda s: s.extend("yarn", factor=2, trained=9, sharpness=0), r"sharpness: expected a positive"),
+        (lambda s: s.extend("dynamic", factor=2, alpha=0.5), r"alpha: expected a number from 1 on, got 0.5"),
+        (
+            lambda s: s.extend("longrope", factor=2, trained=9),
+            r"rescale: expected a positive factor .*got \[\]",
+        ),
+        (lambda s: s.extend("longrope", factor=2, trained=9, rescale=[1, 0]), r"rescale: .* got \[1.0, 0.0\]"),
+        (lambda s: s.extend("longrope", factor=2, trained=9, rescale=[1, 2]), r"rescale: .* each of 4 pairs .* got 2"),
+    ],
+)
+def test_bad_values_change_nothing(call, message):
+    scheme = isopos.rope(8, HEADS)
+    before = scheme.fingerprint
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(scheme)
+    assert scheme.extension is None
+    assert scheme.fingerprint == before
+
+
+def test_unknown_options_get_the_close_name():
+    with pytest.raises(TypeError, match=r"^yarn: unknown option 'fest': did you mean fast\?"):
+        isopos.rope(8).extend("yarn", factor=2, trained=9, fest=3)

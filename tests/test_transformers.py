@@ -1,0 +1,811 @@
+"""Models of transformers with schemes of isopos; tiny ones, of random weights. Importing transformers takes seconds."""
+
+import copy
+import importlib.metadata
+import json
+import pickle
+
+import pytest
+import torch
+from cases import softmax_by_definition
+
+import isopos
+from isopos import schemes
+from isopos.encodings import Rotary
+from isopos.integrations import transformers
+from isopos.integrations.transformers import patching, places
+from isopos.integrations.transformers.patching import load, patch, patched, unpatch  # without transformers as yet
+
+pytestmark = pytest.mark.oracles
+VOCABULARY, HEAD_DIM, HEADS, KEY_HEADS, LENGTH = 50, 16, 4, 2, 12
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": HEADS * HEAD_DIM, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "max_position_embeddings": 256, "use_cache": True}
+SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": HEAD_DIM},
+    "Mistral": {"sliding_window": None},
+    "Gemma": {"head_dim": HEAD_DIM, "tie_word_embeddings": False},
+    "GPTNeoX": {"num_key_value_heads": None},
+}
+ALL_FAMILIES = pytest.mark.parametrize("family", FAMILIES)
+OURS = {  # what no cosines and sines can express, with the heads that it is built for
+    "alibi": (isopos.alibi, HEADS, {}),
+    "alibi-of-key-heads": (isopos.alibi, KEY_HEADS, {}),
+    "t5": (isopos.t5, HEADS, {"bidirectional": False}),
+    "shaw": (isopos.shaw, HEADS, {"reach": 3}),
+    "deberta": (isopos.deberta, HEADS, {"buckets": 8}),
+    "transformer-xl": (isopos.transformer_xl, HEADS, {}),
+    "horn-clipped": (isopos.horn_clipped, HEADS, {}),
+    "angles-a-head": (isopos.rope, HEADS, {"learned": True}),
+    "basis-of-key-heads": (isopos.lrpe_orthogonal, KEY_HEADS, {}),
+    "exponential": (isopos.ape_sequence, HEADS, {}),
+    "locality": (isopos.ape_sequence, HEADS, {"locality": 0.9}),
+    "ring": (isopos.ape_ring, HEADS, {"period": 32}),
+    "permutation": (isopos.permuteformer, KEY_HEADS, {}),
+    "retnet": (isopos.retnet, HEADS, {}),
+    "xpos": (isopos.xpos, None, {}),
+}
+ALL_OURS = pytest.mark.parametrize("name", OURS)
+
+
+@pytest.fixture(scope="module")
+def hf():
+    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
+
+
+def make(hf, family="Llama", **options):
+    torch.manual_seed(0)
+    sizes = SIZES | FAMILIES[family] | options
+    config = getattr(hf, f"{family}Config")(**{name: value for name, value in sizes.items() if value is not None})
+    model = getattr(hf, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # so that attention matters to what is generated
+            weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
+    return model
+
+
+@pytest.fixture
+def model(hf):
+    return make(hf)
+
+
+def scheme_of(name):
+    function, heads, options = OURS[name]
+    scheme = function(HEAD_DIM, heads, attention="softmax", **options)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return scheme
+
+
+def rope(**options):
+    return isopos.rope(HEAD_DIM, attention="softmax", **options)
+
+
+def neox_rope():
+    return rope(rotary_dim=HEAD_DIM // 4)  # what its configuration has by default
+
+
+def tokens(batch=2, length=LENGTH):
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, ids, **options):
+    return model(input_ids=ids, **options).logits
+
+
+def generated(model, ids, **options):
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **options)
+
+
+def close(actual, expected, atol=2e-4):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol * max(1, expected.abs().max().item()))
+
+
+def everything(model):
+    """What a patch could leave behind: modules, attributes and the configuration."""
+    found = {name: id(module) for name, module in model.named_modules()}
+    found |= {name: {*vars(module)} for name, module in model.named_modules()}
+    return found, [*model.state_dict()], id(model.config), model.config.to_dict(), model.config._attn_implementation
+
+
+# Cosines and sines
+
+
+@ALL_FAMILIES
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_rope_patched_in_is_the_original(hf, family, implementation):
+    model, ids = make(hf, family, attn_implementation=implementation), tokens()
+    before = model(ids)
+    patch(model, neox_rope() if family == "GPTNeoX" else rope())
+    after = model(ids)
+    close(after.logits, before.logits, 1e-6)
+    for new, old in zip(after.past_key_values.layers, before.past_key_values.layers, strict=True):
+        close(new.keys, old.keys, 1e-6)  # rotated ahead of the cache, as the model's own
+    assert model.config._attn_implementation == implementation
+
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+    "chunks": {"prefill_chunk_size": 5},
+    "no-cache": {"use_cache": False},
+}
+
+
+@ALL_FAMILIES
+@pytest.mark.parametrize("way", WAYS)
+def test_rope_generates_what_the_original_does(hf, family, way):
+    model, ids = make(hf, family), tokens(3)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    expected = generated(model, ids, attention_mask=mask, **WAYS[way])
+    assert len(expected[:, LENGTH:].unique()) > 3
+    with patched(model, neox_rope() if family == "GPTNeoX" else rope()):
+        assert generated(model, ids, attention_mask=mask, **WAYS[way]).equal(expected)
+
+
+def test_layouts_are_the_models_own(model):
+    ids = tokens()
+    with patched(model, rope(layout="half")):
+        half = logits(model, ids)
+    with patched(model, rope()):
+        assert logits(model, ids).equal(half)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
+def test_partial_rotation_rotates_the_models_first_pairs(hf, family):
+    model, x = make(hf, family), torch.arange(5)[None]
+    scheme = rope(rotary_dim=4)
+    with patched(model, scheme):
+        cos, sin = model.base_model.rotary_emb(torch.zeros(1, 5, 1), x)
+    assert cos.shape == sin.shape == (1, 5, 4 if family == "GPTNeoX" else HEAD_DIM)
+    angles = x[0, :, None] * torch.tensor([1, 0.01])
+    half = cos.shape[-1] // 2
+    for start in (0, half):
+        close(cos[0, :, start : start + 2], angles.cos(), 1e-6)
+        close(sin[0, :, start : start + 2], angles.sin(), 1e-6)
+        assert (cos[0, :, start + 2 : start + half] == 1).all()
+        assert (sin[0, :, start + 2 : start + half] == 0).all()
+
+
+def test_no_positions_at_all(hf):
+    model, ids = make(hf, num_hidden_layers=1), tokens(1)  # a second one knows how many tokens a first saw
+    patch(model, isopos.none(HEAD_DIM, HEADS, attention="softmax"))
+    swapped = ids[:, [3, 1, 2, 0, *range(4, LENGTH)]]
+    close(logits(model, swapped)[:, -1], logits(model, ids)[:, -1])
+
+
+def test_angles_far_away_are_exact(model):
+    """The original's are 32-bit products: wrong by up to 0.24 at position 10^7."""
+    far = torch.tensor([[10**7 + 1]])
+    patch(model, rope())
+    cos, _ = model.base_model.rotary_emb(torch.zeros(1, 1, 1), far)
+    exact = (far.double() * 10000.0 ** -(torch.arange(8).double() / 8)).cos()
+    close(cos[0, :, :8].double(), exact, 1e-7)
+
+
+# Our attention
+
+
+def projected(layer, x):
+    """Queries, keys and values ``[b h t d]`` of a layer of any family, ahead of positions."""
+    if hasattr(layer, "query_key_value"):
+        return layer.query_key_value(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1)
+    q, k, v = (a(x).unflatten(-1, (-1, HEAD_DIM)) for a in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (layer.q_norm(q), layer.k_norm(k)) if hasattr(layer, "q_norm") else (q, k)
+    return tuple(a.transpose(1, 2) for a in (q, k, v))
+
+
+@torch.no_grad()
+def as_defined(model, scheme, ids):
+    """What a patched model's attention returned in a forward, and what it ought to by definition, a layer each."""
+    seen, hooks = [], []
+    name = "attention" if hasattr(model.base_model.layers[0], "attention") else "self_attn"
+    for layer in model.base_model.layers:
+        hook = lambda module, args, options, out: seen.append((module, args, options, out))  # noqa: E731
+        hooks.append(getattr(layer, name).register_forward_hook(hook, with_kwargs=True))
+    logits(model, ids)
+    for hook in hooks:
+        hook.remove()
+    at = scheme.at(isopos.sequence(ids.shape[1]), isopos.sequence(ids.shape[1]), dtype=torch.float64)
+    for layer, args, options, out in seen:
+        q, k, v = (a.double() for a in projected(layer, options.get("hidden_states", *args[:1])))
+        k, v = (a.repeat_interleave(HEADS // a.shape[1], 1) for a in (k, v))
+        if scheme.heads not in (1, HEADS):
+            parts = [
+                softmax_by_definition(
+                    *(a[:, [h]] for a in (q, k, v)), causal=True, **of_head(at, h // (HEADS // scheme.heads))
+                )
+                for h in range(HEADS)
+            ]
+            y = torch.cat(parts, 1)
+        else:
+            y = softmax_by_definition(q, k, v, causal=True, **at)
+        yield out[0], (layer.o_proj if hasattr(layer, "o_proj") else layer.dense)(y.transpose(1, 2).flatten(2).float())
+
+
+def of_head(at, head):
+    """Arguments of a scheme for one of its heads."""
+    place = isopos.ops.place.Place((), slice(head, head + 1), slice(None))
+    found = dict(at)
+    found["isometry"] = tuple(rho.part(place) for rho in at["isometry"])
+    if at["decay"] is not None:
+        found["decay"] = tuple(g[..., head : head + 1, :] for g in at["decay"])
+    return found
+
+
+@ALL_OURS
+def test_attention_of_a_scheme_is_what_is_defined(model, name):
+    scheme = scheme_of(name)
+    patch(model, scheme)
+    assert model.config._attn_implementation == places.ATTENTION
+    for found, expected in as_defined(model, scheme, tokens()):
+        close(found, expected, 1e-5)
+
+
+@ALL_FAMILIES
+def test_attention_of_every_family_is_what_is_defined(hf, family):
+    model, scheme = make(hf, family), scheme_of("deberta")
+    patch(model, scheme)
+    for found, expected in as_defined(model, scheme, tokens()):
+        close(found, expected, 1e-5)
+
+
+@ALL_OURS
+@torch.no_grad()
+def test_a_cache_gives_what_whole_sequences_give(model, name):
+    patch(model, scheme_of(name))
+    ids, cache, found = tokens(), None, []
+    whole = logits(model, ids)
+    for part in ids.split([5, 1, 3, 3], 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache, found = out.past_key_values, [*found, out.logits]
+    close(torch.cat(found, 1), whole)
+
+
+@ALL_OURS
+def test_padding_changes_nothing(model, name):
+    """On the left, where positions are counted from the first real token, or from the first row, and on the right."""
+    patch(model, scheme_of(name))
+    short, long = tokens(1, 8), tokens(1)
+    rows = torch.cat((torch.full((1, 4), 7), short), 1)
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :4] = 0
+    batch, expected = torch.cat((rows, long)), logits(model, short)[0]
+    for positions in (None, (mask.cumsum(-1) - 1).clamp_min(0)):
+        found = logits(model, batch, attention_mask=mask, position_ids=positions)
+        close(found[0, 4:], expected)
+        close(found[1:], logits(model, long))
+    found = logits(model, torch.cat((rows.roll(-4, 1), long)), attention_mask=mask.flip(1))
+    close(found[0, :8], expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["alibi", "t5", "permutation"])
+def test_generation_is_that_of_whole_sequences(model, name, way):
+    patch(model, scheme_of(name))
+    ids = tokens(3)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    found = generated(model, ids, attention_mask=mask, **WAYS[way])
+    beams = WAYS[way].get("num_beams", 1)
+    assert found.equal(generated(model, ids, attention_mask=mask, num_beams=beams, use_cache=False))
+    alone = generated(model, ids[1:2, 4:], num_beams=beams)
+    assert found[1, LENGTH:].equal(alone[0, LENGTH - 4 :])
+
+
+def test_positions_differ_from_token_to_token(model):
+    """Cached keys keep the positions they came with, even those that a model never counts."""
+    scheme, ids = scheme_of("alibi"), tokens(1)
+    patch(model, scheme)
+    places = torch.arange(LENGTH)[None] * 3
+    whole = logits(model, ids, position_ids=places)
+    assert (whole - logits(model, ids)).abs().max() > 0.1
+    first = model(ids[:, :7], position_ids=places[:, :7], use_cache=True)
+    rest = model(ids[:, 7:], position_ids=places[:, 7:], past_key_values=first.past_key_values)
+    close(rest.logits, whole[:, 7:])
+
+
+def test_what_caches_do_with_keys_they_do_with_positions(model):
+    patch(model, scheme_of("t5"))
+    ids = tokens(2)
+    starts = torch.tensor([[0], [40]]) + torch.arange(LENGTH) * torch.tensor([[1], [2]])
+    expected = logits(model, ids, position_ids=starts)
+    cache = model(ids[:, :9], position_ids=starts[:, :9], use_cache=True).past_key_values
+    cache.crop(-2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))  # both samples, in their order again
+    found = model(ids[:, 7:], position_ids=starts[:, 7:], past_key_values=cache).logits
+    close(found, expected[:, 7:])
+
+
+@pytest.mark.parametrize("way", ["greedy", "static", "chunks"])
+def test_windows_of_a_model_stay(hf, way):
+    model, ids = make(hf, "Mistral", sliding_window=4), tokens(1)
+    patch(model, scheme_of("alibi"))
+    far = ids.clone()
+    far[:, :3] = far[:, :3] % (VOCABULARY - 1) + 1
+    assert logits(model, ids)[:, -1].equal(logits(model, far)[:, -1])  # two layers see 7 tokens
+    assert generated(model, ids, **WAYS[way]).equal(generated(model, ids, use_cache=False))
+
+
+def test_packed_sequences_do_not_see_each_other(model):
+    patch(model, scheme_of("t5"))
+    first, second = tokens(1, 5), tokens(1, 7)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    packed = logits(model, torch.cat((first, second), 1), position_ids=positions, use_cache=False)
+    close(packed, torch.cat((logits(model, first), logits(model, second)), 1))
+
+
+def test_a_mask_that_is_lost_is_an_error(hf, model, monkeypatch):
+    patch(model, scheme_of("alibi"))
+    monkeypatch.delitem(hf.AttentionMaskInterface._global_mapping, places.ATTENTION)
+    with pytest.raises(ValueError, match=r"attention_mask: expected .* got none"):
+        logits(model, tokens(), attention_mask=torch.ones(2, LENGTH))
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_of_pairs_takes_part(model, additive):
+    patch(model, scheme_of("alibi"))
+    ids = tokens(1)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+    whole = logits(model, ids)
+    for hidden in (False, True):
+        mask[..., 1:, 0] = not hidden
+        given = torch.where(mask, 0.0, torch.finfo(torch.float32).min) if additive else mask
+        found = logits(model, ids, attention_mask=given)
+        assert torch.allclose(found, whole, atol=1e-3) is not hidden
+
+
+def test_another_attention_is_refused_while_the_scheme_is_in(model):
+    patch(model, scheme_of("alibi"))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attn_implementation: expected 'isopos' .* got 'sdpa'"):
+        logits(model, tokens())
+    unpatch(model)
+    logits(model, tokens())
+
+
+def test_models_that_share_a_configuration_have_schemes_of_their_own(hf, model):
+    first, second = (hf.LlamaForCausalLM(model.config).eval() for _ in range(2))
+    assert first.config is second.config is model.config
+    ids = tokens()
+    before, expected = everything(model), logits(model, ids)
+    patch(first, scheme_of("alibi"))
+    patch(second, scheme_of("t5"))
+    assert logits(model, ids).equal(expected)
+    assert everything(model) == before
+    assert [a.config.isopos["scheme"] for a in (first, second)] == ["alibi", "t5"]
+    unpatch(first)
+    assert first.config is model.config
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_positions_are_exact_in_every_dtype(dtype):
+    ids = torch.tensor([[-(2**31), -300, -1, 0, 1, 255, 256, 257, 4097, 2**31 - 1]])
+
+    class Config:
+        _attn_implementation = places.ATTENTION
+
+    x = torch.randn(1, 2, ids.shape[1], HEAD_DIM, dtype=dtype)
+    cos, sin = places.Digits(isopos.alibi(HEAD_DIM, HEADS), Config)(x, ids)
+    written = x * cos.unsqueeze(1) + x * sin.unsqueeze(1)
+    found, positions = places.split(written)
+    assert found.equal(x)
+    assert positions.tolist() == ids[..., None].tolist()
+
+
+def test_a_cache_that_rounds_is_refused():
+    written = torch.randn(1, 2, 3, HEAD_DIM + 4)
+    with pytest.raises(RuntimeError, match="past_key_values: expected a cache that keeps keys as they are"):
+        places.split(written)
+
+
+def test_half_precision(model):
+    ids = tokens()
+    with patched(model, scheme_of("alibi")):
+        expected = logits(model, ids)
+        model.bfloat16()
+        found = logits(model, ids)
+    assert found.dtype == torch.bfloat16
+    close(found.float(), expected, 0.2)
+
+
+# Encoders
+
+
+def encoder(hf, family, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    sizes |= {"image_size": 16, "patch_size": 4} if family == "ViT" else {"vocab_size": VOCABULARY}
+    config = getattr(hf, f"{family}Config")(**sizes | options)
+    model = getattr(hf, "ViTModel" if family == "ViT" else f"{family}ForMaskedLM")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
+    return model
+
+
+@torch.no_grad()
+def encoded(model, scheme, x, *given):
+    """What each attention of a patched encoder returned, and what it ought to by definition at positions x ``[t c]``."""
+    seen, hooks = [], []
+    for module in model.modules():
+        if isinstance(getattr(module, "isopos", None), tuple):
+            hook = lambda module, args, options, out: seen.append((module, args[0], out[0]))  # noqa: E731
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+    model(*given)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 2
+    for layer, hidden, out in seen:
+        names = ("q_proj", "k_proj", "v_proj") if hasattr(layer, "q_proj") else ("query", "key", "value")
+        split = (getattr(layer, name)(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2).double() for name in names)
+        y = softmax_by_definition(*split, **scheme.at(x, x, dtype=torch.float64)).transpose(1, 2).flatten(2).float()
+        yield out, layer.o_proj(y) if hasattr(layer, "o_proj") else y
+
+
+ENCODERS = {
+    "rope": lambda: rope(),
+    "alibi": lambda: isopos.alibi(HEAD_DIM, HEADS, attention="softmax"),
+    "t5": lambda: isopos.t5(HEAD_DIM, HEADS, attention="softmax"),
+    "permutation": lambda: isopos.permuteformer(HEAD_DIM, HEADS, attention="softmax"),
+    "clipped": lambda: isopos.horn_clipped(HEAD_DIM, HEADS, attention="softmax", outside=1),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_bert_sees_positions_through_its_scheme_alone(hf, name):
+    model, scheme, ids = encoder(hf, "Bert"), ENCODERS[name](), tokens()
+    patch(model, scheme)
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    for found, expected in encoded(model, scheme, isopos.sequence(LENGTH), ids):
+        close(found, expected, 1e-5)
+    places = torch.arange(LENGTH)[None]
+    if name != "clipped":
+        close(logits(model, ids, position_ids=places + 300), logits(model, ids))
+    assert (logits(model, ids, position_ids=places.flip(1)) - logits(model, ids)).abs().max() > 0.01 or name == "alibi"
+    mask = torch.ones_like(ids)
+    mask[:, 8:] = 0
+    close(logits(model, ids, attention_mask=mask)[:, :8], logits(model, ids[:, :8]))
+
+
+def test_bert_without_positions_or_with_those_that_a_scheme_adds(hf):
+    model, ids = encoder(hf, "Bert"), tokens()
+    order, implementation = torch.randperm(LENGTH), model.config._attn_implementation
+    before = everything(model)
+    with patched(model, isopos.none(HEAD_DIM, HEADS, attention="softmax")):
+        close(logits(model, ids[:, order]), logits(model, ids)[:, order])
+        assert model.config._attn_implementation == implementation
+    scheme = isopos.learned(HEAD_DIM, HEADS, attention="softmax", length=20)
+    with patched(model, scheme):
+        out = model.bert.embeddings.position_embeddings(torch.arange(3)[None])
+        assert out.equal(scheme.embedding.weight[None, :3])
+        assert (logits(model, ids[:, order]) - logits(model, ids)[:, order]).abs().max() > 0.1
+        model(ids, labels=ids).loss.backward()
+        assert scheme.embedding.weight.grad[:LENGTH].ne(0).any(-1).all()
+    assert everything(model) == before
+
+
+def test_roformer_with_rope_is_the_original(hf):
+    model, ids = encoder(hf, "RoFormer"), tokens()
+    before, expected = everything(model), logits(model, ids)
+    for layout in ("interleaved", "half"):
+        with patched(model, rope(layout=layout)):
+            close(logits(model, ids), expected, 1e-6)
+    with patched(model, rope(base=100.0)):
+        assert (logits(model, ids) - expected).abs().max() > 0.1
+    with pytest.raises(ValueError, match=r"scheme: expected one that rotates pairs .* for RoFormer"):
+        patch(model, scheme_of("alibi"))
+    assert everything(model) == before
+
+
+GRIDS = {
+    "grid": lambda: isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"),
+    "grid-locality": lambda: isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax", locality=0.9),
+    "grid-permutation": lambda: isopos.permuteformer_2d(HEAD_DIM, HEADS, attention="softmax"),
+    "line": lambda: rope(),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("rows", [4, 5])
+def test_vit_has_patches_on_a_grid_of_any_size(hf, name, rows):
+    model, scheme = encoder(hf, "ViT"), GRIDS[name]()
+    before = everything(model)
+    patch(model, scheme)
+    places = [(0, 0), *((i + 1, j + 1) for i in range(rows) for j in range(4))]
+    x = torch.arange(len(places))[:, None] if name == "line" else torch.tensor(places)
+    images = torch.randn(2, 3, 4 * rows, 16)
+    for found, expected in encoded(model, scheme, x, images, None, rows != 4):
+        close(found, expected, 1e-5)
+    assert everything(unpatch(model)) == before
+
+
+def test_what_encoders_refuse(hf):
+    bert, vit = encoder(hf, "Bert"), encoder(hf, "ViT")
+    for model, scheme, said in (
+        (bert, isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"), "line or ring"),
+        (bert, isopos.learned(HEAD_DIM, HEADS, attention="softmax", model_dim=8), "embedding of 64 features, got 8"),
+        (vit, isopos.ape_tree(HEAD_DIM, HEADS, attention="softmax"), "grid of two axes, or on a line"),
+        (vit, isopos.learned(HEAD_DIM, HEADS, attention="softmax"), "acts in attention"),
+        (vit, isopos.horn_clipped(HEAD_DIM, HEADS, attention="softmax", outside=2), "outside=1 at most, got 2"),
+    ):
+        before = everything(model)
+        with pytest.raises(ValueError, match=f"^scheme: expected .*{said}"):
+            patch(model, scheme)
+        assert everything(model) == before
+    with pytest.raises(ValueError, match=r"model: expected BERT as an encoder, got is_decoder=True"):
+        patch(encoder(hf, "Bert", is_decoder=True), rope())
+
+
+# Training
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_reach_what_a_scheme_learns(model, shared, checkpointing):
+    scheme, ids = isopos.rope(HEAD_DIM, None if shared else HEADS, learned=True, attention="softmax"), tokens()
+    patch(model, scheme)
+    assert any(parameter is scheme.encoding.frequency for parameter in model.parameters())
+    model(ids, labels=ids).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    assert (scheme.encoding.frequency.grad != 0).all(-1).all()
+    model.zero_grad()
+    model.train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    for parameter, old in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad, old, 1e-4)
+
+
+def test_compilation_of_the_whole_graph(model):
+    ids = tokens()
+    for scheme in (rope(), scheme_of("alibi"), scheme_of("permutation")):
+        with patched(model, scheme):
+            torch._dynamo.reset()
+            close(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, logits(model, ids), 1e-6)
+
+
+# In and out
+
+
+@pytest.mark.parametrize("name", [None, "alibi", "angles-a-head"])
+def test_unpatching_restores_everything(model, name):
+    ids, before = tokens(), everything(model)
+    expected = logits(model, ids)
+    with patched(model, rope() if name is None else scheme_of(name)) as same:
+        assert same is model
+        assert everything(model) != before
+    assert everything(model) == before
+    assert logits(model, ids).equal(expected)
+    with pytest.raises(RuntimeError, match="of the block"), patched(model, scheme_of("alibi")):
+        raise RuntimeError("of the block")
+    assert everything(unpatch(model)) == before
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_a_patch_that_fails_leaves_nothing(model, monkeypatch, last):
+    before, made, count = everything(model), patching.Change.made, [0]
+
+    def failing(change):
+        if count[0] == last:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        count[0] += 1
+        return made(change)
+
+    monkeypatch.setattr(patching.Change, "made", failing)
+    with pytest.raises(KeyboardInterrupt):
+        patch(model, scheme_of("alibi"))
+    assert count[0] == last
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_is_unpatched_alone(model, copied):
+    ids = tokens()
+    expected = logits(model, ids)
+    patch(model, scheme_of("angles-a-head"))
+    found, other = logits(model, ids), copied(model)
+    assert logits(other, ids).equal(found)
+    assert logits(unpatch(other), ids).equal(expected)
+    assert logits(model, ids).equal(found)
+    assert logits(unpatch(model), ids).equal(expected)
+
+
+def test_heads_of_other_tasks(hf):
+    config = hf.LlamaConfig(**SIZES, num_labels=3)
+    model, ids = hf.LlamaForSequenceClassification(config).eval(), tokens()
+    expected = logits(model, ids)
+    with patched(model, rope()):
+        close(logits(model, ids), expected, 1e-6)
+    with patched(hf.LlamaModel(config), scheme_of("alibi")) as base:
+        assert base(ids).last_hidden_state.shape == (2, LENGTH, HEADS * HEAD_DIM)
+
+
+# Saving
+
+
+def saved(hf, tmp_path, scheme, family="Llama"):
+    """A patched model, and the folder that it was saved to."""
+    model = make(hf, family)
+    patch(model, scheme).save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", [None, *OURS])
+def test_a_folder_keeps_the_scheme_and_what_it_learned(hf, tmp_path, name):
+    scheme = rope(base=500.0) if name is None else scheme_of(name)
+    model, folder = saved(hf, tmp_path, scheme)
+    entry = json.loads((folder / "config.json").read_text())["isopos"]
+    assert (entry["scheme"], entry["options"]["head_dim"]) == (
+        (OURS[name][0] if name else isopos.rope).__name__.replace("_", "-"),
+        HEAD_DIM,
+    )
+    assert entry["fingerprint"] == scheme.fingerprint
+    assert ("seed" in entry["options"]) == ("seed" in schemes.registry.options_of(entry["scheme"]))
+    ids, expected = tokens(), logits(model, tokens())
+    for again in (load(folder), patch(hf.AutoModelForCausalLM.from_pretrained(folder))):
+        assert not again.training
+        assert logits(again, ids).equal(expected)
+        assert again.config._attn_implementation == model.config._attn_implementation
+        assert again.base_model.rotary_emb.scheme.fingerprint == scheme.fingerprint
+
+
+def test_encoders_and_bases_are_saved_too(hf, tmp_path):
+    bert, vit = encoder(hf, "Bert"), encoder(hf, "ViT")
+    patch(bert, isopos.learned(HEAD_DIM, HEADS, attention="softmax", length=20)).save_pretrained(tmp_path / "bert")
+    assert logits(load(tmp_path / "bert"), tokens()).equal(logits(bert, tokens()))
+    grid, images = isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"), torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        [parameter.mul_(1.5) for parameter in patch(vit, grid).isopos.parameters()]
+        assert [*vit.isopos.parameters()]
+        vit.save_pretrained(tmp_path / "vit")
+        found = load(tmp_path / "vit")(images).last_hidden_state
+        assert found.equal(vit(images).last_hidden_state)
+    model, folder = saved(hf, tmp_path, scheme_of("angles-a-head"))
+    base = load(folder, hf.AutoModel)
+    assert base(tokens()).last_hidden_state.equal(model.base_model(tokens()).last_hidden_state)
+
+
+def test_a_loaded_model_does_not_run_with_other_positions(hf, tmp_path):
+    model, folder = saved(hf, tmp_path, rope(base=500.0))
+    loaded, ids = hf.AutoModelForCausalLM.from_pretrained(folder), tokens()
+    with pytest.raises(ValueError, match=r"model: expected the scheme .*patch\(model\) puts it in"):
+        logits(loaded, ids)
+    with patched(loaded):
+        assert logits(loaded, ids).equal(logits(model, ids))
+    with pytest.raises(ValueError, match=r"model: expected the scheme"):
+        logits(loaded, ids)
+
+
+def test_without_isopos_transformers_names_it(hf, tmp_path, monkeypatch):
+    folder = saved(hf, tmp_path, rope())[1]
+    monkeypatch.delitem(hf.AttentionInterface._global_mapping, places.ATTENTION)
+    with pytest.raises(ValueError, match='attn_implementation="isopos"` is not supported'):
+        hf.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_another_fingerprint_is_refused(hf, tmp_path):
+    folder = saved(hf, tmp_path, scheme_of("permutation"))[1]
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    before = everything(model)
+    with pytest.raises(ValueError, match=r"scheme: expected that of the checkpoint, permuteformer with fingerprint"):
+        patch(model, isopos.permuteformer(HEAD_DIM, KEY_HEADS, attention="softmax", seed=1))
+    model.config.isopos["options"]["seed"] = 1
+    with pytest.raises(ValueError, match=r"scheme: expected that of the checkpoint"):
+        patch(model)
+    del model.config.isopos["options"]["seed"]
+    assert everything(model)[:3] == before[:3]
+    del model.config.isopos
+    patch(model, rope())
+    with pytest.raises(ValueError, match="scheme: expected one, since the model's configuration names none, got none"):
+        patch(make(hf))
+
+
+def test_a_scheme_without_a_name_is_given_again(hf, tmp_path):
+    def own(slope=0.5):
+        decay = isopos.decays.Decay(torch.tensor([slope]))
+        return schemes.Scheme(isopos.encodings.Identity(HEAD_DIM), 1, attention="softmax", decay=decay)
+
+    model, folder = saved(hf, tmp_path, own())
+    loaded = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"has no name to find it by, got none; patch\(model, scheme\)"):
+        patch(loaded)
+    with pytest.raises(ValueError, match=r"expected that of the checkpoint, one without a name"):
+        patch(loaded, own(0.25))
+    assert logits(patch(loaded, own()), tokens()).equal(logits(model, tokens()))
+
+
+def test_learned_values_that_are_gone_are_missed(hf, tmp_path):
+    folder = saved(hf, tmp_path, scheme_of("t5"))[1]
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    before = everything(model)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"model: expected a folder with what its scheme has learned"):
+        patch(model)
+    assert everything(model) == before
+
+
+# Bad input
+
+SOFTMAX = {"attention": "softmax"}
+REFUSED = {
+    "attention='softmax', .* got linear": lambda: isopos.rope(HEAD_DIM),
+    "line or ring, .* got Tree": lambda: isopos.ape_tree(HEAD_DIM, HEADS, **SOFTMAX),
+    "line or ring, .* got Product": lambda: isopos.ape_grid(HEAD_DIM, HEADS, **SOFTMAX),
+    "keeps the model's head size of 16, got a lift to 32": lambda: isopos.lrpe_unitary(HEAD_DIM, HEADS, **SOFTMAX),
+    "head size of 16, got 8": lambda: isopos.rope(8, **SOFTMAX),
+    "head size of 16, got 16 and projections 4 times as wide": lambda: isopos.schemes.Scheme(
+        Rotary(torch.ones(1, 1, 32)), HEADS, width=4, **SOFTMAX
+    ),
+    "4 heads of queries or 2 of keys, got 8": lambda: isopos.alibi(HEAD_DIM, 8, **SOFTMAX),
+    "acts in attention, got one that adds": lambda: isopos.sinusoidal(HEAD_DIM, HEADS, **SOFTMAX),
+    "class tokens outside=0 at most, got 1": lambda: isopos.horn_clipped(HEAD_DIM, HEADS, outside=1, **SOFTMAX),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_schemes_that_a_model_cannot_take(model, said):
+    before = everything(model)
+    with pytest.raises(ValueError, match=f"^scheme: expected .*{said}"):
+        patch(model, REFUSED[said]())
+    assert everything(model) == before
+
+
+def test_every_named_scheme_is_taken_or_refused(model):
+    ids, taken = tokens(1, 4), []
+    for name, function in schemes.REGISTRY.items():
+        scheme = function(HEAD_DIM, HEADS, attention="softmax")
+        try:
+            patch(model, scheme)
+        except ValueError as error:
+            assert str(error).startswith("scheme: expected")  # noqa: PT017
+            continue
+        assert logits(model, ids).isfinite().all()
+        unpatch(model)
+        taken.append(name)
+    assert {"none", "rope", "xpos", "lrpe-orthogonal", "permuteformer", "t5", "shaw", "deberta", "alibi"} < {*taken}
+
+
+def test_models_that_it_does_not_know(hf, model):
+    before = everything(model)
+    with pytest.raises(TypeError, match="model: expected a PreTrainedModel of transformers, got Linear"):
+        patch(torch.nn.Linear(2, 2), rope())
+    other = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY))
+    with pytest.raises(ValueError, match=r"model: expected one of llama, .* got gpt2"):
+        patch(other, rope())
+    with pytest.raises(TypeError, match=r"scheme: expected an isopos.Scheme, got Rotary"):
+        patch(model, rope().encoding)
+    patch(model, rope())
+    for same in (model, model.base_model):
+        with pytest.raises(ValueError, match=r"without a scheme .* unpatch\(model\) first"):
+            patch(same, rope())
+    assert everything(unpatch(model)) == before
+
+
+def test_its_names_make_our_attention_known(hf, monkeypatch):
+    monkeypatch.delitem(hf.AttentionInterface._global_mapping, places.ATTENTION, raising=False)
+    assert transformers.patch is patch
+    assert places.ATTENTION in hf.AttentionInterface._global_mapping
+    with pytest.raises(AttributeError, match="no attribute 'pach'"):
+        transformers.pach  # noqa: B018
+
+
+def test_an_old_transformers(model, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    with pytest.raises(ImportError, match=r"transformers: expected version 5 or later, got 4.57.1; pip install -U"):
+        patch(model, rope())
+    with pytest.raises(ImportError, match=r"got 4.57.1"):
+        transformers.patch  # noqa: B018

@@ -1,0 +1,99 @@
+"""Whole checkpoints of transformers in other layouts, and with a basis folded in."""
+
+import pytest
+import torch
+from test_transformers import (
+    ALL_FAMILIES,
+    HEAD_DIM,
+    HEADS,
+    KEY_HEADS,
+    close,
+    hf,
+    logits,
+    make,
+    projected,
+    tokens,
+)
+
+import isopos
+from isopos.integrations.transformers import places
+from isopos.integrations.transformers.layouts import absorb, convert_layout
+from isopos.integrations.transformers.patching import patch
+
+pytestmark = pytest.mark.oracles
+__all__ = ["hf"]  # the fixture
+
+
+@ALL_FAMILIES
+@torch.no_grad()
+def test_interleaved_weights_are_for_code_that_rotates_pairs_side_by_side(hf, family):
+    model, x, ids = make(hf, family), torch.randn(1, 5, HEADS * HEAD_DIM), tokens()
+    for name, weight in model.named_parameters():
+        if "_norm" in name or "bias" in name:
+            weight.copy_(torch.rand_like(weight) + 0.5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected, layer = (
+        logits(model, ids),
+        getattr(model.base_model.layers[0], "attention" if family == "GPTNeoX" else "self_attn"),
+    )
+    half = isopos.rope(HEAD_DIM, layout="half", rotary_dim=4 if family == "GPTNeoX" else None).encoding
+    rho = half(isopos.sequence(5))
+    old = [rho(a) for a in projected(layer, x)[:2]]
+    state = convert_layout(model, to="interleaved")
+    assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
+    model.load_state_dict(state)
+    rho = isopos.rope(HEAD_DIM, rotary_dim=4 if family == "GPTNeoX" else None).encoding(isopos.sequence(5))
+    q, k, _ = projected(layer, x)
+    shared = HEADS // k.shape[1]
+    scores = [a @ b.repeat_interleave(shared, 1).mT for a, b in (old, (rho(q), rho(k)))]
+    close(scores[1], scores[0], 1e-5)
+    assert (logits(model, ids) - expected).abs().max() > 0.1
+    model.load_state_dict(convert_layout(model, to="half"))
+    assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
+
+
+BASES = {
+    "householder": lambda heads: isopos.lrpe_orthogonal(HEAD_DIM, heads, attention="softmax"),
+    "learned": lambda heads: isopos.lrpe_orthogonal(HEAD_DIM, heads, attention="softmax", learned=True, learned_basis=True),
+    "exponential": lambda heads: isopos.ape_sequence(HEAD_DIM, heads, attention="softmax"),
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "GPTNeoX"])
+@pytest.mark.parametrize("heads", [1, KEY_HEADS])
+@pytest.mark.parametrize("name", BASES)
+@torch.no_grad()
+def test_a_basis_moves_into_all_projections(hf, family, heads, name):
+    model, ids = make(hf, family), tokens()
+    scheme = BASES[name](HEADS if family == "GPTNeoX" and heads > 1 else heads)
+    patch(model, scheme)
+    expected, weights = logits(model, ids), sum(parameter.numel() for parameter in model.parameters())
+    assert absorb(model) is model
+    close(logits(model, ids), expected)
+    assert isinstance(model.base_model.rotary_emb, places.Angles) == (heads == 1)
+    assert type(model.base_model.rotary_emb.scheme.encoding).__name__ == "Rotary"
+    assert sum(parameter.numel() for parameter in model.parameters()) <= weights
+
+
+def test_bad_input(hf):
+    model = make(hf)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"model: expected one with a scheme of isopos, got one without; patch"):
+        absorb(model)
+    with pytest.raises(ValueError, match="to: expected interleaved or half, got 'whole'"):
+        convert_layout(model, to="whole")
+    patch(model, isopos.alibi(HEAD_DIM, KEY_HEADS, attention="softmax"))
+    with pytest.raises(ValueError, match=r"scheme: expected an encoding with a basis .* got Identity"):
+        absorb(model)
+    with pytest.raises(ValueError, match="model: expected one whose own code rotates"):
+        convert_layout(model, to="half")
+    assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
+    normed = patch(make(hf, "Qwen3"), BASES["householder"](1))
+    with pytest.raises(ValueError, match="model: expected projections straight ahead of the scheme"):
+        absorb(normed)
+    wide = patch(make(hf), BASES["householder"](HEADS))
+    with pytest.raises(ValueError, match="a scheme of more heads than keys have"):
+        absorb(wide)
+    for call in (absorb, lambda model: convert_layout(model, to="half")):
+        with pytest.raises(ValueError, match=r"model: expected one of llama, .*, got Linear"):
+            call(torch.nn.Linear(2, 2))

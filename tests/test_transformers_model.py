@@ -1,0 +1,278 @@
+"""The model of isopos as one of transformers; tiny ones, of random weights. Importing transformers takes seconds."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_model
+
+import isopos as core
+from isopos.integrations.transformers import model as own
+from isopos.lab.recipes import Recipe
+from isopos.models import Decoder
+from isopos.state import State
+
+pytestmark = pytest.mark.oracles
+VOCABULARY, HEADS, LENGTH = 50, 4, 12
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "pad_token_id": 0,
+}
+SCHEMES = {
+    "rope": {},
+    "rope-decay": {"decay": "retnet"},
+    "rope-softmax": {"attention": "softmax"},
+    "rope-favor": {"feature_map": "favor"},
+    "retnet": {"original": True},
+    "lrpe-unitary": {},
+    "permuteformer": {},
+    "horn-clipped": {},
+    "horn-clipped-softmax": {"attention": "softmax"},
+    "t5": {},
+    "alibi": {"attention": "softmax"},
+    "learned": {"length": 40},
+}
+ALL = pytest.mark.parametrize("name", SCHEMES)
+
+
+@pytest.fixture(scope="module")
+def hf():
+    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
+
+
+def make(name="rope", **options):
+    torch.manual_seed(0)
+    scheme = name if name in core.CATALOG else name.rpartition("-")[0]
+    model = own.IsoposForCausalLM(own.IsoposConfig(**SIZES | {"scheme": scheme, "scheme_options": SCHEMES[name]} | options))
+    with torch.no_grad():
+        for weight in model.parameters():  # so that attention matters to what is generated
+            weight.mul_(3 if weight.ndim == 2 else 1)
+    return model.eval()
+
+
+def tokens(batch=3, length=LENGTH):
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def left(ids, count=4):
+    """A mask without the second sample's first tokens."""
+    mask = torch.ones_like(ids)
+    mask[1, :count] = 0
+    return mask
+
+
+def close(actual, expected, atol=1e-4):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol * max(1, expected.abs().max().item()))
+
+
+@ALL
+@torch.no_grad()
+def test_it_is_the_decoder(hf, name):
+    model, ids = make(name), tokens()
+    assert model(ids, use_cache=False).logits.equal(model.decoder(ids))
+    assert model(ids, use_cache=False, logits_to_keep=2).logits.equal(model.decoder(ids)[:, -2:])
+    loss = torch.nn.functional.cross_entropy(model.decoder(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    close(model(ids, labels=ids).loss, loss, 1e-6)
+    logits, cache = model(ids, return_dict=False)
+    close(logits, model.decoder(ids))
+    assert cache.get_seq_length() == LENGTH
+
+
+@ALL
+@torch.no_grad()
+def test_a_cache_gives_what_whole_sequences_give(hf, name):
+    model, ids, cache, found = make(name), tokens(), None, []
+    for part in ids.split([5, 1, 3, 3], 1):
+        out = model(part, past_key_values=cache)
+        cache, found = out.past_key_values, [*found, out.logits]
+    close(torch.cat(found, 1), model.decoder(ids))
+
+
+@ALL
+@torch.no_grad()
+def test_padding_changes_nothing(hf, name):
+    model, ids = make(name), tokens()
+    mask = left(ids)
+    alone = model(ids[1:2, 4:]).logits[0]
+    for options in ({"use_cache": True}, {"use_cache": False}):
+        close(model(ids, attention_mask=mask, **options).logits[1, 4:], alone)
+        close(model(ids.roll(-4, 1), attention_mask=mask.flip(1), **options).logits[1, :8], alone)
+    close(model(ids, attention_mask=torch.ones_like(ids)).logits, model.decoder(ids))
+
+
+@ALL
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_is_that_of_whole_sequences(hf, name, beams):
+    model, ids = make(name), tokens()
+    options = {"attention_mask": left(ids), "max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    found = model.generate(ids, **options)
+    assert len(found[:, LENGTH:].unique()) > 3
+    assert found.equal(model.generate(ids, use_cache=False, **options))
+    options["attention_mask"] = torch.ones(1, LENGTH - 4)
+    assert model.generate(ids[1:2, 4:], **options)[0, LENGTH - 4 :].equal(found[1, LENGTH:])
+
+
+@torch.no_grad()
+def test_positions_may_be_given(hf):
+    model, ids = make("rope-decay"), tokens(2)
+    places = torch.stack((torch.arange(LENGTH) * 2, torch.arange(LENGTH) + 7))
+    expected = model.decoder(ids, places[..., None])
+    close(model(ids, position_ids=places, use_cache=False).logits, expected)
+    first = model(ids[:, :5], position_ids=places[:, :5])
+    close(model(ids[:, 5:], position_ids=places[:, 5:], past_key_values=first.past_key_values).logits, expected[:, 5:])
+
+
+@pytest.mark.parametrize("name", ["rope", "t5"])
+@torch.no_grad()
+def test_a_layer_of_the_cache(hf, name):
+    model, ids = make(name), tokens(2)
+    expected = model.decoder(ids)[:, -1]
+    cache = model(ids[:, :-1]).past_key_values
+    layer = cache.layers[0]
+    assert isinstance(layer, own.StateLayer)
+    assert isinstance(layer.state, State)
+    assert (cache.get_seq_length(), layer.get_mask_sizes(3), cache.get_max_length()) == (11, (14, 0), -1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))  # in their order again
+    again = copy.deepcopy(cache)
+    close(model(ids[:, -1:], past_key_values=cache).logits[:, 0], expected)
+    with pytest.raises(ValueError, match="crop: expected no tokens to forget, since a state holds sums of all, got -2"):
+        again.crop(-2)
+    again.reset()
+    assert again.get_seq_length() == 0
+    close(model(ids, past_key_values=again).logits[:, -1], expected)
+
+
+def test_memory_of_a_stream_does_not_grow(hf):
+    model = make()
+    sizes = [model(tokens(1, length)).past_key_values.layers[0].state.nbytes for length in (4, 40)]
+    assert sizes[0] == sizes[1] > 0
+
+
+@ALL
+def test_folders(hf, name, tmp_path):
+    model, ids = make(name), tokens()
+    with torch.no_grad():
+        [parameter.add_(0.1) for parameter in model.decoder.scheme.parameters()]
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["fingerprint"]) == ("isopos", model.decoder.scheme.fingerprint)
+    loaded, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded(ids).logits.equal(model(ids).logits)
+    config["fingerprint"] = "0" * 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"scheme: expected that of the checkpoint, .* with fingerprint 000000000000"):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_copies(hf):
+    model, ids = make(), tokens()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is own.IsoposForCausalLM
+        assert other(ids).logits.equal(model(ids).logits)
+
+
+def test_tied_embeddings(hf, tmp_path):
+    model, ids = make(tie_word_embeddings=True), tokens()
+    assert model.decoder.head.weight is model.decoder.tokens.weight
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.decoder.head.weight is again.decoder.tokens.weight
+    assert again(ids).logits.equal(model(ids).logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(hf):
+    model, ids = make("t5").train(), tokens()
+    model(ids, labels=ids).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    assert model.decoder.recompute
+    for parameter, old in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad, old, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["rope-decay", "t5"])
+def test_trainer_lowers_the_loss(hf, name, tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer of transformers needs accelerate")
+    model, data = make(name), [{"input_ids": row, "labels": row} for row in tokens(8)]
+    with torch.no_grad():
+        before = model(tokens(8), labels=tokens(8)).loss.item()
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=30, per_device_train_batch_size=8, learning_rate=0.01, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, activation_checkpointing=True,
+    )  # fmt: skip
+    trainer = hf.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 2
+    trainer.save_model(str(tmp_path / "end"))
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "end")
+    assert again(tokens()).logits.equal(model.eval()(tokens()).logits)
+
+
+DECODERS = {
+    "plain": {},
+    "all": {"hidden_dim": 40, "activation": "gelu", "kv_heads": 2, "dropout": 0.1, "window": 5, "stochastic_depth": 0.1},
+    "tied": {"tied": True},
+    "adaptive": {"cutoffs": (10, 20)},
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_decoder_becomes_one(hf, kind, tmp_path):
+    scheme = core.rope(8, HEADS, attention="softmax", base=77.0)
+    decoder, ids = Decoder(VOCABULARY, 32, 2, scheme, **DECODERS[kind]).eval(), tokens()
+    own.from_decoder(decoder).save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.training
+    close(loaded(ids, use_cache=False).logits, decoder(ids), 1e-6)
+    assert str(loaded.decoder) == str(decoder)
+
+
+def test_runs_are_exported(hf, tmp_path, isopos):
+    recipe = Recipe(scheme="rope:decay=retnet").edit(layers=2, model_dim=16, heads=2)
+    model, ids = recipe.task.model(recipe).eval(), torch.arange(10)[None]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(recipe.as_dict()))
+    save_model(model, str(tmp_path / "run" / "model.safetensors"))
+    assert isopos("export", "run", "out")[:2] == (0, "out\n")
+    loaded = hf.AutoModelForCausalLM.from_pretrained("out")
+    assert loaded(ids, use_cache=False).logits.equal(model(ids))
+    code, _, said = isopos("export", "run", "out")
+    assert (code, said.splitlines()[-1]) == (
+        2,
+        "isopos: folder: expected a new one, got out, which is there; remove it or name another",
+    )
+    assert isopos("export", "nowhere", "new")[0] == 2
+
+
+def test_bad_input(hf, tmp_path):
+    with pytest.raises(ValueError, match="scheme: expected positions on a line or ring, got Tree"):
+        make(scheme="ape-tree")
+    with pytest.raises(ValueError, match="unknown scheme 'rpoe': did you mean rope"):
+        make(scheme="rpoe")
+    model, ids = make(), tokens()
+    for options, said in (
+        (
+            {"past_key_values": hf.DynamicCache(config=hf.LlamaConfig())},
+            "past_key_values: expected what this model returned",
+        ),
+        ({"attention_mask": torch.ones(3, 5)}, r"attention_mask: expected \[b 12\], of all tokens so far, got \[3, 5\]"),
+        ({"output_attentions": True}, "output_attentions: expected none"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(ids, **options)
+    with pytest.raises(TypeError, match="state: expected a State, got Tensor"):
+        own.StateLayer().update(ids, 1)
+    unnamed = core.schemes.Scheme(core.encodings.Identity(8), HEADS)
+    with pytest.raises(ValueError, match=r"scheme: expected one that a function of .* makes again"):
+        own.from_decoder(Decoder(VOCABULARY, 32, 1, unnamed))
