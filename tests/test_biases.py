@@ -169,6 +169,16 @@ def test_clipped_keys_add_a_vector_to_keys(axes, outside):
     close(softmax_attention(q, k, v, terms=bias(x, y, torch.float64)), attend(logits, v[:, :, None]))
 
 
+def test_clipped_keys_may_begin_with_next_to_no_weight():
+    q, k, v = inputs(2, t=S, s=S)
+    plain = linear_attention(q, k, v, feature_map=elu1)
+    usual, little = (ClippedKeys(HEADS, HEAD_DIM, reach=2, mean=mean) for mean in (0.0, -30.0))
+    close(little.parameter, usual.parameter - 30)
+    found = [linear_attention(q, k, v, feature_map=elu1, terms=bias(*[sequence(S)] * 2)) for bias in (usual, little)]
+    close(found[1], plain, roundings=1e5)
+    assert (found[0] - plain).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("kernel", ["log", "power"])
 def test_kerple_subtracts_a_kernel_of_the_distance(kernel):
     bias, (q, k, v) = perturb(Kerple(HEADS, kernel=kernel), 5), inputs(2, t=T, s=S)
