@@ -39,7 +39,7 @@ def register() -> None:
 
 def masked(**arguments: Any) -> Tensor:
     """Which keys each query sees, bool ``[b 1 t s]``: always made, so that a mask that is lost on the way is missed."""
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(**arguments)

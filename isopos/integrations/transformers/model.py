@@ -21,7 +21,7 @@ from isopos.state import State
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
     IsoposConfig: Any
     IsoposForCausalLM: Any
@@ -209,7 +209,7 @@ class _CausalLM(PreTrainedModel):
             others: ``position_ids`` of these tokens ``[b t]``, which is no parameter, or ``generate`` would give the same
                 position to all padding; and those of the loss, such as ``num_items_in_batch``.
         """
-        from transformers.modeling_outputs import CausalLMOutputWithPast
+        from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             value = others.pop(name, None)
@@ -277,7 +277,7 @@ def _classes() -> dict[str, Any]:
     """The classes, of which transformers knows from then on."""
     attention.check_version()
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
     class IsoposConfig(PreTrainedConfig):
         """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.

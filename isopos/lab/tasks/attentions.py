@@ -96,8 +96,8 @@ class Nystromformer(Other):
     """
 
     def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
-        from transformers import NystromformerConfig
-        from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+        from transformers import NystromformerConfig  # pyright: ignore[reportMissingImports]
+        from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention  # pyright: ignore[reportMissingImports]
 
         super().__init__(model_dim, heads, length, dropout)
         if dropout:
@@ -131,8 +131,8 @@ class Reformer(Other):
     """
 
     def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
-        from transformers import ReformerConfig
-        from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+        from transformers import ReformerConfig  # pyright: ignore[reportMissingImports]
+        from transformers.models.reformer.modeling_reformer import LSHSelfAttention  # pyright: ignore[reportMissingImports]
 
         super().__init__(model_dim, heads, length, dropout)
         chunk = max(4, min(64, length // 16))
