@@ -141,6 +141,22 @@ def test_gradients_are_not_lost(prepared):
 
 
 @NEEDED
+def test_default_dtypes_are_not_those_of_steps(prepared):
+    scheme = isopos.retnet(32, 3)
+    given, before = content(scheme, 4, 2), torch.get_default_dtype()
+    expected, _ = by_states(scheme, given)
+    steps = Steps(scheme)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with Clamped():
+            found = [steps(*token) for token in tokens(given)]
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(torch.cat(found, -2), expected)
+    assert len(prepared) == 3
+
+
+@NEEDED
 def test_layers_share_tables(monkeypatch):
     scheme, calls = isopos.rope(32, 3), []
     given = content(scheme, AHEAD + 5, 2)

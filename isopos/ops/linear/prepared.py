@@ -68,7 +68,7 @@ class Prepared:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
         """The output ``[*b h 1 e]`` of the token that has row n of the tables."""
-        call, inputs, out = self.call, (q, k, v), torch.empty(v.shape)
+        call, inputs, out = self.call, (q, k, v), v.new_empty(v.shape)
         strides = [x.stride() for x in inputs]
         if strides != self.strides:
             self.strides = strides
@@ -78,7 +78,7 @@ class Prepared:
             own.first = x.data_ptr()
         call.start, call.threads, denominator = n, torch.get_num_threads(), None
         if call.denominated and counted():
-            denominator = torch.empty(*v.shape[:-1], 1)
+            denominator = v.new_empty(*v.shape[:-1], 1)
             call.denominator = view(denominator)
         self.step(self.address)
         if self.out_of_range.value:
