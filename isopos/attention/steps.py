@@ -147,5 +147,5 @@ class _Ahead:
             count = AHEAD if most is None else min(AHEAD, max(1, most - length))
             self.rows = range(length, length + count)
             with torch.no_grad():
-                self.at = self.scheme.at(torch.arange(length, length + count)[:, None])
+                self.at = self.scheme.at(torch.arange(length, length + count, device="cpu")[:, None])
         return self.rows, self.at
