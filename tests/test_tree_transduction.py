@@ -330,10 +330,12 @@ def test_a_short_training_mirrors_trees():
     recipe, data = ready(batch=32, samples=1000, depth=2, labels=6, model_dim=32)
     model = recipe.task.model(recipe)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(100):
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 200)
+    for step in range(200):
         optimizer.zero_grad()
         data.loss(model, *data.batch(recipe, step)).backward()
         optimizer.step()
+        falling.step()
     figures = data.measure(model, recipe, View()).figures
     assert figures["accuracy"] > 0.9
     assert figures["exact"] > 0.5
