@@ -1,7 +1,5 @@
 """Steps of a stream in cpu.c, prepared: what one step was checked for holds for those after it."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -29,12 +27,11 @@ class Prepared:
         lib, (*_, values), self.call = sums.notes["step"]
         call, self.step, self.sums = self.call, lib.isopos_step, sums.stream.sums
         self.inputs, self.shapes, self.strides = sums.inputs, [x.shape for x in sums.inputs], [()] * 3
-        self.out_of_range = ctypes.c_long(0)
-        call.out_of_range, call.denominated = ctypes.pointer(self.out_of_range), sums.denominator is not None
+        call.denominated = sums.denominator is not None
         call.state = call.saved = self.sums[0].data_ptr()
         if call.own:
             call.row = call.saved_rows = self.sums[1].data_ptr()
-        self.address, self.parts = ctypes.byref(call), (call.q, call.k, call.v)
+        self.parts = call.q, call.k, call.v
         values.describe(call.v, sums.v)
         call.out = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
         self.firsts = (*(part.x for part in self.parts), call.out)  # of the call's own memory
@@ -80,10 +77,7 @@ class Prepared:
         if call.denominated and counted():
             denominator = v.new_empty(*v.shape[:-1], 1)
             call.denominator = view(denominator)
-        self.step(self.address)
-        if self.out_of_range.value:
-            self.out_of_range.value = 0
-            raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
+        library.run(self.step, call)
         if denominator is not None:
             call.denominator.first = None
             count(denominator)
