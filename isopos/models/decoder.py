@@ -92,7 +92,7 @@ class Decoder(Trunk):
 
     def advance(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
         """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
-        stream = stream or Stream(0, (State(),) * len(self.blocks))
+        stream = stream or self._new()
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
         x, at = self.enter(tokens, positions, stream.states[0])
         states = []
@@ -111,7 +111,10 @@ class Decoder(Trunk):
 
     def steps(self, stream: "Stream | None" = None) -> "Continuation":
         """The next tokens of a stream, by default a new one's, one a call."""
-        return Continuation(self, Stream(0, (State(),) * len(self.blocks)) if stream is None else stream)
+        return Continuation(self, stream or self._new())
+
+    def _new(self) -> "Stream":
+        return Stream(0, (State(),) * len(self.blocks))
 
 
 class Continuation:
