@@ -55,7 +55,26 @@ class Householder(Basis):
         return Reflection(narrow(normal / normal.norm(dim=-1, keepdim=True), dtype, device)[:, None])
 
 
-class Orthogonal(Basis):
+class _Generated(Basis, ABC):
+    """A rotation of all features, one a head, made of a matrix that can be learned."""
+
+    def __init__(self, generator: Tensor, *, learned: bool = False):
+        super().__init__()
+        if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
+            raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
+        self.features = generator.shape[-1]
+        self.parametrise("generator", generator, learned=learned)
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        device = device or self.parameter.device
+        return Matrix(narrow(self._matrix(wide(self.parameter, device)), dtype, device))
+
+    @abstractmethod
+    def _matrix(self, generator: Tensor) -> Tensor:
+        """P ``[h d d]`` of A ``[h d d]``, both float64."""
+
+
+class Orthogonal(_Generated):
     """The rotation P = exp(A - A^T) of all features, one a head, that can be learned (APE, section 4.2).
 
     Args:
@@ -68,19 +87,11 @@ class Orthogonal(Basis):
         True
     """
 
-    def __init__(self, generator: Tensor, *, learned: bool = False):
-        super().__init__()
-        if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
-            raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
-        self.features = generator.shape[-1]
-        self.parametrise("generator", generator, learned=learned)
-
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        device = device or self.parameter.device
-        return Matrix(narrow(skew_exponential(wide(self.parameter, device)), dtype, device))
+    def _matrix(self, generator: Tensor) -> Tensor:
+        return skew_exponential(generator)
 
 
-class Cayley(Basis):
+class Cayley(_Generated):
     """The rotation P = (I - S) (I + S)^-1 of all features with S = A - A^T, one a head (STRING, Eq. 10).
 
     Every rotation without the angle pi is one; a linear system takes the place of the exponential of `Orthogonal`.
@@ -95,18 +106,9 @@ class Cayley(Basis):
         [[0.0, -1.0], [1.0, 0.0]]
     """
 
-    def __init__(self, generator: Tensor, *, learned: bool = False):
-        super().__init__()
-        if generator.ndim != 3 or generator.shape[-1] != generator.shape[-2]:
-            raise ValueError(f"generator: expected [h d d], got {list(generator.shape)}")
-        self.features = generator.shape[-1]
-        self.parametrise("generator", generator, learned=learned)
-
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        device = device or self.parameter.device
-        generator = wide(self.parameter, device)
+    def _matrix(self, generator: Tensor) -> Tensor:
         skew, unit = generator - generator.mT, torch.eye(self.features, dtype=torch.float64, device=generator.device)
-        return Matrix(narrow(torch.linalg.solve(unit + skew, unit - skew), dtype, device))  # the two commute
+        return torch.linalg.solve(unit + skew, unit - skew)  # the two commute
 
 
 class OddEven(Basis):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isopos.catalog import at_least, expect
 from isopos.exact import ExactModule, Weight, full_precision, narrow, normal, wide
-from isopos.positions import Group, Line, Product
+from isopos.positions import Group, Line, lines
 from isopos.terms import Clipped, Indexed, Numbers, Term
 
 __all__ = ["T5", "ClippedKeys", "DeBERTa", "Fire", "Kerple", "RelativeBias", "Shaw"]
@@ -297,7 +297,7 @@ class ClippedKeys(RelativeBias):
         super().__init__()
         if axes < 1 or outside < 0:
             raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
-        self.group: Group = Line(real=True) if axes == 1 else Product((Line(real=True),) * axes)
+        self.group = lines(axes)
         self.heads, self.reach, self.outside = heads, at_least("reach", reach), outside
         buckets = (2 * reach + 1) ** axes + (2 if outside else 0)
         self.parametrise("weight", normal(seed, heads, buckets, features) + mean, learned=True)

@@ -19,7 +19,7 @@ from isopos.feature_maps import FeatureMap
 from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, Scaling, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotation_table, rotations, skew_exponential
-from isopos.positions import Group, Line, Product
+from isopos.positions import Line, lines
 
 Side = Literal["query", "key"]
 
@@ -106,8 +106,7 @@ class Constrained(_Apart):
         if outside < 0:
             raise ValueError(f"outside: expected a number of tokens, got {outside}")
         axes, waves = frequency.shape
-        line = Line(real=True)
-        self.group: Group = line if axes == 1 else Product((line,) * axes)
+        self.group = lines(axes)
         self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside
         self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
         self.waves = Weight(constant(frequency).expand(heads, -1, -1)) if learned else None
@@ -285,8 +284,7 @@ class Lie(_Sided):
         super().__init__()
         if generator.ndim != 4 or generator.shape[-1] != generator.shape[-2]:
             raise ValueError(f"generator: expected [h c d d], got {list(generator.shape)}")
-        axes, line = generator.shape[1], Line(real=True)
-        self.group: Group = line if axes == 1 else Product((line,) * axes)
+        self.group = lines(generator.shape[1])
         self.features = self.out_features = generator.shape[-1]
         self.parametrise("generator", generator, learned=True)
 

@@ -23,7 +23,7 @@ from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Po
 from isopos.ops.rotate import rotations, skew_exponential
 from isopos.ops.spectrum import check_spectrum, spectrum
 from isopos.ops.tree import path
-from isopos.positions import Group, Line, Product, Ring, Tree
+from isopos.positions import Group, Line, Product, Ring, Tree, lines
 
 __all__ = ["Coupling", "DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary"]
 __all__ += ["TreePath", "long_orders", "random_permutations", "rope_frequencies"]
@@ -156,8 +156,7 @@ class Rotary(Encoding):
         if frequency.ndim != 3 or not frequency.is_floating_point() or not frequency.isfinite().all():
             raise ValueError(f"frequency: expected finite floats [h c f], got {frequency.dtype} {list(frequency.shape)}")
         _, columns, count = frequency.shape
-        line = Line(real=True)
-        self.group = group or (line if columns == 1 else Product((line,) * columns))
+        self.group = group or lines(columns)
         if self.group.columns != columns:
             raise ValueError(f"frequency: expected {self.group.columns} coordinates for {self.group}, got {columns}")
         if isinstance(self.group, Ring):

@@ -13,7 +13,7 @@ from isopos.exact import Weight, constant, narrow, wide
 from isopos.maps import Chain, Isometry, Matrix, Plane, Rotation
 from isopos.ops.rotate import rotations
 from isopos.ops.spectrum import check_spectrum, spectrum
-from isopos.positions import Group, Line, Product
+from isopos.positions import Group, Line, lines
 
 __all__ = ["Circulant", "Commuting", "RankTwo"]
 
@@ -42,7 +42,7 @@ class Circulant(Encoding):
         super().__init__()
         if generator.ndim != 3 or generator.shape[-1] % 2 or generator.shape[-1] < 4:
             raise ValueError(f"generator: expected [h c d] with even d of at least 4, got {list(generator.shape)}")
-        self.group = _grid(generator.shape[1])
+        self.group = lines(generator.shape[1])
         self.features = self.out_features = generator.shape[-1]
         self.basis = Fourier(self.features)
         self.parametrise("generator", generator, learned=learned)
@@ -84,7 +84,7 @@ class Commuting(Encoding):
         if direction.ndim != 3 or direction.shape[-1] != blocks or not (direction != 0).any(1).all():
             raise ValueError(f"direction: expected [h c {blocks}], not zero in any block, got {list(direction.shape)}")
         check_spectrum(generator)
-        self.group = _grid(direction.shape[1])
+        self.group = lines(direction.shape[1])
         self.features = self.out_features = blocks * size
         self.parametrise("generator", generator, learned=learned)
         self.initial_direction = constant(direction)
@@ -149,8 +149,3 @@ def _frame(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     across = b - (b * u).sum(-1, keepdim=True) * u
     height = across.norm(dim=-1, keepdim=True)
     return u, across / height, length * height
-
-
-def _grid(axes: int) -> Group:
-    line = Line(real=True)
-    return line if axes == 1 else Product((line,) * axes)

@@ -21,7 +21,7 @@ from isopos.catalog import at_least
 from isopos.trees import INTEGER_DTYPES, depths, forest, name_row, parents_of, renumber, tree, tree_distance, tree_labels
 
 __all__ = ["Group", "Line", "Product", "Ring", "Tree"]
-__all__ += ["forest", "grid", "packed", "product", "ring", "sequence", "timestamps", "tree", "tree_labels"]
+__all__ += ["forest", "grid", "lines", "packed", "product", "ring", "sequence", "timestamps", "tree", "tree_labels"]
 
 REAL_DTYPES = (torch.float32, torch.float64)
 
@@ -374,6 +374,12 @@ class Product(Group):
         super().check(x)
         for part, a in zip(self.parts, self.split(x), strict=True):
             part.check(a)
+
+
+def lines(axes: int) -> Group:
+    """The line of real positions, or the grid of so many."""
+    line = Line(real=True)
+    return line if axes == 1 else Product((line,) * axes)
 
 
 def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:

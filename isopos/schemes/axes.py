@@ -13,7 +13,7 @@ from isopos.catalog import at_least
 from isopos.encodings import rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import Layout, compose, even, laid_out, register, split
+from isopos.schemes.registry import Layout, axial, compose, even, laid_out, register, split
 
 Sections = str | Sequence[int] | None
 
@@ -157,7 +157,7 @@ def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
     shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
     if len(shares) != axes:
         raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
-    return torch.block_diag(*(rope_frequencies(share, base)[None] for share in shares))
+    return axial(shares, base)
 
 
 def _shares(sections: str | Sequence[int], count: int, least: int = 1) -> list[int]:

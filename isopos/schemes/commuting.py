@@ -10,7 +10,7 @@ from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, register, split
+from isopos.schemes.registry import axial, compose, even, register, split
 
 
 @register(
@@ -44,7 +44,8 @@ def string(
     ends = 0 if variant == "cayley" else 2
     if even(head_dim) - ends < 2 * at_least("axes", axes):
         raise ValueError(f"head size: expected at least {2 * axes + ends} features for {axes} axes, got {head_dim}")
-    frequency = _axial(head_dim - ends, axes, base).expand(heads, -1, -1)
+    shares = [width // 2 for width in split(head_dim - ends, axes, 2)]
+    frequency = axial(shares, base).expand(heads, -1, -1)
     if variant == "circulant":  # columns whose transform is -i w / 2, so that C is skew and C - C^T has the angles w
         spectrum = torch.nn.functional.pad(frequency, (1, 1)) * -0.5j
         return compose(generators.Circulant(torch.fft.irfft(spectrum)), heads, choices)
@@ -165,11 +166,6 @@ def liere(
     lower = torch.stack((angle, torch.zeros_like(angle)), -1).flatten()[:-1]
     planes = torch.linalg.qr(normal(seed, heads, at_least("axes", axes), head_dim, head_dim).double()).Q
     return compose(couplings.Lie(planes.mT @ torch.diag(lower, -1) @ planes), heads, choices)
-
-
-def _axial(width: int, axes: int, base: float) -> Tensor:
-    """Rope's frequencies of each axis on pairs of its own: float64 ``[c width/2]``."""
-    return torch.block_diag(*(rope_frequencies(own // 2, base) for own in split(width, axes, 2)))
 
 
 def _plane(width: int, speed: Tensor, seed: int) -> Encoding:

@@ -4,15 +4,30 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
 
 from isopos import bases, encodings
 from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
-from isopos.encodings import Coupling, Encoding
+from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = ["REGISTRY", "Layout", "build", "compose", "even", "laid_out", "options_of", "register", "resolve", "split"]
+__all__ = [
+    "REGISTRY",
+    "Layout",
+    "axial",
+    "build",
+    "compose",
+    "even",
+    "laid_out",
+    "options_of",
+    "register",
+    "resolve",
+    "split",
+]
 
 Layout = Literal["interleaved", "half"]
 
@@ -224,6 +239,11 @@ def laid_out(rotary: Encoding, layout: str) -> Encoding:
     """A rotation of pairs (2i, 2i+1), or with layout="half" of pairs (i, i + d/2)."""
     expect("layout", layout, typing.get_args(Layout))
     return rotary if layout == "interleaved" else encodings.InBasis(rotary, bases.OddEven(rotary.features))
+
+
+def axial(shares: Sequence[int], base: float) -> Tensor:
+    """Rope's frequencies of each axis on so many pairs of its own, float64 ``[c f]``: each is zero but on its own axis."""
+    return torch.block_diag(*(rope_frequencies(share, base) for share in shares))
 
 
 def split(width: int, parts: int, step: int) -> list[int]:
