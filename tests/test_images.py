@@ -198,6 +198,10 @@ def test_what_is_no_image_is_left_out_and_counted(tmp_path):
     assert re.fullmatch(r"2 that do not decode \(.*broken.png\)", found.left[1])
     data = Images(data=source).load(Recipe(task=Images(data=source)))
     assert f"{found.left[0]} left out, {found.left[1]} left out" in data.summary
+    (tmp_path / "bars" / "other").mkdir()
+    (tmp_path / "bars" / "other" / "notes.txt").write_text("")
+    again = read(source)
+    assert (again.sha256, again.left[0][:13], again.left[1]) == (found.sha256, "3 other files", found.left[1])
 
 
 def layout(tmp_path, *names):

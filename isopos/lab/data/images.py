@@ -28,7 +28,7 @@ from isopos.lab.runs.files import check_plain, damaged, read_json
 
 __all__ = ["Pictures", "digits", "read"]
 
-FORMAT = 1  # of a prepared folder
+FORMAT = 2  # of a prepared folder
 SIDE, COUNTS = 28, (8000, 1000, 1000)  # pixels of drawn digits, unless told; how many are in each split
 NAMES = {"train": "train", "valid": "validation", "validation": "validation", "val": "validation", "test": "test"}
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")  # modes without colours
@@ -123,7 +123,7 @@ def read(
         height, width = survey.height, survey.width
     shape = (survey.channels, height, width)
     folder = cache.prepared(
-        root, _key("images", survey.sha256, shape), lambda part: _write(part, found, stamp, shape, survey, console)
+        root, _key("images", survey.sha256, shape), lambda part: _write(part, found, stamp, shape, console)
     )
     return _mapped(folder, source, survey, shape)
 
@@ -176,9 +176,7 @@ def _by(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _write(
-    folder: Path, source: Source, stamp: list, shape: tuple[int, int, int], survey: _Survey, console: Console | None
-) -> None:
+def _write(folder: Path, source: Source, stamp: list, shape: tuple[int, int, int], console: Console | None) -> None:
     """Decode every image, and write pixels, classes and splits."""
     names, digests, broken, waiting = [], [], [], deque()
     workers = os.cpu_count() or 1
@@ -210,7 +208,7 @@ def _write(
         raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
     rows, classes = _arranged(source.name, names, digests, broken)
     (folder / "rows.bin").write_bytes(rows.astype("<i8").tobytes())
-    left = [*survey.left, *([f"{len(broken)} that do not decode ({broken[0]})"] if broken else [])]
+    left = [f"{len(broken)} that do not decode ({broken[0]})"] if broken else []
     sums = {name: _sum(folder / f"{name}.bin") for name in FILES}
     about = {"count": len(names), "classes": classes, "left": left, "sha256": sums}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
@@ -327,7 +325,7 @@ def _mapped(folder: Path, source: str, survey: _Survey, shape: tuple[int, int, i
     splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(about["count"], np.int64)
     by_row[order] = labels
-    return Pictures(source, survey.sha256, pixels, by_row, splits, about["classes"], about["left"])
+    return Pictures(source, survey.sha256, pixels, by_row, splits, about["classes"], [*survey.left, *about["left"]])
 
 
 class _Shown:
