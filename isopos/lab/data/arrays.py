@@ -24,7 +24,7 @@ import numpy as np
 from isopos.lab.data import cache
 from isopos.lab.runs.files import check_plain, damaged, read_json
 
-__all__ = ["Arrays", "Writer", "collect", "key_of", "prepared"]
+__all__ = ["Arrays", "Ragged", "Writer", "collect", "key_of", "prepared"]
 
 ABOUT = "about.json"
 
@@ -45,6 +45,15 @@ class Arrays:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
+
+    def sequence(self, name: str, n: int) -> np.ndarray:
+        """The n-th of what a `Ragged` of that name holds ``[t]``."""
+        begin, end = self[f"{name}-starts"][n : n + 2]
+        return self[f"{name}-tokens"][begin:end]
+
+    def lengths(self, name: str) -> np.ndarray:
+        """Those of what a `Ragged` of that name holds."""
+        return np.diff(self[f"{name}-starts"])
 
 
 class Writer:
@@ -69,6 +78,27 @@ class Writer:
     def about(self) -> dict[str, dict[str, Any]]:
         """Dtype, shape and hash of every array."""
         return {name: about | {"sha256": self._files[name][1].hexdigest()} for name, about in self._about.items()}
+
+
+class Ragged:
+    """Appends sequences of different lengths to an array NAME-tokens, and their places there to NAME-starts.
+
+    Args:
+        writer: Of both.
+        name: Theirs.
+        values: Different tokens, at most.
+    """
+
+    def __init__(self, writer: Writer, name: str, values: int):
+        self._add, self._name, self._end = writer.add, name, 0
+        writer.add(f"{name}-tokens", np.empty(0, np.min_scalar_type(values - 1)))
+        writer.add(f"{name}-starts", np.zeros(1, np.int64))
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append tokens ``[t]``."""
+        self._end += len(tokens)
+        self._add(f"{self._name}-tokens", tokens)
+        self._add(f"{self._name}-starts", np.array([self._end]))
 
 
 Fill = Callable[[Writer], dict[str, Any]]

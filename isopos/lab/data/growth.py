@@ -15,7 +15,7 @@ from typing import overload
 import numpy as np
 
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, key_of, prepared
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
 from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, Rows
 from isopos.lab.data.prepare import SPLITS
 
@@ -63,10 +63,9 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | N
     def fill(writer: Writer) -> dict[str, object]:
         found, seen = grow(seed, settings), set()
         for split, count in zip(SPLITS, counts, strict=True):
-            end = kept = vain = 0
-            writer.add(f"{split}-starts", np.zeros(1, np.int64))
+            kept, vain, sequences = 0, 0, Ragged(writer, split, 256)
             while kept < count:
-                tokens, answer, branches = one = next(found)
+                tokens, answer, branches = next(found)
                 digest = hashlib.sha256(tokens).digest()[:16]
                 vain = vain + 1 if digest in seen else 0
                 if vain > TRIES:
@@ -76,9 +75,8 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | N
                 if digest in seen:
                     continue
                 seen.add(digest)
-                end, kept = end + len(tokens), kept + 1
-                writer.add(f"{split}-tokens", np.frombuffer(one.tokens, np.uint8))
-                writer.add(f"{split}-starts", np.array([end]))
+                kept += 1
+                sequences.add(np.frombuffer(tokens, np.uint8))
                 writer.add(f"{split}-about", np.array([[answer, branches]], np.uint8))
         return {}
 
@@ -106,9 +104,8 @@ class Stored(Sequence[Expression]):
             return [self[row] for row in range(*n.indices(len(self)))]
         if not 0 <= n < len(self):
             raise IndexError(n)
-        begin, end = self.arrays[f"{self.split}-starts"][n : n + 2].tolist()
         answer, branches = self.arrays[f"{self.split}-about"][n].tolist()
-        return Expression(self.arrays[f"{self.split}-tokens"][begin:end].tobytes(), answer, branches)
+        return Expression(self.arrays.sequence(self.split, n).tobytes(), answer, branches)
 
 
 def grow(seed: int, settings: Settings) -> Iterator[Expression]:

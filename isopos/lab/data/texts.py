@@ -15,7 +15,7 @@ import numpy as np
 
 from isopos.catalog import expect
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
 from isopos.lab.data.corpora import shown
 from isopos.lab.data.labelled import Classes, Row, check_same, parts, rows, surveyed, wrong
 from isopos.lab.data.prepare import SPLITS, Progressing
@@ -53,12 +53,11 @@ class Texts:
 
     def lengths(self, split: str) -> np.ndarray:
         """Tokens of each text ``[samples each]``."""
-        return np.diff(self.arrays[f"{split}-starts"]).reshape(-1, self.each)
+        return self.arrays.lengths(split).reshape(-1, self.each)
 
     def sequence(self, split: str, n: int) -> np.ndarray:
         """The tokens of the n-th text of a split; of pairs sample n has 2n and 2n + 1."""
-        starts = self.arrays[f"{split}-starts"]
-        return self.arrays[f"{split}-tokens"][starts[n] : starts[n + 1]]
+        return self.arrays.sequence(split, n)
 
 
 def load(
@@ -194,21 +193,14 @@ def _fill(
     writer: Writer, read: Iterator[Row], split: Callable[[str, str], str], tokenizer: Tokenizer, left: list[str]
 ) -> dict[str, object]:
     """Write tokens, starts and labels of rows; return the classes and what was left out."""
-    classes, dtype, each = Classes(), np.min_scalar_type(tokenizer.size - 1), 1
-    ends = dict.fromkeys(SPLITS, 0)
-    for name in SPLITS:
-        writer.add(f"{name}-tokens", np.empty(0, dtype))
-        writer.add(f"{name}-starts", np.zeros(1, np.int64))
+    classes, each, sequences = Classes(), 1, {name: Ragged(writer, name, tokenizer.size) for name in SPLITS}
     for row in read:
         each, where = len(row.values), split(row.file, "\n".join(row.values))
         for text in row.values:
             try:
-                tokens = tokenizer.encode(text)
+                sequences[where].add(tokenizer.encode(text))
             except ValueError as error:
                 raise wrong(row.file, row.line, str(error)) from None
-            ends[where] += len(tokens)
-            writer.add(f"{where}-tokens", tokens)
-            writer.add(f"{where}-starts", np.array([ends[where]]))
         classes.add(where, row)
     names, labels = classes.settle()
     for name, numbers in labels.items():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, collect, key_of, prepared
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
 from isopos.lab.data.corpora import shown
 from isopos.lab.data.labelled import LINES, Classes, Row, check_same, json_rows, lines_of, parts, surveyed, table_rows, wrong
 from isopos.lab.data.prepare import SPLITS
@@ -68,7 +68,7 @@ class Bank:
 
     def sizes(self, split: str) -> np.ndarray:
         """Nodes of each tree."""
-        return np.diff(self.arrays[f"{split}-starts"])
+        return self.arrays.lengths(split)
 
     def tree(self, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens ``[t]`` and nodes ``[t 2]`` of the n-th tree of a split, in preorder."""
@@ -149,18 +149,15 @@ def _fill(
             counts.update(label for label in one.labels if label not in (None, NODE, UNKNOWN))
     ordered = sorted(counts, key=lambda word: (-counts[word], word))
     words = list(words) or [NODE, UNKNOWN, *ordered][: vocabulary or None]
-    index, ends = {word: n for n, word in enumerate(words)}, dict.fromkeys(SPLITS, 0)
+    index, sequences = {word: n for n, word in enumerate(words)}, {}
     for name in SPLITS:
-        writer.add(f"{name}-tokens", np.empty(0, np.min_scalar_type(len(words))))
+        sequences[name] = Ragged(writer, name, len(words) + 1)
         writer.add(f"{name}-nodes", np.empty((0, 2), np.int32))
-        writer.add(f"{name}-starts", np.zeros(1, np.int64))
     for one in trees():
         where = split(one.row.file, one.row.values[0])
         tokens = [index.get(NODE if label is None else label, 1) for label in one.labels]
-        ends[where] += len(tokens)
-        writer.add(f"{where}-tokens", np.array(tokens))
+        sequences[where].add(np.array(tokens))
         writer.add(f"{where}-nodes", one.nodes)
-        writer.add(f"{where}-starts", np.array([ends[where]]))
         classes.add(where, one.row)
         branches = max(branches, 1 + int(one.nodes[:, 1].max()))
     names, labels = classes.settle()
