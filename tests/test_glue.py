@@ -6,14 +6,17 @@ import math
 import re
 import shutil
 import zipfile
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from isopos.lab.data.glue import SUBSETS, phrases, read, subset_of
-from isopos.lab.data.tokenizers import Words
+from isopos.lab.data import glue
+from isopos.lab.data.glue import SUBSETS, load, phrases, subset_of
+from isopos.lab.data.sources import find
+from isopos.lab.data.tokenizers import Bytes, Words
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import read_rows
@@ -23,6 +26,11 @@ from isopos.lab.tasks.task import View
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "glue"
 PAIRS = [("A cat sat.", "A cat stood."), ("Two dogs ran.", "Dogs ran."), ("It rained.", "It did not rain.")]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
 
 
 def table(path, header, rows):
@@ -49,35 +57,44 @@ def rte(folder, count=24):
     return str(folder / "RTE")
 
 
+def read(source, name):
+    """Samples by split, and what was left out."""
+    splits, left = defaultdict(list), Counter()
+    for split, sample in glue.read(find(source), name, left):
+        splits[split].append(sample)
+    return splits, left
+
+
 def test_files_without_a_header_in_an_archive_or_a_folder(tmp_path):
     folder = cola(tmp_path)
-    found = read(folder, "CoLA")
-    assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 48, "validation": 16}
-    assert found.splits["train"][3] == (("phrase 1 ends with b",), 1)
+    found, _ = read(folder, "CoLA")
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 48, "validation": 16}
+    assert found["train"][3] == (("phrase 1 ends with b",), 1)
     with zipfile.ZipFile(tmp_path / "cola_public.zip", "w") as archive:
         for kind in ("raw", "tokenized"):
             archive.write(Path(folder, "train.tsv"), f"cola_public/{kind}/in_domain_train.tsv")
             for place in ("in", "out_of"):
                 archive.write(Path(folder, "dev.tsv"), f"cola_public/{kind}/{place}_domain_dev.tsv")
-    again = read(str(tmp_path / "cola_public.zip"), "CoLA")
-    assert again.splits["train"] == found.splits["train"]
-    assert again.splits["validation"] == 2 * found.splits["validation"]
-    assert again.sha256 != found.sha256
+    again, _ = read(str(tmp_path / "cola_public.zip"), "CoLA")
+    assert again["train"] == found["train"]
+    assert again["validation"] == 2 * found["validation"]
+    one, other = (load(source, "CoLA", Bytes()) for source in (folder, str(tmp_path / "cola_public.zip")))
+    assert one.sha256 != other.sha256
+    assert one.sequence("train", 3).tobytes() == b"phrase 1 ends with b"
+    assert one["train-answers"].tolist() == [row.answer for row in found["train"]]
 
 
 def test_scores_of_files_of_seven_or_nine_columns_and_of_the_published_header(tmp_path):
     rows = [(*"abc", 7, score, *pair) for score, pair in zip((5, 2.5, 0), PAIRS, strict=True)]
     for split in ("train", "dev", "test"):
         table(tmp_path / "plain" / f"sts-{split}.tsv", None, [*rows, (*rows[0], "source", "source")])
-    found = read(str(tmp_path / "plain"), "STS-B")
-    assert [row.answer for row in found.splits["test"]] == [1.0, 0.5, 0.0, 1.0]
+    found, _ = read(str(tmp_path / "plain"), "STS-B")
+    assert [row.answer for row in found["test"]] == [1.0, 0.5, 0.0, 1.0]
     names = ["index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2", "score"]
     for split in ("train", "dev"):
         table(tmp_path / "STS-B" / f"{split}.tsv", names, [(*"1234567", *row[5:7], row[4]) for row in rows])
         table(tmp_path / "STS-B" / "original" / f"sts-{split}.tsv", None, rows)
-    assert read(str(tmp_path / "STS-B"), "STS-B").splits == {
-        split: found.splits["test"][:3] for split in ("train", "validation")
-    }
+    assert read(str(tmp_path / "STS-B"), "STS-B")[0] == {split: found["test"][:3] for split in ("train", "validation")}
 
 
 def test_two_validations_unlabelled_tests_ids_and_ragged_rows(tmp_path):
@@ -86,24 +103,24 @@ def test_two_validations_unlabelled_tests_ids_and_ragged_rows(tmp_path):
     for split, count in (("train", 3), ("dev_matched", 2), ("dev_mismatched", 1)):
         table(tmp_path / "MNLI" / f"{split}.tsv", names, rows[:count])
     table(tmp_path / "MNLI" / "test_mismatched.tsv", names[:3], [row[:3] for row in rows])
-    found = read(str(tmp_path / "MNLI"), "MNLI")
-    assert {split: [row.answer for row in rows] for split, rows in found.splits.items()} == {
+    found, left = read(str(tmp_path / "MNLI"), "MNLI")
+    assert {split: [row.answer for row in rows] for split, rows in found.items()} == {
         "train": [0, 1, 2],
         "validation": [0, 1],
         "mismatched": [0],
     }
-    assert found.left == {"rows without labels": 3}
+    assert left == {"rows without labels": 3}
     names, row = ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"], (*"123", "a?", "b?", 0)
     table(tmp_path / "QQP" / "train.tsv.gz", names, [row, row[:2]])
     table(tmp_path / "QQP" / "dev.tsv", names, [row])
-    found = read(str(tmp_path / "QQP"), "QQP")
-    assert (found.splits["train"], found.left) == ([(("a?", "b?"), 0)], {"rows that lack columns": 1})
+    found, left = read(str(tmp_path / "QQP"), "QQP")
+    assert (found["train"], left) == ([(("a?", "b?"), 0)], {"rows that lack columns": 1})
     header = ["\ufeffQuality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
     for name in ("train", "dev", "dev_ids", "notes"):
         table(tmp_path / "MRPC" / f"{name}.tsv", header, [(1, 1, 2, 'He said "so.', "He said so.")])
-    found = read(str(tmp_path / "MRPC"), "MRPC")
-    assert found.splits["validation"] == [(('He said "so.', "He said so."), 1)]
-    assert found.left == {"the file dev_ids.tsv": 1, "the file notes.tsv": 1}
+    found, left = read(str(tmp_path / "MRPC"), "MRPC")
+    assert found["validation"] == [(('He said "so.', "He said so."), 1)]
+    assert left == {"the file dev_ids.tsv": 1, "the file notes.tsv": 1}
 
 
 @pytest.mark.parametrize(
@@ -126,30 +143,32 @@ def test_what_is_no_task_of_glue_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"subset: expected one of CoLA, .*, which no folder of glue is called after"):
         subset_of("glue")
     with pytest.raises(ValueError, match=r"subset: expected one of CoLA, .*, got 'cola'"):
-        read(str(tmp_path), "cola")
+        load(str(tmp_path), "cola", Bytes())
     with pytest.raises(ValueError, match=r"data: expected a folder with RTE's train.*, but .*none does not exist"):
-        read(str(tmp_path / "none"), "RTE")
+        load(str(tmp_path / "none"), "RTE", Bytes())
     folder = rte(tmp_path)
     with pytest.raises(ValueError, match=r"dev.tsv, line 1: expected the columns question, sentence, label, got index, "):
-        read(folder, "QNLI")
+        load(folder, "QNLI", Bytes())
     for header in ("index\tsentence1\tsentence2\n0\ta\tb\n", ""):  # no labels, or nothing
         (tmp_path / "none").mkdir(exist_ok=True)
         (tmp_path / "none" / "train.tsv").write_text(header)
         with pytest.raises(ValueError, match=r"train.tsv, line 1: expected the columns sentence1, sentence2, label, got"):
-            read(str(tmp_path / "none"), "RTE")
+            load(str(tmp_path / "none"), "RTE", Bytes())
     with pytest.raises(ValueError, match=r"line 1: expected the columns sentence1, sentence2, score, got index, "):
-        read(folder, "STS-B")
+        load(folder, "STS-B", Bytes())
     Path(folder, "dev.tsv").unlink()
     with pytest.raises(ValueError, match=r"data: expected RTE's dev.tsv with labels, or a .gz of it, got none in"):
-        read(folder, "RTE")
+        load(folder, "RTE", Bytes())
     score = tmp_path / "STS-B"
     table(score / "train.tsv", None, [("a", "b", "c", 1, 5.5, "x", "y")])
     with pytest.raises(ValueError, match=r"line 1: column 5: expected a number from 0 to 5, got '5.5'"):
-        read(str(score), "STS-B")
+        load(str(score), "STS-B", Bytes())
 
 
 def test_phrases_are_half_in_order_and_half_reversed():
-    rows = phrases().splits
+    rows = defaultdict(list)
+    for split, row in phrases():
+        rows[split].append(row)
     assert [np.mean([row.answer for row in rows[split]]) for split in rows] == pytest.approx([0.5, 0.5], abs=0.01)
     words = " ".join(row.texts[0] for row in rows["train"] if row.answer)
     backward = " ".join(row.texts[0] for row in rows["train"] if not row.answer)
@@ -175,7 +194,8 @@ def test_samples_are_lines_and_of_pairs_the_longer_text_is_cut(tmp_path):
         "24 + 9 rows (train, validation), 5 rows without labels left out; without a model: always entailment" in data.summary
     )
     _, data = ready(rte(tmp_path), length=16)
-    texts = [bytes(row.tolist()) for row in data.tokens["validation"][:3]]
+    tokens, _, mask, _ = data.tensors("validation", np.arange(3), recipe)
+    texts = [bytes(row[own].tolist()) for row, own in zip(tokens, mask, strict=True)]
     assert texts == [b"A cat s\nA cat s\n", b"Two dog\nDogs ra\n", b"It rain\nIt did \n"]
     assert ", 33 cut to 16 tokens" in data.summary
 
@@ -211,7 +231,7 @@ def test_scores_are_of_all_rows_however_they_are_batched(tmp_path, monkeypatch, 
     assert model.head.out_features == {"RTE": 2, "STS-B": 1}[subset]
     found = data.measure(model, recipe, View())
     assert {*found.figures} == {*SUBSETS[subset].figures, "loss", "rows"}
-    outputs, answers = data.answers(model, recipe, "validation", np.arange(len(data.rows["validation"])))
+    outputs, answers = data.answers(model, recipe, "validation", np.arange(len(data.sizes["validation"])))
     if subset == "STS-B":
         assert found.figures["loss"] == pytest.approx(((outputs[:, 0] - answers) ** 2).mean().item())
         assert data.loss(model, *data.tensors("validation", np.arange(12), recipe)).item() == pytest.approx(
@@ -419,6 +439,6 @@ def test_constants_of_schemes_and_tokenizers_are_those_of_the_start(isopos, tmp_
     [("CoLA", (8551, 1043)), ("RTE", (2127, 277)), ("STS-B", (5749, 1500, 1379)), ("SST-2", (60614, 6735, 872))],
 )
 def test_the_published_files(name, counts):
-    found = read(str(SHARED / name), name)
-    assert tuple(map(len, found.splits.values())) == counts
-    assert found.left == ({"rows without labels": 3000, "the file val.tsv": 1} if name == "RTE" else {})
+    found = load(str(SHARED / name), name, Bytes()).facts
+    assert tuple(count for count in found["rows"].values() if count) == counts
+    assert found["left"] == ({"rows without labels": 3000, "the file val.tsv": 1} if name == "RTE" else {})

@@ -8,22 +8,29 @@ References:
     https://arxiv.org/abs/1804.07461
 """
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from isopos.catalog import expect
-from isopos.lab.data.sources import find, whole_lines
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
+from isopos.lab.data.corpora import shown
+from isopos.lab.data.labelled import check_same, surveyed
+from isopos.lab.data.sources import Source, find, whole_lines
+from isopos.lab.data.tokenizers import Tokenizer
 
-__all__ = ["SUBSETS", "Rows", "Sample", "Subset", "phrases", "read", "subset_of"]
+__all__ = ["SPLITS", "SUBSETS", "Sample", "Subset", "load", "phrases", "read", "subset_of"]
 
+FORMAT = 1  # of a prepared folder
 HIGHEST = 5  # of scores
-SPLITS = ("train", "validation", "mismatched", "test")
+SPLITS: tuple[str, ...] = ("train", "validation", "mismatched", "test")
 OLDER = {"original", "tokenized"}  # folders of what a task was made from
 
 
@@ -60,22 +67,6 @@ class Sample(NamedTuple):
     answer: float
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Samples by split, and what was left out, counted."""
-
-    splits: dict[str, list[Sample]]
-    left: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def sha256(self) -> str:
-        """A fingerprint of all samples, in their order."""
-        digest = hashlib.sha256()
-        for split, rows in self.splits.items():
-            digest.update(repr((split, [tuple(row) for row in rows])).encode())
-        return digest.hexdigest()
-
-
 def subset_of(source: str) -> str:
     """The task that a folder, or one that it is in, is called after; of no folder CoLA, whose like `phrases` are.
 
@@ -94,36 +85,78 @@ def subset_of(source: str) -> str:
     return found or "CoLA"
 
 
-def read(source: str, name: str) -> Rows:
-    """The samples of a folder or an archive of tables whose names end with .tsv, or .tsv.gz.
+def load(source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = None, console: object = None) -> Arrays:
+    """The samples of a source, prepared once, then memory-mapped, by split.
 
-    A name speaks of train, dev (validation), mismatched, or test; others, those of ids and what lies in folders called
-    original or tokenized are not read. Tables of a split are read one after another. Tests without labels are left out.
+    Those of a split are SPLIT-tokens and SPLIT-starts, of one text after another, and SPLIT-answers; `left` of the facts
+    tells what was left out, counted.
 
     Args:
-        source: A path.
+        source: As in `read`; empty: `phrases`.
         name: Of `SUBSETS`.
+        tokenizer: Makes tokens of texts.
+        root: Of the cache.
+        console: Shows the progress of the preparation.
 
     Raises:
-        ValueError: Where there is nothing to read, or a row is wrong (with file and line).
+        ValueError: As of `read`, and where there is no row to train with or none for validation.
     """
     expect("subset", name, SUBSETS)
+    if not source:
+        return collect(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
     if not Path(source).exists():
         raise ValueError(f"data: expected a folder with {name}'s train.tsv and dev.tsv, but {source} does not exist")
-    splits, left = {split: [] for split in SPLITS}, Counter()
-    for file, blocks in find(source).read(raw=False):
+    found, root = find(source), cache.default_root() if root is None else root
+    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
+        before = surveyed(found, root, progressing)
+
+        def fill(writer: Writer) -> dict[str, Any]:
+            left = Counter()
+            facts = _fill(writer, read(found, name, left), tokenizer, left)
+            for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
+                if not facts["rows"][split]:
+                    raise ValueError(f"data: expected {name}'s {file} with labels, or a .gz of it, got none in {source}")
+            check_same(found, before)
+            return facts
+
+        return prepared(root, f"glue-{key_of(FORMAT, before.key, name, tokenizer.fingerprint)[:32]}", fill)
+
+
+def _fill(
+    writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Tokenizer, left: Counter[str]
+) -> dict[str, Any]:
+    sequences, rows = {split: Ragged(writer, split, tokenizer.size) for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+    for split, sample in samples:
+        for text in sample.texts:
+            sequences[split].add(tokenizer.encode(text))
+        writer.add(f"{split}-answers", np.array([sample.answer], np.float64))
+        rows[split] += 1
+    return {"rows": rows, "left": dict(left)}
+
+
+def read(source: Source, name: str, left: Counter[str]) -> Iterator[tuple[str, Sample]]:
+    """The split and the sample of each row of tables whose names end with .tsv, or .tsv.gz.
+
+    A name speaks of train, dev (validation), mismatched, or test; others, those of ids and what lies in folders called
+    original or tokenized are not read. Tests without labels are left out.
+
+    Args:
+        source: A folder or an archive.
+        name: Of `SUBSETS`.
+        left: Counts what is left out.
+
+    Raises:
+        ValueError: Where a row is wrong (with file and line).
+    """
+    for file, blocks in source.read(raw=False):
         path = PurePosixPath(Path(file).as_posix())
         if path.suffix.lower() != ".tsv" or OLDER & {*path.parts}:
             continue
         if split := _split(path.stem):
-            splits[split] += _samples(file, split, SUBSETS[name], whole_lines(blocks), left)
+            for sample in _samples(file, split, SUBSETS[name], whole_lines(blocks), left):
+                yield split, sample
         else:
             left[f"the file {path.name}"] += 1
-    for split in ("train", "validation"):
-        if not splits[split]:
-            what = {"train": "train.tsv", "validation": "dev.tsv"}[split]
-            raise ValueError(f"data: expected {name}'s {what} with labels, or a .gz of it, got none in {source}")
-    return Rows({split: rows for split, rows in splits.items() if rows}, left)
 
 
 def _split(stem: str) -> str:
@@ -176,18 +209,18 @@ def _sample(cells: list[str], at: tuple[int, ...], subset: Subset) -> Sample:
     return Sample(tuple(texts), score / HIGHEST)
 
 
-def phrases() -> Rows:
+def phrases() -> Iterator[tuple[str, Sample]]:
     """Phrases of the Python language reference, every other one with its words in reverse order, which has the label 0.
 
+    The last tenth is for validation.
+
     Example:
-        >>> phrases().splits["train"][1].answer
-        0
+        >>> next(phrases())
+        ('train', Sample(texts=('the other object has the same type', 1))
     """
     (_, blocks), *_ = find("").documents()
     found = re.findall(r"(?:\b[a-z]+ ){5,11}[a-z]+\b", " ".join(b"".join(blocks).decode().split()))
-    rows = [
-        Sample((" ".join(words[:: 1 if n % 2 == 0 else -1]),), 1 - n % 2)
-        for n, words in enumerate(phrase.split() for phrase in dict.fromkeys(found))
-    ]
-    held = len(rows) // 10
-    return Rows({"train": rows[:-held], "validation": rows[-held:]})
+    different = dict.fromkeys(found)
+    for n, words in enumerate(phrase.split() for phrase in different):
+        split = "train" if n < len(different) - len(different) // 10 else "validation"
+        yield split, Sample((" ".join(words[:: 1 if n % 2 == 0 else -1]),), 1 - n % 2)

@@ -1,7 +1,6 @@
 """The tasks of GLUE: an encoder, trained as a masked language model, learns to tell labels of texts and pairs of texts."""
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos import catalog
-from isopos.lab.data.glue import SUBSETS, Rows, Sample, Subset, phrases, read, subset_of
+from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load, subset_of
 from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from isopos.lab.data.arrays import Arrays
     from isopos.lab.recipes import Recipe
     from isopos.models import Classifier
 
@@ -145,8 +145,9 @@ class Glue(Task):
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
         folder = run or self.origin(recipe)
-        rows = read(self.data, self.subset or subset_of(self.data)) if self.data else phrases()
-        return GlueSamples(self, rows, load_tokenizer(folder) if folder else Bytes())
+        tokenizer = load_tokenizer(folder) if folder else Bytes()
+        found = load(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
+        return GlueSamples(self, found, tokenizer)
 
 
 def _shapes(recipe: "Recipe") -> Mapping[str, object]:
@@ -160,36 +161,42 @@ class GlueSamples(Labelled):
 
     unit = "rows"
 
-    def __init__(self, task: Glue, rows: Rows, tokenizer: Tokenizer):
-        self.task, self.rows, self.tokenizer, self.limit = task, rows.splits, tokenizer, task.validation_rows
-        self.own, self.name = task.own, task.data or "built-in phrases"
-        self.sha256 = f"{rows.sha256[:32]}{tokenizer.fingerprint[:32]}"
-        self.splits = tuple(split for split in self.rows if split != "train")
-        cut = Counter()
-        self.tokens = {split: [self._encoded(row, cut) for row in samples] for split, samples in self.rows.items()}
-        self.sizes = {split: np.array([len(row) for row in rows]) for split, rows in self.tokens.items()}
-        left = cut + rows.left
-        said = "".join(f", {count} {what}{' left out' * (what in rows.left)}" for what, count in left.items())
+    def __init__(self, task: Glue, arrays: "Arrays", tokenizer: Tokenizer):
+        self.task, self.arrays, self.tokenizer, self.limit = task, arrays, tokenizer, task.validation_rows
+        self.own, self.name, self.end = task.own, task.data or "built-in phrases", tokenizer.encode("\n")
+        self.sha256 = f"{arrays.sha256[:32]}{tokenizer.fingerprint[:32]}"
+        splits, cut = [split for split in SPLITS if arrays.facts["rows"][split]], 0
+        self.splits = tuple(split for split in splits if split != "train")
+        self.kept, self.sizes = {}, {}
+        for split in splits:
+            lengths = arrays.lengths(split).reshape(-1, len(self.own.texts))
+            self.kept[split] = kept = self._kept(lengths)
+            self.sizes[split] = kept.sum(1) + kept.shape[1] * len(self.end)
+            cut += int((kept < lengths).any(1).sum())
+        said = f", {cut} cut to {task.length} tokens" * (cut > 0)
+        said += "".join(f", {count} {what} left out" for what, count in arrays.facts["left"].items())
         usual = ""
         if self.own.labels:
-            answer, _ = Counter(row.answer for row in self.rows["train"]).most_common(1)[0]
-            share = np.mean([row.answer == answer for row in self.rows["validation"]])
-            usual = f"; without a model: always {self.own.labels[int(answer)]} {share:.1%}"
-        counts = " + ".join(str(len(samples)) for samples in self.rows.values())
-        self.summary = f"{counts} rows ({', '.join(self.rows)}){said}{usual}"
+            answers = arrays["train-answers"].astype(int)
+            answer = int(np.bincount(answers).argmax())
+            usual = (
+                f"; without a model: always {self.own.labels[answer]} {(arrays['validation-answers'] == answer).mean():.1%}"
+            )
+        counts = " + ".join(str(len(self.sizes[split])) for split in splits)
+        self.summary = f"{counts} rows ({', '.join(splits)}){said}{usual}"
 
-    def _encoded(self, row: Sample, cut: Counter[str]) -> np.ndarray:
-        """The tokens of its texts and of a line feed after each, of which there is room for `length`."""
-        end = self.tokenizer.encode("\n")
-        texts = [self.tokenizer.encode(text) for text in row.texts]
-        room = self.task.length - len(texts) * len(end)
-        if sum(map(len, texts)) > room:
-            cut[f"cut to {self.task.length} tokens"] += 1
-            first = max(room - len(texts[1]), room // 2) if len(texts) == 2 else room
-            texts[0] = texts[0][:first]
-            texts[1:] = [second[: room - len(texts[0])] for second in texts[1:]]
-        whole = np.concatenate([part for text in texts for part in (text, end)])
-        return whole.astype(np.min_scalar_type(self.tokenizer.size))
+    def _kept(self, lengths: np.ndarray) -> np.ndarray:
+        """How many tokens of each text ``[n each]`` there is room for: of what is longer the longer text is cut."""
+        room = self.task.length - lengths.shape[1] * len(self.end)
+        if lengths.shape[1] == 1:
+            return np.minimum(lengths, room)
+        first = np.minimum(lengths[:, 0], np.maximum(room - lengths[:, 1], room // 2))
+        return np.stack((first, np.minimum(lengths[:, 1], room - first)), 1)
+
+    def texts(self, split: str, row: int) -> list[np.ndarray]:
+        """The tokens of each text of a sample, as far as there is room for them."""
+        kept = self.kept[split][row]
+        return [self.arrays.sequence(split, len(kept) * row + n)[:length] for n, length in enumerate(kept)]
 
     def settle(self, recipe: "Recipe") -> "Recipe":
         size, given = self.tokenizer.size, self.task.vocabulary
@@ -212,8 +219,9 @@ class GlueSamples(Labelled):
         lengths = torch.from_numpy(self.sizes[split][rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         tokens = torch.zeros(mask.shape, dtype=torch.int64)
-        tokens[mask] = torch.from_numpy(np.concatenate([self.tokens[split][n] for n in rows]).astype(np.int64))
-        answers = torch.tensor([self.rows[split][n].answer for n in rows])
+        parts = [part for row in rows for text in self.texts(split, row) for part in (text, self.end)]
+        tokens[mask] = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        answers = torch.from_numpy(self.arrays[f"{split}-answers"][rows])
         answers = answers.long() if self.own.labels else answers.float()
         return tokens, sequence(mask.shape[1]), mask, answers
 
@@ -240,17 +248,18 @@ class GlueSamples(Labelled):
         return Scored({**own, "loss": loss.item(), "rows": len(answers)})
 
     def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
-        rows = self.rows["validation"][:count]
-        logits, _ = self.answers(model, recipe, "validation", np.arange(len(rows)))
+        rows = np.arange(len(self.sizes["validation"]))[:count]
+        logits, answers = self.answers(model, recipe, "validation", rows)
         names = self.own.labels
 
         def said(answer: float) -> str:
             return names[int(answer)] if names else f"{answer:.2f}"
 
         found = logits.argmax(-1).tolist() if names else logits[:, 0].tolist()
+        texts = [" | ".join(self.tokenizer.decode(text.tolist()) for text in self.texts("validation", row)) for row in rows]
         return [
-            {"texts": " | ".join(row.texts), "answer": said(row.answer), "model": said(answer)}
-            for row, answer in zip(rows, found, strict=True)
+            {"texts": text, "answer": said(answer), "model": said(guess)}
+            for text, answer, guess in zip(texts, answers.tolist(), found, strict=True)
         ]
 
 
