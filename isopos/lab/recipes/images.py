@@ -15,9 +15,10 @@ def cct(scale: str) -> Recipe:
     """The compact convolutional transformer of the algebraic paper's Table 3 (CCT-7/3x1, Hassani et al. 2021), on CIFAR-10.
 
     Width 256, feed-forward 512, GELU, 7 layers, 4 heads, attention dropout and stochastic depth 10% (appendix B). Batches of
-    128, weight decay 3e-2, label smoothing 0.1, 5 epochs of warm-up to 5e-4 and a cosine are those of the script for
-    CIFAR-10 of Hassani's code, which has automatic augmentations in place of crops; 300 epochs are the algebraic paper's.
-    At the other scales digits are drawn.
+    128, weight decay 3e-2, label smoothing 0.1, 5 epochs of warm-up to 5e-4 and a cosine are those of both authors' code;
+    300 epochs are the algebraic paper's. Its code, as Hassani's script for CIFAR-10, moves images by at most 4 pixels and
+    flips them, as here, after a random policy of AutoAugment (Cubuk et al. 2019), which is not here; what comes in is black
+    there, of the colour of the edge here. At the other scales digits are drawn.
     """
     paper = Recipe(task=Images()).edit(
         scheme="ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean",
