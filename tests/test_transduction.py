@@ -20,6 +20,11 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 SIZES = {"batch": 8, "layers": 1, "model_dim": 16, "heads": 2, "samples": 60, "held_out": 10, "length": 6, "deviation": 1}
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
+
+
 def ready(scheme="rope:attention=softmax", **edits):
     """A recipe, settled, and its data."""
     recipe = Recipe(task=Transduction()).edit(scheme=scheme, **SIZES | edits)
@@ -214,6 +219,11 @@ def test_texts_are_tokens_of_one_vocabulary_that_stays_with_the_run(tmp_path, to
     data.save(tmp_path)
     again = recipe.task.load(recipe, run=tmp_path)
     assert again.sha256 == data.sha256
+    assert isinstance(data.pairs["train"].arrays["train-tokens"], np.memmap)
+    shorter = recipe.edit(longest=6).task.load(recipe, run=tmp_path)
+    kept = {shorter.shown(name, n) for name, rows in shorter.pairs.items() for n in range(len(rows))}
+    counts = {shown: [len(data.tokenizer.encode(side)) for side in shown] for shown in known}
+    assert kept == {shown for shown, (source, target) in counts.items() if max(source, target + 1) <= 6}
     model = recipe.task.model(recipe)
     figures = data.score(model, recipe, View()).figures
     assert 0 <= figures["bleu"] <= 100

@@ -122,9 +122,7 @@ def load(source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = No
         return prepared(root, f"glue-{key_of(FORMAT, before.key, name, tokenizer.fingerprint)[:32]}", fill)
 
 
-def _fill(
-    writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Tokenizer, left: Counter[str]
-) -> dict[str, Any]:
+def _fill(writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Tokenizer, left: Counter[str]) -> dict[str, Any]:
     sequences, rows = {split: Ragged(writer, split, tokenizer.size) for split in SPLITS}, dict.fromkeys(SPLITS, 0)
     for split, sample in samples:
         for text in sample.texts:

@@ -1,18 +1,26 @@
 """Pairs of a source and a target: random sequences, and texts with their translations in files."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import compress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
+from isopos.lab.data.corpora import shown
+from isopos.lab.data.labelled import check_same, surveyed
 from isopos.lab.data.prepare import SPLITS, named_split, split_rule
-from isopos.lab.data.sources import find
+from isopos.lab.data.sources import Source, find
+from isopos.lab.data.tokenizers import BPE, Tokenizer, Words, load_tokenizer
 
-__all__ = ["Pairs", "documents", "read_texts", "sequences", "split", "tables"]
+__all__ = ["Pairs", "Stored", "documents", "load_texts", "read_texts", "sequences", "split", "tables"]
 
 Side = TypeVar("Side")
+FORMAT = 1  # of a prepared folder
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Pairs(Generic[Side]):
         ValueError: Where train or validation has none.
     """
 
-    splits: dict[str, list[tuple[Side, Side]]]
+    splits: Mapping[str, Sequence[tuple[Side, Side]]]
     left: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,11 +49,38 @@ class Pairs(Generic[Side]):
         """What was left out, for a summary."""
         return "".join(f", {count:,} {reason}" for reason, count in self.left.items() if count)
 
-    def keep(self, others: str, wanted: Callable[[tuple[Side, Side]], bool]) -> "Pairs[Side]":
-        """Those that are wanted; the others are counted under that name."""
-        kept = {name: [pair for pair in pairs if wanted(pair)] for name, pairs in self.splits.items()}
+    def keep(self, others: str, wanted: Mapping[str, Any]) -> "Pairs[Side]":
+        """Those that are wanted, by split ``[n]``; the others are counted under that name."""
+        kept = {name: _kept(pairs, wanted[name]) for name, pairs in self.splits.items()}
         gone = sum(len(self.splits[name]) - len(kept[name]) for name in SPLITS)
         return Pairs(kept, self.left | {others: gone})
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """Pairs of a split, int64 tokens that are made of memory-mapped ones where they are asked for."""
+
+    arrays: Arrays
+    split: str
+    rows: np.ndarray  # which of those that are there
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of sources and of targets ``[n 2]``."""
+        return self.arrays.lengths(self.split).reshape(-1, 2)[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, n: Any) -> Any:
+        source, target = (self.arrays.sequence(self.split, 2 * int(self.rows[n]) + side) for side in (0, 1))
+        return source.astype(np.int64), target.astype(np.int64)
+
+
+def _kept(pairs: Sequence[Any], wanted: Any) -> Sequence[Any]:
+    if isinstance(pairs, Stored):
+        return Stored(pairs.arrays, pairs.split, pairs.rows[np.array(wanted, bool)])
+    return [*compress(pairs, wanted)]
 
 
 def sequences(
@@ -115,8 +150,8 @@ def read_texts(source: str, languages: str = "") -> Pairs[str]:
     endings = [ending.strip().lstrip(".") for ending in languages.split(",")] if languages else []
     if endings and (len(endings) != 2 or endings[0] == endings[1]):
         raise ValueError(f"languages: expected the two endings of a folder's files, as en,de, got {languages!r}")
-    files = [part.strip() for part in source.split(",")]
-    if len(files) == 2 and not endings:
+    files = _parts(source, languages)
+    if len(files) == 2:
         pairs = {files[0]: _zipped(*((name, [line for _, lines in documents(name) for line in lines]) for name in files))}
     elif endings:
         pairs = dict(_side_by_side(source, endings))
@@ -127,11 +162,72 @@ def read_texts(source: str, languages: str = "") -> Pairs[str]:
     return Pairs(found.splits, found.left | {"with an empty side": blank})
 
 
-def documents(source: str, endings: Sequence[str] = ("",)) -> Iterator[tuple[str, list[str]]]:
-    """Name and lines of the files of a source, see `find`, whose names end so; ValueError where one is no UTF-8."""
+def load_texts(
+    source: str,
+    languages: str,
+    tokenizer: str | Tokenizer,
+    vocabulary: int | None = None,
+    *,
+    root: Path | None = None,
+    console: object = None,
+) -> tuple[Pairs[np.ndarray], Tokenizer]:
+    """Tokens of the pairs of `read_texts`, prepared once, then memory-mapped, and what they are tokens of.
+
+    Args:
+        source: As there.
+        languages: As there.
+        tokenizer: words or bpe, learned of both sides of the train split, or a tokenizer that is there already.
+        vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
+        root: Of the cache.
+        console: Shows the progress of the preparation.
+
+    Raises:
+        ValueError: As of `read_texts`.
+    """
+    root, read = cache.default_root() if root is None else root, lru_cache(1)(lambda: read_texts(source, languages))
+    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
+        found = [_found(part) for part in _parts(source, languages)]
+        before = [surveyed(one, root, progressing) for one in found]
+        key = key_of(FORMAT, languages, [one.key for one in before])
+
+        def learn(folder: Path) -> None:
+            lines = (f"{side}\n" for pair in read().splits["train"] for side in pair)
+            {"words": Words, "bpe": BPE}[str(tokenizer)].learn(lines, vocabulary).save(folder)
+
+        def fill(writer: Writer) -> dict[str, Any]:
+            for name, pairs in read().splits.items():
+                sequences = Ragged(writer, name, used.size)
+                for pair in pairs:
+                    for side in pair:
+                        sequences.add(used.encode(side))
+            for one, then in zip(found, before, strict=True):
+                check_same(one, then)
+            return read().left
+
+        if isinstance(tokenizer, str):
+            used = load_tokenizer(cache.prepared(root, f"vocabulary-{key_of(key, tokenizer, vocabulary)[:32]}", learn))
+        else:
+            used = tokenizer
+        arrays = prepared(root, f"pairs-{key_of(key, used.fingerprint)[:32]}", fill)
+    stored = {name: Stored(arrays, name, np.arange(len(arrays.lengths(name)) // 2)) for name in SPLITS}
+    return Pairs(stored, arrays.facts), used
+
+
+def _parts(source: str, languages: str) -> list[str]:
+    """The two files of a source, or itself."""
+    files = [part.strip() for part in source.split(",")]
+    return files if len(files) == 2 and not languages else [source]
+
+
+def _found(source: str) -> Source:
     if source.startswith("hf:") or not source:
         raise ValueError(f"data: expected files of pairs, got {source!r}")
-    for name, blocks in find(source).read(raw=False):
+    return find(source)
+
+
+def documents(source: str, endings: Sequence[str] = ("",)) -> Iterator[tuple[str, list[str]]]:
+    """Name and lines of the files of a source, see `find`, whose names end so; ValueError where one is no UTF-8."""
+    for name, blocks in _found(source).read(raw=False):
         if name.lower().endswith(tuple(endings)):
             lines = b"".join(blocks).split(b"\n")[:-1]  # every line has an end
             yield name, [_decoded(name, n, line) for n, line in enumerate(lines, 1)]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.pairs import Pairs, read_texts, sequences
-from isopos.lab.data.tokenizers import BPE, UNK, Tokenizer, Words, load_tokenizer
+from isopos.lab.data.pairs import Pairs, Stored, load_texts, sequences
+from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
 from isopos.lab.tasks.samples import Samples
 from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
 
@@ -222,12 +222,8 @@ class Transduction(Transducing):
                 vocabulary=self.vocabulary or SYMBOLS,
             )
             return Sequences(self, Pairs({name: [(row, row) for row in rows] for name, rows in made.items()}))
-        texts = read_texts(self.data, self.languages)
-        lines = (f"{side}\n" for pair in texts.splits["train"] for side in pair)
-        learn = {"words": Words, "bpe": BPE}[self.tokenizer].learn
-        used = learn(lines, self.vocabulary or None) if run is None else load_tokenizer(run)
-        coded = {name: [(used.encode(a), used.encode(b)) for a, b in pairs] for name, pairs in texts.splits.items()}
-        return Sequences(self, Pairs(coded, texts.left), used)
+        kind = self.tokenizer if run is None else load_tokenizer(run)
+        return Sequences(self, *load_texts(self.data, self.languages, kind, self.vocabulary or None, console=console))
 
 
 class Sequences(Transduced):
@@ -238,11 +234,10 @@ class Sequences(Transduced):
         self.end = tokenizer.size if tokenizer else task.vocabulary or SYMBOLS
         self.start, self.limit, self.free = self.end + 1, task.validation_rows, task.decoded
         if task.longest:
-            pairs = pairs.keep("longer", lambda pair: max(self._sizes(pair)) <= task.longest)
+            short = {name: (self._sides(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
+            pairs = pairs.keep("longer", short)
         self.pairs = pairs.splits
-        self.sides = {
-            name: np.array([self._sizes(pair) for pair in rows]).reshape(-1, 2) for name, rows in self.pairs.items()
-        }
+        self.sides = {name: self._sides(rows) for name, rows in self.pairs.items()}
         self.sizes = {name: sides.sum(1) for name, sides in self.sides.items()}
         self.longest = int(max(sides.max(initial=0) for sides in self.sides.values()))
         self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
@@ -320,15 +315,19 @@ class Sequences(Transduced):
         if self.tokenizer:
             self.tokenizer.save(folder)
 
-    def _sizes(self, pair: tuple[np.ndarray, np.ndarray]) -> tuple[int, int]:
-        source, target = pair
+    def _sides(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """Tokens of sources, and of targets with their end ``[n 2]``."""
         twice = not self.task.data and self.task.operation == "repeat"
-        return len(source), (1 + twice) * len(target) + 1
+        lengths = pairs.lengths if isinstance(pairs, Stored) else [(len(source), len(target)) for source, target in pairs]
+        return np.array(lengths, np.int64).reshape(-1, 2) * (1, 1 + twice) + (0, 1)
 
     def _hash(self) -> str:
         """Of all tokens, in their order, and of what becomes of them."""
         digest = hashlib.sha256(f"{self.task.operation if not self.task.data else ''} {self.end}".encode())
         for name, rows in self.pairs.items():
-            for source, target in rows:
-                digest.update(f"{name} {len(source)} {len(target)}".encode() + source.tobytes() + target.tobytes())
+            if isinstance(rows, Stored):
+                digest.update(f"{name} {rows.arrays.sha256}".encode() + rows.rows.tobytes())
+            else:
+                for source, target in rows:
+                    digest.update(f"{name} {len(source)} {len(target)}".encode() + source.tobytes() + target.tobytes())
         return digest.hexdigest()

@@ -112,7 +112,11 @@ class Trees(Transduced):
         self.name = task.data or f"random trees for {task.operation}, {task.order} first"
         pairs = found.pairs
         if task.longest:
-            pairs = pairs.keep("larger", lambda pair: max(len(tree.labels) for tree in pair) <= task.longest)
+            small = {
+                name: [max(len(tree.labels) for tree in pair) <= task.longest for pair in rows]
+                for name, rows in pairs.splits.items()
+            }
+            pairs = pairs.keep("larger", small)
         self.pairs = pairs.splits
         self.sizes = {
             name: np.array([sum(len(tree.labels) for tree in pair) for pair in rows], np.int64)
