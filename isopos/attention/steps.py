@@ -41,7 +41,7 @@ class Steps:
     Attributes:
         length: Tokens so far.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> scheme = isopos.rope(16, 2)
         >>> q, k, v = torch.randn(3, 1, 2, 10, 16)

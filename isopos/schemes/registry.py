@@ -67,7 +67,7 @@ def register(**said: Any) -> Callable[[Function], Function]:
     Raises:
         ValueError: Where there is a scheme of that name.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> from isopos.scheme import Scheme
         >>> @register(summary="rotation by whole turns", citation="me", equation="<q, k>")
@@ -147,7 +147,7 @@ def build(
     Raises:
         ValueError: For an unknown scheme, option or value, naming those that exist.
 
-    Example:
+    Examples:
         >>> build("rope", 64, 8, {"decay": "retnet", "base": "500000"}).choices["decay"]
         'retnet'
         >>> build("learned", 64, 8, model={"length": 100}).max_length
