@@ -331,6 +331,8 @@ class Scheme(nn.Module):
         from isopos.attention.linear import linear_attention
         from isopos.attention.softmax import softmax_attention
 
+        if "return_state" in options:
+            raise TypeError("return_state: a scheme that is given a state returns the next one; pass state=isopos.State()")
         attend: Any = softmax_attention if self.attention == "softmax" else linear_attention
         at = self.at(x, x_key, state=state, dtype=torch.promote_types(q.dtype, torch.float32))
         found = attend(q, k, v, **at | options, return_state=state is not None)
