@@ -12,7 +12,8 @@
     batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
     gradient      a gradient reaches every learned parameter of every head
     attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
-    seen          a layer's sums, or what it learns from them, are others at other positions
+    path          weights of some tokens are the same alone and amid others, where steps that keys take are the positions
+    seen          a layer's sums, or what it learns from them, are others at other positions, or without such steps
 
 An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. Where
 scores are not relative, the weaker law that a coupling or a bias names stands beside the error. A law that an encoding's own
@@ -21,6 +22,7 @@ whether scores tell direction, whether denominators are positive (PermuteFormer,
 encoding repeats itself.
 """
 
+import copy
 import linecache
 import math
 import sys
@@ -28,6 +30,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +133,8 @@ def check(
     if missing:
         raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
     coupling = subject.encoding if isinstance(subject, Scheme) else subject
-    name = type(coupling if isinstance(subject, Coupling) else subject.embedding or subject.bias or coupling).__name__
+    own = coupling if isinstance(subject, Coupling) else subject.embedding or subject.bias or subject.turn or subject.forget
+    name = type(own or coupling).__name__
     try:
         probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
         laws = {"width": lambda: _width(probe)} | _laws(subject, probe, dtype)
@@ -176,7 +180,7 @@ def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> di
     if isinstance(coupling, Encoding):
         laws = _laws_of_encoding(coupling, probe)
     laws |= {"precision": lambda: _precision(probe, dtype), "batch": lambda: _batch(probe)}
-    if not isinstance(subject, Scheme) or subject.bias is subject.embedding is None:
+    if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.path):
         laws["directional"] = lambda: _direction(probe)
     if isinstance(subject, Scheme):
         return laws | _laws_of_scheme(subject, probe.generator)
@@ -387,6 +391,8 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
 
 
 def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
+    ways = (True,) if scheme.path else (True, False)  # causal and not
+
     @cache
     def layer() -> tuple[list[Tensor], Tensor, Tensor]:
         """Random content, its positions, and a shift."""
@@ -407,7 +413,7 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
         """Causal sums, then others, before and after the shift."""
         content, x, shift = layer()
         places = (x, scheme.group.shift(shift, x))
-        sums = [[_sums(scheme, content, place, causal) for place in places] for causal in (True, False)]
+        sums = [[_sums(scheme, content, place, causal) for place in places] for causal in ways]
         return [(a[0], b[0]) for before, after in sums for a, b in zip(before, after, strict=True)]
 
     def attention() -> Finding:
@@ -417,7 +423,7 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
     def gradient() -> Finding:
         content, x, _ = layer()
         learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
-        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, False), -1).square().sum())
+        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, ways[-1]), -1).square().sum())
 
     def positive() -> Finding:
         least = pairs()[1][0].min().item()
@@ -426,6 +432,10 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
 
     def seen() -> Finding:
         content, x, _ = layer()
+        if scheme.path:
+            here, there = (torch.cat(_sums(scheme, content, x, True, **more), -1) for more in ({}, {"path": None}))
+            change = _most(here - there) / _most(here)
+            return Finding("seen", change > SEEN, change, "largest change of a layer's sums where keys take no steps")
         other = 2 * x if scheme.group.is_grid else scheme.group.random(len(x), generator=generator)
         other = other if scheme.max_length is None else other % scheme.max_length
         learned = [p for p in scheme.parameters() if p.requires_grad]
@@ -440,10 +450,28 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
             change = max(change, max(steps) / here.square().sum().item())
         return Finding("seen", change > SEEN, change, "largest change of a layer's sums at other positions")
 
-    trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None
+    trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.path
     found = {"attention": attention, "gradient": gradient}
+    found |= {"path": lambda: _path(scheme, layer()[0], generator)} if scheme.path else {}
     found |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
     return found | ({} if trivial else {"seen": seen})
+
+
+@torch.no_grad()
+def _path(scheme: Scheme, content: Sequence[Tensor], generator: torch.Generator) -> Finding:
+    """Causal weights of the tokens in the middle, alone and amid others, by steps alone, with drawn weights of content."""
+    path = copy.deepcopy(scheme.path)
+    for own in path:
+        own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
+    q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1) for a in content[:2])
+    middle = slice(len(content[0]) // 3, 2 * len(content[0]) // 3)
+
+    def weights(span: slice) -> Tensor:
+        unit = torch.eye(len(content[0]), dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
+        return linear_attention(q[:, span], k[:, span], unit, path=path, denominator=None, causal=True)[..., middle]
+
+    change = _most(weights(slice(None))[:, middle] - weights(middle))
+    return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -456,7 +484,7 @@ def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Ten
     return group.arrange(math.ceil(tokens ** (1 / group.columns)) ** group.columns), shift
 
 
-def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) -> list[Tensor]:
+def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool, **more: Any) -> list[Tensor]:
     """Of a layer ``[1 h t e]``, before the division, which blows rounding up near zero.
 
     The content of queries, keys and values is that of the last tokens at x, whose first rows may be those of prefixes.
@@ -467,6 +495,7 @@ def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) ->
     q, k, v = (F.pad(a, (0, 0, extra, 0)).unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in content)
     attend = softmax_attention if scheme.attention == "softmax" else linear_attention
     at = scheme.at(x, dtype=torch.float64) | {"causal": causal, "mask": torch.arange(len(x)) >= extra if extra else None}
+    at |= more
     runs = [(v, at)]
     if (denominator := at.get("denominator")) in ("plain", "encoded"):
         numerator = at | {"denominator": None}
