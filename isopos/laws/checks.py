@@ -30,7 +30,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,7 +182,8 @@ def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> di
     if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.path):
         laws["directional"] = lambda: _direction(probe)
     if isinstance(subject, Scheme):
-        return laws | _laws_of_scheme(subject, probe.generator)
+        steps = _laws_of_steps(subject, probe.generator) if subject.path else {}
+        return laws | steps | _laws_of_scheme(subject, probe.generator)
     return laws | {"gradient": lambda: _gradient(dict(coupling.named_parameters()), probe.loss)}
 
 
@@ -432,14 +432,10 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
 
     def seen() -> Finding:
         content, x, _ = layer()
-        if scheme.path:
-            here, there = (torch.cat(_sums(scheme, content, x, True, **more), -1) for more in ({}, {"path": None}))
-            change = _most(here - there) / _most(here)
-            return Finding("seen", change > SEEN, change, "largest change of a layer's sums where keys take no steps")
         other = 2 * x if scheme.group.is_grid else scheme.group.random(len(x), generator=generator)
         other = other if scheme.max_length is None else other % scheme.max_length
         learned = [p for p in scheme.parameters() if p.requires_grad]
-        here, there = (torch.cat(_sums(scheme, content, place, False), -1) for place in (x, other))
+        here, there = (torch.cat(_sums(scheme, content, place, ways[-1]), -1) for place in (x, other))
         change = _most(here - there) / _most(here)
         if learned:  # tables may start at zero: what a step of a parameter changes
             slopes = [
@@ -450,28 +446,39 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
             change = max(change, max(steps) / here.square().sum().item())
         return Finding("seen", change > SEEN, change, "largest change of a layer's sums at other positions")
 
-    trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.path
+    trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None
     found = {"attention": attention, "gradient": gradient}
-    found |= {"path": lambda: _path(scheme, layer()[0], generator)} if scheme.path else {}
     found |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
     return found | ({} if trivial else {"seen": seen})
 
 
-@torch.no_grad()
-def _path(scheme: Scheme, content: Sequence[Tensor], generator: torch.Generator) -> Finding:
-    """Causal weights of the tokens in the middle, alone and amid others, by steps alone, with drawn weights of content."""
-    path = copy.deepcopy(scheme.path)
-    for own in path:
-        own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
-    q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1) for a in content[:2])
-    middle = slice(len(content[0]) // 3, 2 * len(content[0]) // 3)
+def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
+    """Of a scheme whose keys take steps."""
+    content = torch.randn(3, scheme.heads, TOKENS, scheme.encoding.features, generator=generator, dtype=torch.float64)
+    q, k, v = content
 
-    def weights(span: slice) -> Tensor:
-        unit = torch.eye(len(content[0]), dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
-        return linear_attention(q[:, span], k[:, span], unit, path=path, denominator=None, causal=True)[..., middle]
+    @torch.no_grad()
+    def path() -> Finding:
+        """Weights by steps alone, with drawn weights of content, of the tokens in the middle, alone and amid others."""
+        drawn, middle = copy.deepcopy(scheme.path), slice(2, TOKENS - 2)
+        for own in drawn:
+            own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
 
-    change = _most(weights(slice(None))[:, middle] - weights(middle))
-    return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
+        def weights(span: slice) -> Tensor:
+            unit = torch.eye(TOKENS, dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
+            return linear_attention(q[:, span], k[:, span], unit, path=drawn, denominator=None, causal=True)[..., middle]
+
+        change = _most(weights(slice(None))[:, middle] - weights(middle))
+        return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
+
+    @torch.no_grad()
+    def seen() -> Finding:
+        without = linear_attention(q, k, v, denominator=None, causal=True)
+        change = _most(linear_attention(q, k, v, path=scheme.path, denominator=None, causal=True) - without)
+        change = change / _most(without)
+        return Finding("seen", change > SEEN, change, "largest change of sums where keys take no steps")
+
+    return {"path": path, "seen": seen}
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -484,7 +491,7 @@ def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Ten
     return group.arrange(math.ceil(tokens ** (1 / group.columns)) ** group.columns), shift
 
 
-def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool, **more: Any) -> list[Tensor]:
+def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) -> list[Tensor]:
     """Of a layer ``[1 h t e]``, before the division, which blows rounding up near zero.
 
     The content of queries, keys and values is that of the last tokens at x, whose first rows may be those of prefixes.
@@ -495,7 +502,6 @@ def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool, **
     q, k, v = (F.pad(a, (0, 0, extra, 0)).unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in content)
     attend = softmax_attention if scheme.attention == "softmax" else linear_attention
     at = scheme.at(x, dtype=torch.float64) | {"causal": causal, "mask": torch.arange(len(x)) >= extra if extra else None}
-    at |= more
     runs = [(v, at)]
     if (denominator := at.get("denominator")) in ("plain", "encoded"):
         numerator = at | {"denominator": None}
