@@ -103,7 +103,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         ValueError: For a scheme whose scores are no function of relative positions.
         TypeError: For parts that are not known here.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> from isopos.positions import sequence
         >>> content, to_position, to_content = canonical(isopos.deberta(8, 2))
@@ -115,6 +115,11 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         raise ValueError(
             f"scheme: expected scores of relative positions, got {name} embeddings, which every token meets by "
             "itself: products of two such tokens are no function of x^-1 y (LRPE, Eq. 6)"
+        )
+    if scheme.path:
+        raise ValueError(
+            "scheme: expected scores of relative positions, got steps that keys take: their sums are a function of content, "
+            "not of x^-1 y (LRPE, Eq. 6)"
         )
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale

@@ -167,8 +167,10 @@ class Trunk(nn.Module, ABC):
         options: `BlockOptions`.
 
     Raises:
-        ValueError: Where the scheme adds an embedding of another width.
+        ValueError: Where the scheme adds an embedding of another width, or needs causal attention where there is none.
     """
+
+    causal = False  # whether no token sees later ones
 
     def __init__(
         self,
@@ -182,6 +184,11 @@ class Trunk(nn.Module, ABC):
         **options: Unpack[BlockOptions],
     ):
         super().__init__()
+        if scheme.path and not self.causal:
+            raise ValueError(
+                "scheme: expected positions, since tokens here see later ones, got steps that keys take (decay='forget', "
+                "selective), which need causal attention, that of a Decoder"
+            )
         added = scheme.embedding
         if added is not None and added.model_dim != model_dim:
             raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")

@@ -73,7 +73,7 @@ def subset_of(source: str) -> str:
     Raises:
         ValueError: Where none is.
 
-    Example:
+    Examples:
         >>> subset_of("glue_data/RTE"), subset_of("CoLA/cola_public.zip"), subset_of("")
         ('RTE', 'CoLA', 'CoLA')
     """
@@ -212,9 +212,10 @@ def phrases() -> Iterator[tuple[str, Sample]]:
 
     The last tenth is for validation.
 
-    Example:
-        >>> next(phrases())
-        ('train', Sample(texts=('the other object has the same type', 1))
+    Examples:
+        >>> split, sample = next(phrases())
+        >>> split, sample.answer
+        ('train', 1)
     """
     (_, blocks), *_ = find("").documents()
     found = re.findall(r"(?:\b[a-z]+ ){5,11}[a-z]+\b", " ".join(b"".join(blocks).decode().split()))

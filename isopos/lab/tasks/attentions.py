@@ -174,6 +174,7 @@ def absence(spec: str) -> str:
 def check_other(name: str, scheme: Scheme, spec: str) -> None:
     """ValueError where one of `OTHERS` does not fit the scheme of a specification, or its package is missing."""
     added = isinstance(scheme.encoding, Identity) and scheme.bias is scheme.decay is scheme.locality is None
+    added = added and not scheme.path
     if not added or scheme.width > 1:
         raise ValueError(
             f"schemes: expected positions that are added to embeddings, as of sinusoidal and learned, or none, with "
