@@ -29,7 +29,7 @@ body { background: #fff } small { color: #666 } .warn { color: #a00 } .wide { ov
 table { border-collapse: collapse; font-size: 14px }
 th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap }
 td.n { text-align: right; font-variant-numeric: tabular-nums } tbody tr:first-child { background: #eef7ee }
-figure { margin: 1em 0 } td img { height: 64px; image-rendering: pixelated } svg { max-width: 100%; height: auto }
+figure { margin: 1em 0 } td img { min-height: 64px; image-rendering: pixelated } svg { max-width: 100%; height: auto }
 """
 
 

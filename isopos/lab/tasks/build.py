@@ -15,7 +15,7 @@ from isopos.models import TOKEN_STD
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_model", "build_scheme", "check_group", "group_of", "memory"]
+__all__ = ["build_model", "build_scheme", "check_group", "group_of", "memory", "scheme_of"]
 
 Built = TypeVar("Built")
 
@@ -55,9 +55,14 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
 
 
 @lru_cache(maxsize=16)
+def scheme_of(recipe: Recipe) -> Scheme:
+    """What `build_scheme` makes of a recipe, once: to look at, not to train."""
+    return build_scheme(recipe)
+
+
 def group_of(recipe: Recipe) -> Group:
     """Whose positions the scheme of a recipe takes."""
-    return build_scheme(recipe).group
+    return scheme_of(recipe).group
 
 
 def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **options: Any) -> Built:
