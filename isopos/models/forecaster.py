@@ -5,8 +5,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from isopos.models.blocks import Options, Trunk
-from isopos.scheme import Scheme
+from isopos.models.blocks import Options, Schemes, Trunk
 
 __all__ = ["Forecaster"]
 
@@ -31,7 +30,7 @@ class Forecaster(Trunk):
         torch.Size([1, 10, 2])
     """
 
-    def __init__(self, channels: int, model_dim: int, layers: int, scheme: Scheme, **options: Unpack[Options]):
+    def __init__(self, channels: int, model_dim: int, layers: int, scheme: Schemes, **options: Unpack[Options]):
         super().__init__(nn.Linear(2 * channels, model_dim), model_dim, layers, scheme, **options)
         self.head = nn.Linear(model_dim, channels)
 

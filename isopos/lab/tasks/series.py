@@ -261,13 +261,15 @@ class Spans(Samples):
 
 def _seen(scheme: Any) -> tuple[bool, str]:
     """Whether positions are a clock's; and on a line which numbers they may be, "real" or "whole", or nothing."""
+    from isopos.biases import RelativeBias
+    from isopos.embeddings import Embedding
     from isopos.positions import Line
-    from isopos.schemes import REGISTRY
+    from isopos.schemes import REGISTRY, Scheme
 
-    parts = [part for part in (scheme, scheme.embedding, scheme.bias) if part is not None]
+    parts = [part for part in scheme.modules() if isinstance(part, Scheme | Embedding | RelativeBias)]
     if not all(isinstance(part.group, Line) for part in parts):
         return scheme.group == REGISTRY["clock"](6).group, ""
-    return False, "real" if all(part.group.real for part in parts) else "whole"
+    return False, "real" if all(getattr(part.group, "real", False) for part in parts) else "whole"
 
 
 def _places(recipe: "Recipe", kind: str, seconds: np.ndarray, start: float, step: float) -> "Tensor":
