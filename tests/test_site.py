@@ -1,4 +1,4 @@
-"""What `make docs` calls wrong: links, anchors, pictures, what is loaded; and code of pages that fails or prints otherwise."""
+"""What `make docs` calls wrong: links, anchors, pictures, what is loaded; and code of pages that fails."""
 
 import pytest
 
