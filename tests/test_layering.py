@@ -21,6 +21,7 @@ ops
 positions
 maps terms state
 bases decays embeddings biases
+paths
 encodings
 couplings generators
 attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax

@@ -80,6 +80,16 @@ AUTHORS = {
         "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
     ),
     "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
+    "fox": Code(
+        "zhixuan-lin/forgetting-transformer",
+        "gates read the layer's input, not the head's key, with weights of standard deviation 0.02 at first; softmax "
+        "attention only",
+    ),
+    "selective": Code(
+        "timurcarstensen/selective-rope",
+        "angles read the layer's input with length one, through a matrix of low rank and a convolution over four tokens; "
+        "base 500,000 (`base=500000`); at first angles come from content alone",
+    ),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,

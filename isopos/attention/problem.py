@@ -12,8 +12,9 @@ from isopos.attention.reference import divides_out
 from isopos.catalog import at_least, expect
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
-from isopos.maps import Identity, TokenMap
+from isopos.maps import Composed, Identity, TokenMap
 from isopos.ops.linear.features import Decays
+from isopos.paths import Path, along, parts
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
 
     isometry: IsometryPair
     decay: DecayPair
+    path: Sequence[Path] | None
     causal: bool
     terms: Sequence[Term] | None
     mask: Tensor | None
@@ -56,6 +58,7 @@ class SoftmaxOptions(Options, total=False):
     dropout: float
 
 
+OF_WIDE = ("decay", "decays", "path")  # tensors of a state that are float64
 OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # what schemes give
 
 
@@ -79,6 +82,7 @@ class Problem(NamedTuple):
         kind: Of the states that this attention writes.
         g: Log decays of queries and keys that the sums have; those of segments are not those given.
         before: That of the token before, in a stream.
+        path: Where the last token is on the paths of content ``[*b h c]``.
     """
 
     q: Tensor
@@ -103,6 +107,7 @@ class Problem(NamedTuple):
     dropout: float = 0.0
     g: Decays = None
     before: Tensor | None = None
+    path: Tensor | None = None
     denominator: str | None = None
 
     @property
@@ -263,7 +268,7 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
     if state is not None or streams:
         for name, tensor in () if state is None else state.tensors.items():
             if name != "positions":  # the scheme's
-                check_tensor("state", tensor, q, wide_device(q.device) if name in ("decay", "decays") else None)
+                check_tensor("state", tensor, q, wide_device(q.device) if name in OF_WIDE else None)
         _check_stream(causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
@@ -274,7 +279,47 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
     if options.get("window") is not None:
         window = at_least("window", options["window"])
         window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # all are in it
-    return problem if window is None else problem._replace(window=window)
+    problem = problem if window is None else problem._replace(window=window)
+    path = options.get("path") or ()
+    return _with_path(problem, tuple(path) if isinstance(path, Sequence) else (path,)) if path else problem
+
+
+def _with_path(problem: Problem, path: Sequence[Path]) -> Problem:
+    """The problem with the log decay and the rotation that tokens' keys add; ValueError where they have no path."""
+    q, k, state = problem.q, problem.k, problem.state
+    t, s, (heads, own) = q.shape[-2], k.shape[-2], _heads(q, k, problem.v)
+    if not problem.causal:
+        raise ValueError(
+            "causal: expected True beside a path that tokens make (forget gates, selective rotation), which runs from a key "
+            "to a later query, got False"
+        )
+    if t > s:
+        raise ValueError(f"path: expected no more queries than keys, whose steps it is made of, got {t} and {s}")
+    for part in path:
+        if not isinstance(part, Path):
+            raise TypeError(f"path: expected those of isopos.paths, got {type(part).__name__}")
+        if part.features != k.shape[-1] or part.heads not in (1, own, heads):
+            raise ValueError(
+                f"path: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of {part.features} and "
+                f"{part.heads}"
+            )
+        check_tensor("path", part.parameter, q)
+    before, columns = None if state is None else state["path"], sum(part.columns for part in path)
+    if before is not None and before.shape[-1] != columns:
+        raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
+    if heads != own and any(part.heads == heads for part in path):
+        k = k.repeat_interleave(heads // k.shape[-3], -3)
+    total = along(path, k, problem.mask, before)
+    g, turn = parts(path, total, torch.promote_types(q.dtype, torch.float32), q.device)
+    start = torch.zeros_like(total.sum(-2)) if before is None else before
+    changes: dict[str, Any] = {"path": total[..., -1, :] if s else start}
+    if g is not None:
+        pair = problem.decay or (0, 0)
+        changes["decay"] = pair[0] + g[..., s - t :], pair[1] + g
+    if turn is not None:
+        for side, rho, add in (("rho_q", problem.rho_q, turn.tokens(s - t, s)), ("rho_k", problem.rho_k, turn)):
+            changes[side] = add if isinstance(rho, Identity) else Composed(rho, add)
+    return problem._replace(**changes)
 
 
 def _check(
@@ -470,7 +515,7 @@ def _check_stream(causal: bool, q: Tensor, k: Tensor) -> None:
 
 def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
     """Which attention writes a state: all that must be the same for the next tokens."""
-    q, v, given = problem.q, problem.v, (("decay", problem.decay), ("segment_ids", problem.segments))
+    q, v, given = problem.q, problem.v, (("decay", problem.decay), ("path", problem.path), ("segment_ids", problem.segments))
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
     parts += [name for name, x in given if x is not None]
     return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])

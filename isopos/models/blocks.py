@@ -172,8 +172,11 @@ class Trunk(nn.Module, ABC):
         options: `BlockOptions`.
 
     Raises:
-        ValueError: Where the scheme adds an embedding of another width, and for a list that `PerLayer` refuses.
+        ValueError: Where the scheme adds an embedding of another width, or needs causal attention where there is none, and
+            for a list that `PerLayer` refuses.
     """
+
+    causal = False  # whether no token sees later ones
 
     def __init__(
         self,
@@ -190,6 +193,11 @@ class Trunk(nn.Module, ABC):
         scheme = scheme if isinstance(scheme, Scheme | PerLayer) else PerLayer(scheme)
         if isinstance(scheme, PerLayer) and len(scheme.order) != layers:
             raise ValueError(f"scheme: expected one for each of {layers} layers, got {len(scheme.order)}")
+        if scheme.path and not self.causal:
+            raise ValueError(
+                "scheme: expected positions, since tokens here see later ones, got steps that keys take (decay='forget', "
+                "selective), which need causal attention, that of a Decoder"
+            )
         added = scheme.embedding
         if added is not None and added.model_dim != model_dim:
             raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")

@@ -20,7 +20,7 @@ class Forecaster(Trunk):
         channels: Values of a row.
         model_dim, layers, scheme, options: Of `Trunk`.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> model = Forecaster(2, 36, 2, isopos.clock(18, 2))
         >>> values = torch.randn(1, 10, 2)

@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from isopos.embeddings import Embedding
+from isopos.paths import Path
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
@@ -27,7 +28,7 @@ class PerLayer(nn.Module):
     Raises:
         ValueError: For no scheme, for positions of several kinds, and for an embedding after the first layer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import isopos
         >>> rope, none = isopos.rope(8, 4), isopos.none(8, 4)
@@ -64,6 +65,11 @@ class PerLayer(nn.Module):
     def embedding(self) -> Embedding | None:
         """Of the first layer."""
         return self.each[0].embedding
+
+    @property
+    def path(self) -> tuple[Path, ...]:
+        """What reads steps from keys, in any layer."""
+        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.path))
 
     @property
     def attention(self) -> str:

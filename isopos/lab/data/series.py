@@ -163,7 +163,7 @@ def drawn(seed: int = 0, count: int = 5000) -> Series:
     a day, the load a week as well, a trend and an answer to cold; both have noise that is forgotten in 8 hours. Of each a
     fiftieth is missing.
 
-    Example:
+    Examples:
         >>> series = drawn()
         >>> series.values.shape, series.titles, round((series.seconds[-1] - series.seconds[0]) / 86400)
         ((4998, 2), ('load', 'temperature'), 270)

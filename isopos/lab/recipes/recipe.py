@@ -222,7 +222,7 @@ def parse_schemes(text: str) -> list[str]:
 def of_layers(spec: str) -> list[str]:
     """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as follow its *.
 
-    Example:
+    Examples:
         >>> of_layers("rope:decay=retnet*2+none"), of_layers("mrope:sections=2+1+1")
         (['rope:decay=retnet', 'rope:decay=retnet', 'none'], ['mrope:sections=2+1+1'])
     """
@@ -238,7 +238,7 @@ def of_layers(spec: str) -> list[str]:
 def map_spec(spec: str, change: Callable[[str], str]) -> str:
     """A scheme, or a pattern with each of its schemes, changed.
 
-    Example:
+    Examples:
         >>> map_spec("rope*3+none", lambda one: one + ":attention=softmax")
         'rope:attention=softmax*3+none:attention=softmax'
     """
