@@ -195,6 +195,11 @@ class TokenMap(ABC):
         self.check(x)
         if not x.is_floating_point():
             raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+        if len(own := self.leading) and x.shape[-3] not in (1, own[-1]) and own[-1] != 1:
+            raise ValueError(
+                f"x: expected {own[-1]} heads, one a table, got {x.shape[-3]}; softmax_attention and "
+                "linear_attention of isopos share tables among fewer heads of keys"
+            )
         wide = x if x.dtype.itemsize >= 4 else x.float()
         with full_precision(x.device):
             return self.apply(wide).to(x.dtype)

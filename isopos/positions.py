@@ -288,7 +288,7 @@ class Tree(Group):
         for wrong, expected, remedy in (
             ((x < -1).any(-1) | ((parent < 0) != (branch < 0)), "roots (-1, -1)", "pad with -1 in both columns"),
             (parent >= n, f"parents from 0 to {n - 1}", "a tensor holds all rows of its trees"),
-            (branch >= self.branches, f"branches from 0 to {self.branches - 1}", "a group with more branches takes it"),
+            (branch >= self.branches, f"branches from 0 to {self.branches - 1}", "build the scheme with more, branches=N"),
         ):
             if wrong.any():
                 row = wrong.nonzero()[0].tolist()
@@ -475,7 +475,8 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """
     if not sizes:
         raise ValueError("sizes: expected at least one axis, got none")
-    return product(*(sequence(at_least("size", n, 0), device=device) for n in sizes))
+    counted = (n if isinstance(n, torch.SymInt) else at_least("size", n, 0) for n in sizes)  # a compiler's sizes are symbols
+    return product(*(sequence(n, device=device) for n in counted))
 
 
 def product(*parts: Tensor, group: Product | None = None) -> Tensor:
@@ -505,10 +506,10 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     else:
         for part, own in zip(parts, group.parts, strict=True):
             own.check(part)
-    lengths, columns = [len(part) for part in parts], []
+    lengths, columns = [part.shape[0] for part in parts], []
     for i, part in enumerate(parts):
         after, before = math.prod(lengths[i + 1 :]), math.prod(lengths[:i])
-        row = torch.arange(len(part), device=part.device).repeat_interleave(after).repeat(before)
+        row = torch.arange(part.shape[0], device=part.device).repeat_interleave(after).repeat(before)
         repeated = part[row]
         if group is not None:
             first = (torch.arange(len(row), device=part.device) - row * after)[:, None]  # where the part's row 0 stands

@@ -439,3 +439,20 @@ def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
     here, shift = torch.full((1, 2), size, dtype=torch.float64), torch.zeros(1, 1)
     found = checks._unmoved("law", "a score", [(here, here + change)], (), shift, x=torch.zeros(2, 1))
     assert found.holds == holds
+
+
+def test_scores_that_are_not_numbers_hold_nothing():
+    class Powers(isopos.encodings.Encoding):
+        def __init__(self):
+            super().__init__()
+            self.group, self.features, self.out_features = isopos.positions.Line(), 8, 8
+
+        def forward(self, x, dtype=torch.float32):
+            angle = (x.double() ** 1.1)[..., None, :, :] * torch.ones(4, dtype=torch.float64)  # NaN below zero
+            return isopos.maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+
+    report = isopos.laws.check(Powers())
+    found = {finding.name: finding for finding in report.findings}
+    assert not found["directional"].holds
+    assert found["directional"].note == "scores are not numbers"
+    assert "relative" in report.broken

@@ -5,6 +5,7 @@ import torch
 from cases import close, gradients
 from torch import Tensor
 
+import isopos
 from isopos import maps
 from isopos.encodings import Permutation
 from isopos.maps import (
@@ -248,3 +249,10 @@ def test_double_inputs_take_float32_tables():
 def test_a_class_takes_no_options_that_nothing_reads():
     with pytest.raises(TypeError, match="takes no keyword arguments"):
         type("Own", (TokenMap,), {}, typo=1)
+
+
+def test_tables_one_a_head_say_how_many_heads_there_are():
+    rho = isopos.rope(8, 4, learned=True).encoding(isopos.sequence(5))
+    with pytest.raises(ValueError, match=r"expected 4 heads, one a table, got 2; .* share tables"):
+        rho(torch.zeros(1, 2, 5, 8))
+    assert rho(torch.ones(1, 1, 5, 8)).shape == (1, 4, 5, 8)

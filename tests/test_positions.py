@@ -196,6 +196,20 @@ def test_lengths_may_be_symbolic(strict):
     torch.testing.assert_close(program.module()(long), Rotated()(long))
 
 
+def test_sizes_of_grids_may_be_symbolic():
+    class Rotated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scheme = isopos.ape_grid(8, 2)
+
+        def forward(self, images):
+            return self.scheme.encoding(grid(*images.shape[-2:]))(images.flatten(-2).mT.unsqueeze(1))
+
+    small, tall = torch.randn(1, 8, 4, 3), torch.randn(1, 8, 9, 3)
+    program = torch.export.export(Rotated(), (small,), dynamic_shapes=({2: torch.export.Dim("rows", min=2, max=64)},))
+    torch.testing.assert_close(program.module()(tall), Rotated()(tall))
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_lengths_may_be_traced():
     traced = torch.jit.trace(lambda x: sequence(x.shape[0]), torch.zeros(3))

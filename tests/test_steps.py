@@ -201,6 +201,8 @@ def test_a_state_given_or_taken_stays_as_it_is():
         Steps(isopos.clock(32, 3))
     with pytest.raises(ValueError, match="length: expected the number of tokens that the state has seen"):
         Steps(scheme, middle)
+    with pytest.raises(ValueError, match="state: expected one that has seen 9 tokens, got none"):
+        Steps(scheme, State(), length=9)
     with pytest.raises(TypeError, match="state"):
         Steps(scheme, {})  # pyright: ignore[reportArgumentType]
 

@@ -64,6 +64,8 @@ class Steps:
             raise ValueError(f"scheme: expected positions on a line or a ring, which go on by one, got {scheme.group}")
         if beside is not None and (beside.scheme is not scheme or beside.length != length):
             raise ValueError("beside: expected steps of the same scheme at the same length, got others")
+        if length and not (state and state.tensors):
+            raise ValueError(f"state: expected one that has seen {length} tokens, got none")
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
         self._ahead = _Ahead(scheme) if beside is None else beside._ahead
         self._learns = any(parameter.requires_grad for parameter in scheme.parameters())

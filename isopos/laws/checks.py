@@ -316,6 +316,8 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
 @torch.no_grad()
 def _direction(probe: _Probe) -> Finding:
     error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
+    if math.isnan(error):
+        return Finding("directional", False, error, "scores are not numbers", is_law=False)
     note = "score(x, y) differs from score(y, x)" if error > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
     return Finding("directional", error > TOLERANCE, error, note, is_law=False)
 
@@ -340,15 +342,15 @@ def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False)
 def _inexactness(encoding: Encoding, probe: _Probe) -> float:
     """Float32 scores far out against float64 ones at the same offsets near zero."""
     q, k = probe.q, probe.k
-    worst = 0.0
+    errors = []
     for far in (2**20, 2**31 - 2000):
         x, y = probe.random(TOKENS), probe.random(TOKENS)
         places = ((x, y, torch.float64), (x + far, y + far, torch.float32))
         near, there = (
             encoding(a, dtype)(q.to(dtype)).double() @ encoding(b, dtype)(k.to(dtype)).double().mT for a, b, dtype in places
         )
-        worst = max(worst, _most(there - near))
-    return worst
+        errors.append(_most(there - near))
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 @torch.no_grad()

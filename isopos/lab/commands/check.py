@@ -73,7 +73,9 @@ def _subject(options: Options) -> "Encoding | Scheme":
     try:
         made = made() if callable(made) and not isinstance(made, (Encoding, Scheme)) else made
     except TypeError as error:
-        raise ValueError(f"subject: expected {options.subject} to need no arguments, got: {error}") from None
+        raise ValueError(
+            f"subject: expected {options.subject} to need no arguments, got: {error}; give them defaults"
+        ) from None
     if not isinstance(made, (Encoding, Scheme)):
         kind = "nothing" if made is None else type(made).__name__
         raise ValueError(f"subject: expected {options.subject} to make an Encoding or a Scheme, got {kind}")
