@@ -16,6 +16,7 @@ from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Weight, constant, full_precision, narrow, normal, wide, wide_device
 from isopos.feature_maps import FeatureMap
+from isopos.lengths import Extension, Linear
 from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, Scaling, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotation_table, rotations, skew_exponential
@@ -277,7 +278,7 @@ class Lie(_Sided):
         https://arxiv.org/abs/2406.10322
     """
 
-    alike = True
+    alike = extensible = True
     weaker_law = "relative along lines through the origin"
 
     def __init__(self, generator: Tensor):
@@ -288,8 +289,14 @@ class Lie(_Sided):
         self.features = self.out_features = generator.shape[-1]
         self.parametrise("generator", generator, learned=True)
 
+    def unserved(self, rule: Extension) -> str:
+        if isinstance(rule, Linear):
+            return ""
+        return f"expected linear for generators that do not commute, and so have no frequencies, got {rule.name}"
+
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        total = torch.einsum("...tc,hcij->...htij", wide(x), wide(self.parameter, x.device))
+        x = wide(x) if self.extension is None else wide(x) / self.extension.factor
+        total = torch.einsum("...tc,hcij->...htij", x, wide(self.parameter, x.device))
         return Operators(narrow(skew_exponential(total.contiguous()), dtype, x.device))
 
 

@@ -52,9 +52,18 @@ class Coupling(ExactModule, ABC):
     extensible: bool = False  # whether it has frequencies of its own that an extension may change
     extension: Extension | None = None  # of its frequencies, for sequences longer than in training
 
+    @property
+    def pairs(self) -> int:
+        """Of features, each of which turns by a frequency of its own."""
+        return self.out_features // 2
+
     def extended(self, frequency: Tensor) -> Tensor:
         """Frequencies ``[h c f]`` as its extension has them."""
         return frequency if self.extension is None else self.extension(wide(frequency))
+
+    def unserved(self, rule: Extension) -> str:
+        """Why a rule has no meaning for its frequencies, or nothing."""
+        return ""
 
     @abstractmethod
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:

@@ -10,6 +10,7 @@ from torch import Tensor
 from isopos.bases import Fourier
 from isopos.encodings import Encoding
 from isopos.exact import Weight, constant, narrow, wide
+from isopos.lengths import Extension
 from isopos.maps import Chain, Isometry, Matrix, Plane, Rotation
 from isopos.ops.rotate import rotations
 from isopos.ops.spectrum import check_spectrum, spectrum
@@ -38,6 +39,8 @@ class Circulant(Encoding):
         torch.Size([1, 2, 5, 8])
     """
 
+    extensible = True
+
     def __init__(self, generator: Tensor, *, learned: bool = True):
         super().__init__()
         if generator.ndim != 3 or generator.shape[-1] % 2 or generator.shape[-1] < 4:
@@ -50,7 +53,7 @@ class Circulant(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         frequency = -2 * torch.fft.fft(wide(self.parameter, x.device)).imag[..., : self.features // 2]
-        return Chain(self.basis(x.device, dtype), Rotation(rotations(x, frequency, dtype)))
+        return Chain(self.basis(x.device, dtype), Rotation(rotations(x, self.extended(frequency), dtype)))
 
 
 class Commuting(Encoding):
@@ -75,6 +78,8 @@ class Commuting(Encoding):
         >>> rho(torch.randn(1, 2, 5, 12)).shape
         torch.Size([1, 2, 5, 12])
     """
+
+    extensible = True
 
     def __init__(self, generator: Tensor, direction: Tensor, *, learned: bool = True, learned_direction: bool = False):
         super().__init__()
@@ -105,7 +110,7 @@ class Commuting(Encoding):
         frequency = (wide(self.directions(), x.device)[..., None] * frequency[:, None]).flatten(-2)  # [h c d/2]
         unit = torch.eye(planes.shape[1], dtype=torch.float64, device=planes.device)
         basis = (planes[:, :, :, None] * unit[:, None, :, None]).flatten(3).flatten(1, 2)
-        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, frequency, dtype)))
+        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, self.extended(frequency), dtype)))
 
 
 class RankTwo(Encoding):
@@ -127,6 +132,8 @@ class RankTwo(Encoding):
         [[[1.0, 0.0, 2.0]]]
     """
 
+    extensible = True
+
     def __init__(self, a: Tensor, b: Tensor, *, learned: bool = True):
         super().__init__()
         if a.ndim != 2 or a.shape != b.shape or not (_frame(a.double(), b.double())[2] > 1e-9 * a.norm() * b.norm()).all():
@@ -135,11 +142,20 @@ class RankTwo(Encoding):
         self.features = self.out_features = a.shape[-1]
         self.parametrise("vectors", torch.stack((a, b), 1), learned=learned)
 
+    @property
+    def pairs(self) -> int:
+        return 1
+
+    def unserved(self, rule: Extension) -> str:
+        if not rule.by_series:
+            return ""
+        return f"expected linear, llama3 or longrope for a plane by itself, got {rule.name}, which goes by all of a head"
+
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         u, v, speed = _frame(*wide(self.parameter, x.device).unbind(1))
         u, v = (narrow(vector, dtype, x.device)[:, None] for vector in (u, v))
-        return Plane(u, v, rotations(x, speed[:, None], dtype))
+        return Plane(u, v, rotations(x, self.extended(speed[:, None]), dtype))
 
 
 def _frame(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

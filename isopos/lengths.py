@@ -32,6 +32,7 @@ class Extension(ABC):
     trained: int | None = None
 
     by_length: ClassVar[bool] = False  # whether it asks for `trained`
+    by_series: ClassVar[bool] = False  # whether what a frequency becomes hangs on the others of its head
 
     def __post_init__(self) -> None:
         if not 1 <= self.factor < math.inf:
@@ -39,8 +40,12 @@ class Extension(ABC):
         if self.trained is not None:
             at_least("trained", self.trained, 2)
         elif self.by_length:
-            name = type(self).__name__.lower()
-            raise ValueError(f"trained: expected the number of positions in training, which {name} goes by, got none")
+            raise ValueError(f"trained: expected the number of positions in training, which {self.name} goes by, got none")
+
+    @property
+    def name(self) -> str:
+        """In `EXTENSIONS`."""
+        return type(self).__name__.lower()
 
     def __call__(self, frequency: Tensor) -> Tensor:
         """Frequencies ``[h c f]`` in radians a step, as they are to be: float64. Gradients see the shares as constants."""
@@ -86,6 +91,8 @@ class Dynamic(Extension):
         YaRN (Peng et al. 2023), sections 3.1 and 3.3, of bloc97 and emozilla. https://arxiv.org/abs/2309.00071
     """
 
+    by_series = True
+
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
@@ -130,6 +137,8 @@ class Yarn(_ByParts):
     References:
         YaRN (Peng et al. 2023), sections 3.2 and 3.4. https://arxiv.org/abs/2309.00071
     """
+
+    by_series = True
 
     fast: float = 32.0
     slow: float = 1.0

@@ -290,7 +290,9 @@ class Scheme(nn.Module):
                 f"extend: expected a scheme that rotates by frequencies on a line or a grid, as rope, got {got}"
             )
         for part in parts:
-            rule.check(part.out_features // 2)
+            rule.check(part.pairs)
+            if said := part.unserved(rule):
+                raise ValueError(f"extend: {said}")
         for part in parts:
             part.extension = rule
         self.extension = rule

@@ -3,9 +3,16 @@
 import json
 import math
 import random
+import re
+import shutil
 import zipfile
 
 import pytest
+import torch
+
+from isopos.lab.recipes import Recipe
+from isopos.lab.runs import checkpoints
+from isopos.lab.runs.folders import read_rows
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "on", "under", "mat", "rug", "and", "a", "big", "red", "<unk>"]
 
@@ -56,3 +63,41 @@ def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
     assert calm != isopos(*write, "--temperature=3")[1]
     assert "temperature: expected 0 or a positive number" in isopos(*write, "--temperature=-1")[2]
     assert "scored: expected a number of tokens" in isopos("eval", "runs/run", "--scored=-1")[2]
+
+
+def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
+    """DroPE: weights of a run with positions, trained on without; what the scheme learns begins anew."""
+    sizes = ["--length=16", "--layers=1", "--model-dim=16", "--heads=2", "--batch=4", "--steps=4", "--save-every=2"]
+    sizes += ["--validation-tokens=64", "--device=cpu"]
+    assert isopos("train", "quickstart", "--scheme=lrpe-orthogonal", "--name=with", *sizes)[0] == 0
+    own = Recipe(scheme="none").edit(start="runs/with", length=16, layers=1, model_dim=16, heads=2, batch=4, steps=4)
+    before = checkpoints.load_run(tmp_path / "runs" / "with")[1].state_dict()
+    for scheme in ("none", "rope:learned=true", "lrpe-orthogonal"):
+        recipe = own.edit(scheme=scheme)
+        recipe.task.check(recipe)
+        model = recipe.task.model(recipe)
+        fresh = {name: value.clone() for name, value in model.state_dict().items()}
+        checkpoints.begin_with(model, tmp_path / "runs" / "with", recipe.task.anew(recipe))
+        for name, value in model.state_dict().items():
+            kept = not name.startswith("scheme.") or scheme == "lrpe-orthogonal"
+            assert torch.equal(value, (before if kept else fresh)[name]), name
+    command = ["train", "quickstart", "--scheme=none", "--start=runs/with", "--name=without", *sizes]
+    assert isopos(*command)[0] == 0
+    run = tmp_path / "runs" / "without"
+    model = own.task.model(own)
+    checkpoints.begin_with(model, tmp_path / "runs" / "with", own.task.anew(own))
+    data = own.task.load(own)
+    rows = read_rows(run / "metrics.jsonl")
+    assert rows[0]["loss"] == pytest.approx(data.loss(model.train(), *data.batch(own, 1)).item(), rel=1e-5)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    (run / "result.json").unlink()
+    assert isopos(*command, "--resume")[0] == 0
+    assert read_rows(run / "metrics.jsonl") == rows
+    for change, message in (
+        ({"start": "runs/nowhere"}, "start: expected the folder of a run, got runs/nowhere"),
+        ({"layers": 2}, "start: expected a model as that of runs/with, got layers 2; give --layers 1"),
+        ({"tied": True}, "start: expected a model as that of runs/with, got tied True; give --tied False"),
+    ):
+        recipe = own.edit(**change)
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            recipe.task.check(recipe)

@@ -28,6 +28,9 @@ EXTENDED = {
     "rope-golden": {},
     "mrope": {},
     "string": {"axes": 2},
+    "string-circulant": {"axes": 2, "variant": "circulant"},
+    "comrope": {},
+    "comrope-axial": {"variant": "axial"},
     "pope": {},
     "retnet": {},
     "xpos": {},
@@ -233,10 +236,43 @@ def test_a_new_resolution_of_a_grid():
     """Interpolated to four times the pixels, every second pixel has the place that it had."""
     q, k, _ = inputs(t=9)
     small, large = grid(3, 3), 2 * grid(3, 3)
-    for scheme in (schemes.rope_axial(8, HEADS), schemes.rope_mixed(8, HEADS), schemes.ape_grid(8, HEADS)):
+    for scheme in (
+        schemes.rope_axial(8, HEADS),
+        schemes.rope_mixed(8, HEADS),
+        schemes.ape_grid(8, HEADS),
+        schemes.comrope(8, HEADS),
+    ):
         rho = scheme.encoding(small, torch.float64)
         finer = scheme.extend("linear", factor=2).encoding(large, torch.float64)
         close(finer(q) @ finer(k).mT, rho(q) @ rho(k).mT)
+
+
+@pytest.mark.parametrize("name", ["grape", "liere"])
+def test_positions_are_interpolated_where_frequencies_make_no_series(name):
+    """A head that turns one plane has no series of frequencies, and generators that do not commute have none at all."""
+    scheme = perturb(schemes.REGISTRY[name](8, HEADS, axes=2))
+    q, k, _ = inputs(t=9)
+    x = grid(3, 3)
+    rho = scheme.encoding.key(x, torch.float64)
+    before = rho(q) @ rho(k).mT
+    known = {"grape": ("linear", "llama3", "longrope"), "liere": ("linear",)}[name]
+    for kind in EXTENSIONS:
+        options = {"rescale": [2.0] if name == "grape" else RESCALE} if kind == "longrope" else {}
+        if kind not in known:
+            with pytest.raises(
+                ValueError, match=f"^extend: expected linear.* for {'a plane' if name == 'grape' else 'gener'}"
+            ):
+                scheme.extend(kind, factor=2, trained=4, **options)
+            assert scheme.extension is None
+    for kind in known:
+        options = {"rescale": [2.0], "sharpness": 1.0} if kind == "longrope" else {}
+        finer = copy.deepcopy(scheme).extend(kind, factor=2, trained=4, **options)
+        rho = finer.encoding.key(2 * x, torch.float64)
+        if kind != "llama3":  # by turns: fast planes stay
+            close(rho(q) @ rho(k).mT, before)
+        if name == "grape":
+            close(rho(q) @ rho(k).mT, score(canonical(finer), q, k, 2 * x, 2 * x))
+    assert laws.check(copy.deepcopy(scheme).extend("linear", factor=2)).broken == laws.check(scheme).broken
 
 
 def test_absorbed_schemes_keep_their_extension():
@@ -271,8 +307,6 @@ def test_an_extension_is_printed():
         "alibi",
         "shaw",
         "permuteformer",
-        "comrope",
-        "grape",
         "ape-ring",
         "ape-tree",
         "spe-sine",

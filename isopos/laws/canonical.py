@@ -274,10 +274,10 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             return lambda t: reduce(torch.matmul, (_power(maps[:, c], steps) for c, steps in enumerate(_numbers(t))))
         case encodings.Exponential():
             generator = constant(encoding.parameter)
-            skew = _extended(encoding, generator - generator.mT)
+            skew = _extended(encoding, (generator - generator.mT)[:, None])[:, 0]
             return lambda t: _exp(t * skew)
         case generators.Circulant() | generators.Commuting() | generators.RankTwo():
-            axes = _skew_of_axes(encoding)  # [h c d d]
+            axes = _extended(encoding, _skew_of_axes(encoding))  # [h c d d]
             return lambda t: _exp((torch.tensor(_numbers(t), dtype=torch.float64)[:, None, None] * axes).sum(1))
         case encodings.TreePath():
             generator = constant(encoding.parameter)  # [h b d d]
@@ -315,13 +315,15 @@ def _skew_of_axes(encoding: generators.Circulant | generators.Commuting | genera
     return half - half.mT
 
 
-def _extended(encoding: encodings.Exponential, skew: Tensor) -> Tensor:
-    """A skew matrix ``[h d d]`` whose planes turn as the extension of an encoding has them."""
+def _extended(encoding: encodings.Encoding, axes: Tensor) -> Tensor:
+    """Skew matrices ``[h c d d]`` that commute, whose planes turn as the extension of an encoding has them."""
     if encoding.extension is None:
-        return skew
-    turns, planes = torch.linalg.eigh(1j * skew)  # -w, ..., w
-    fast = turns[:, None, turns.shape[-1] // 2 :]
-    fast = encoding.extended(fast)[:, 0]
+        return axes
+    mix = torch.arange(1.0, axes.shape[1] + 1, dtype=torch.float64).sqrt()[:, None, None]
+    planes = torch.linalg.eigh(1j * (mix * axes).sum(1)).eigenvectors[:, None]  # those of all axes: -w, ..., w
+    turns = (planes.mH @ (1j * axes) @ planes).diagonal(dim1=-2, dim2=-1).real
+    turns = turns.where(turns.abs() > 1e-9 * turns.abs().amax(), 0)  # where none turns, up to rounding
+    fast = encoding.extended(turns[..., turns.shape[-1] // 2 :])
     return (planes @ torch.diag_embed(-1j * torch.cat((-fast.flip(-1), fast), -1).to(planes)) @ planes.mH).real
 
 

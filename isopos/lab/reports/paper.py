@@ -145,7 +145,7 @@ def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) ->
     titles += [text + f", {name}" * (len(reached) > 1) for name, text in reached.items()]
     grid = []
     for row in rows:
-        schemes = [row.line.scheme, *(f"{name}: {scheme}" for name, scheme in row.line.schemes.items())]
+        schemes = [row.line.scheme, *(f"{name}: {scheme}" for name, scheme in row.line.schemes.items() if scheme)]
         cells = [row.line.name, "; ".join(filter(None, schemes)) or "not here"]
         for column in columns:
             at = table.columns.index(column)

@@ -177,14 +177,14 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     return recipe, model.eval()
 
 
-def begin_with(model: Any, run: Path) -> None:
-    """Give a model the weights that a run ended with, but those of its head.
+def begin_with(model: Any, run: Path, anew: tuple[str, ...] = ("head.",)) -> None:
+    """Give a model the weights that a run ended with, but those whose names begin so.
 
     Raises:
         ValueError: Where the run has none, or they are not of the model's names and shapes.
     """
-    weights = {name: value for name, value in load_run(run)[1].state_dict().items() if not name.startswith("head.")}
-    others = sorted(name for name in {*model.state_dict()} ^ {*weights} if not name.startswith("head."))
+    weights = {name: value for name, value in load_run(run)[1].state_dict().items() if not name.startswith(anew)}
+    others = sorted(name for name in {*model.state_dict()} ^ {*weights} if not name.startswith(anew))
     try:
         if others:
             raise RuntimeError(f"{others[0]} is in one of them only")

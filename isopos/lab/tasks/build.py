@@ -2,22 +2,26 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from isopos.lab.recipes import Recipe, of_layers, split_spec
+from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import OTHERS, check_other, replace_attention
-from isopos.lab.tasks.task import expect
+from isopos.lab.tasks.task import Task, expect
 from isopos.models import TOKEN_STD, PerLayer
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_model", "build_scheme", "check_group", "group_of", "memory", "scheme_of"]
+__all__ = ["begun", "build_model", "build_scheme", "check_group", "group_of", "memory", "scheme_of"]
 
 Built = TypeVar("Built")
+WEIGHTS = "model.safetensors"  # which a run has when it ends
+SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields of a model that begins with weights of another
 
 
 def memory() -> float:
@@ -66,6 +70,31 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
             f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
         )
     return scheme
+
+
+def begun(folder: Path, recipe: Recipe, kind: type[Task], also: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run of that task which has ended, with whose weights one of another recipe can begin.
+
+    Raises:
+        ValueError: Where there is none, or its model has other sizes, or other fields of those that are to be the same, too.
+    """
+    path = folder / "recipe.json"
+    expect("start", folder, "the folder of a run", path.exists())
+    before = Recipe.from_dict(read_json(path, dict[str, Any], "name another run"))
+    expect("start", f"one of {type(before.task).__name__}", f"a run of the task {kind.name}", isinstance(before.task, kind))
+    expect("start", folder, f"a run that has ended, with {WEIGHTS}", (folder / WEIGHTS).exists())
+
+    def shapes(one: Recipe) -> dict[str, Any]:
+        values = one.as_dict()
+        own = {name: values[name] for name in (*also, *SAME)}
+        return own | {"hidden_dim": one.model.hidden_dim or 4 * one.model.model_dim}
+
+    then, now = shapes(before), shapes(recipe)
+    if others := [name for name in then if then[name] != now[name]]:
+        own = ", ".join(f"{name} {now[name]}" for name in others)
+        options = " ".join(f"--{name.replace('_', '-')} {then[name]}" for name in others)
+        raise ValueError(f"start: expected a model as that of {folder}, got {own}; give {options}")
+    return before
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,6 @@
 """The tasks of GLUE: an encoder, trained as a masked language model, learns to tell labels of texts and pairs of texts."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Glue", "GlueSamples"]
 
-WEIGHTS = "model.safetensors"  # which a run has when it ends
-SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields of a model that begins with weights of another
 FIGURES = {
     "accuracy": Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out rows labelled rightly"),
     "matthews": Metric("Matthews", "matthews", "higher", note="Matthews: correlation of labels"),
@@ -100,20 +97,12 @@ class Glue(Task):
         return []
 
     def origin(self, recipe: "Recipe") -> Path | None:
-        from isopos.lab.recipes import Recipe
-        from isopos.lab.tasks.build import build_scheme
+        from isopos.lab.tasks.build import begun, build_scheme
 
         if not self.start:
             return None
         folder = self._run(recipe)
-        before = Recipe.from_dict(read_json(folder / "recipe.json", dict[str, Any], "name another run"))
-        expect("start", f"one of {type(before.task).__name__}", "a run of the task masked", isinstance(before.task, Masked))
-        expect("start", folder, f"a run that has ended, with {WEIGHTS}", (folder / WEIGHTS).exists())
-        then, now = _shapes(before), _shapes(recipe)
-        if others := [name for name in then if then[name] != now[name]]:
-            own = ", ".join(f"{name} {now[name]}" for name in others)
-            options = " ".join(f"--{name.replace('_', '-')} {then[name]}" for name in others)
-            raise ValueError(f"start: expected a model as that of {folder}, got {own}; give {options}")
+        before = begun(folder, recipe, Masked, ("scheme",))
         if build_scheme(before).fingerprint != build_scheme(recipe).fingerprint:
             raise ValueError(
                 f"start: expected {recipe.scheme} with the constants that it has in {folder}, which follow seed and length, "
@@ -148,12 +137,6 @@ class Glue(Task):
         tokenizer = load_tokenizer(folder) if folder else Bytes()
         found = load(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
         return GlueSamples(self, found, tokenizer)
-
-
-def _shapes(recipe: "Recipe") -> Mapping[str, object]:
-    """What tells the shapes of weights, and what they are for."""
-    own = {name: getattr(recipe.model, name) for name in SAME}
-    return {"scheme": recipe.scheme, **own, "hidden_dim": recipe.model.hidden_dim or 4 * recipe.model.model_dim}
 
 
 class GlueSamples(Labelled):

@@ -97,6 +97,9 @@ class Language(TextTask):
     """What a language model reads."""
 
     cutoffs: tuple[int, ...] = ()  # Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax.
+    start: str = ""
+    """A run of this task: training begins with its weights and tokenizer. Its scheme may be another, as rope whose positions
+    are dropped: --scheme none:attention=softmax. Empty: with random weights."""
 
     name = "language"
     schemes = "none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet"
@@ -122,6 +125,7 @@ class Language(TextTask):
     def check(self, recipe: "Recipe") -> list[str]:
         if self.tied and self.cutoffs:
             raise ValueError("tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied")
+        self.origin(recipe)
         return super().check(recipe.edit(cutoffs=()))  # of no consequence for the scheme
 
     def model(self, recipe: "Recipe") -> "Decoder":
@@ -130,8 +134,22 @@ class Language(TextTask):
 
         return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
 
+    def origin(self, recipe: "Recipe") -> Path | None:
+        from isopos.lab.tasks.build import begun
+
+        folder = Path(self.start) if self.start else None
+        if folder is not None:
+            begun(folder, recipe, Language, ("cutoffs", "tied"))
+        return folder
+
+    def anew(self, recipe: "Recipe") -> tuple[str, ...]:
+        """A scheme that is not the run's: of what it learns nothing can be kept."""
+        from isopos.lab.tasks.build import begun
+
+        return () if begun(Path(self.start), recipe, Language).scheme == recipe.scheme else ("scheme.",)
+
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Text":
-        return Text(self, self.corpus(console, run))
+        return Text(self, self.corpus(console, run or self.origin(recipe)))
 
 
 class Windows(Data):

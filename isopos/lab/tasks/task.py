@@ -114,12 +114,16 @@ class Task(ABC):
         return ()
 
     def origin(self, recipe: "Recipe") -> Path | None:
-        """The folder of a run that has ended, with whose weights training begins, all but the head's; none by default.
+        """The folder of a run that has ended, with whose weights training begins, but for those of `anew`; none by default.
 
         Raises:
             ValueError: Where there is none, or its model is another.
         """
         return None
+
+    def anew(self, recipe: "Recipe") -> tuple[str, ...]:
+        """How names of weights begin that are not those of the run of `origin`: of the head by default."""
+        return ("head.",)
 
     @property
     def fits(self) -> Mapping[str, object]:
