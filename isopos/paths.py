@@ -74,7 +74,7 @@ class Forget(Path):
         - Gated Linear Attention Transformers with Hardware-Efficient Training (Yang et al. 2024) and Mamba-2 (Dao and Gu
           2024) for linear attention. https://arxiv.org/abs/2312.06635
 
-    Example:
+    Examples:
         >>> forget = Forget(4, 1)
         >>> forget(torch.randn(1, 3, 4)).exp().flatten().tolist()
         [0.5, 0.5, 0.5]
@@ -104,7 +104,7 @@ class Turn(Path):
         here, reads the layer's input with length one, through a matrix of low rank and a convolution over four tokens.
         https://arxiv.org/abs/2511.17388
 
-    Example:
+    Examples:
         >>> turn = Turn(4, 1, torch.tensor([1.0, 0.1]))
         >>> turn(torch.randn(1, 3, 4)).cumsum(-2).tolist()
         [[[1.0, 0.1], [2.0, 0.2], [3.0, 0.30000000000000004]]]
