@@ -248,6 +248,11 @@ class Scheme(nn.Module):
         return tuple(own for own in (self.forget, self.turn) if own is not None)
 
     @property
+    def blind(self) -> bool:
+        """Whether attention sees no positions at all; an embedding may be added to the tokens."""
+        return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.path
+
+    @property
     def sharpness(self) -> float:
         """What its extension multiplies softmax logits by, beside their scale; 1 without one."""
         return 1.0 if self.extension is None else self.extension.attention_factor**2

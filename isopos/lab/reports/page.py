@@ -11,13 +11,16 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from isopos.lab.recipes import of_layers
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
+from isopos.models import PerLayer
 from isopos.positions import Line
+from isopos.scheme import Scheme
 
 __all__ = ["write"]
 
@@ -35,7 +38,7 @@ th, td { padding: .3em .7em; border-bottom: 1px solid var(--line); text-align: l
 th button { all: unset; cursor: pointer } th button:focus-visible { outline: 2px solid }
 th[aria-sort] { text-decoration: underline }
 td.n { text-align: right; font-variant-numeric: tabular-nums } tr.best { background: var(--best) }
-figure { margin: 1em 0 } td img { height: 64px; image-rendering: pixelated }
+figure { margin: 1em 0 } td img { min-height: 64px; image-rendering: pixelated }
 svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px }
 .switches label { margin-right: 1.2em; white-space: nowrap }
 """
@@ -73,7 +76,7 @@ def write(folder: Path) -> Path:
     write_text(folder / "curves.svg", curves)
     first = {run.recipe.scheme: run for run in reversed(runs) if run.result}
     best_first = [first[row.scheme] for row in found.rows if row.status == "finished"]
-    pictures = [_kernel_section(run) for run in best_first]
+    pictures = [section for run in best_first for section in _kernel_sections(run)]
     unfinished = sorted(set(said["planned"]) - {run.folder.name for run in runs if run.result})
     parts = [
         "<!doctype html>",
@@ -180,10 +183,17 @@ def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
             yield rows[n : n + SMOOTH][-1]["step"], statistics.fmean(losses)
 
 
-def _kernel_section(run: Run) -> str:
-    scheme = load_run(run.folder)[1].scheme
+def _kernel_sections(run: Run) -> Iterator[str]:
+    """One of each scheme of a model."""
+    scheme, specs = load_run(run.folder)[1].scheme, [*dict.fromkeys(of_layers(run.recipe.scheme))]
+    parts = dict.fromkeys(scheme.each if isinstance(scheme, PerLayer) else [scheme])
+    for part, spec in zip(parts, specs, strict=True):
+        yield _kernel_section(part, spec + f" in {run.recipe.scheme}" * (len(specs) > 1))
+
+
+def _kernel_section(scheme: Scheme, name: str) -> str:
     if (attention := scheme.choices["attention"]) != scheme.attention:
-        return f"<h3>{_text(run.recipe.scheme)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
+        return f"<h3>{_text(name)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
     panel = next(panels(scheme))
     if isinstance(panel.group, Line):
         figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -198,7 +208,6 @@ def _kernel_section(run: Run) -> str:
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
         draw(figure.subplots(), panel, scheme, alone=True)
-    name = run.recipe.scheme
     return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure, f"What {name} sees")}</figure>'
 
 
