@@ -317,7 +317,8 @@ def _with_path(problem: Problem, path: Sequence[Path]) -> Problem:
         pair = problem.decay or (0, 0)
         changes["decay"] = pair[0] + g[..., s - t :], pair[1] + g
     if turn is not None:
-        for side, rho, add in (("rho_q", problem.rho_q, turn.tokens(s - t, s)), ("rho_k", problem.rho_k, turn)):
+        last = turn if t == s else turn.last(t)  # a compiler takes the length of a slice for a constant
+        for side, rho, add in (("rho_q", problem.rho_q, last), ("rho_k", problem.rho_k, turn)):
             changes[side] = add if isinstance(rho, Identity) else Composed(rho, add)
     return problem._replace(**changes)
 
