@@ -30,7 +30,18 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
-    *("attention", "bases", "biases", "catalog", "couplings", "decays", "embeddings", "encodings", "feature_maps"),
+    *(
+        "attention",
+        "bases",
+        "biases",
+        "catalog",
+        "contragredient",
+        "couplings",
+        "decays",
+        "embeddings",
+        "encodings",
+        "feature_maps",
+    ),
     *("generators", "laws", "lengths", "maps", "models", "ops", "positions", "schemes", "state", "terms"),
 )
 

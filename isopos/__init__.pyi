@@ -3,6 +3,7 @@ from isopos import attention as attention
 from isopos import bases as bases
 from isopos import biases as biases
 from isopos import catalog as catalog
+from isopos import contragredient as contragredient
 from isopos import couplings as couplings
 from isopos import decays as decays
 from isopos import embeddings as embeddings
@@ -69,6 +70,7 @@ from isopos.schemes.permutation import permuteformer as permuteformer
 from isopos.schemes.permutation import permuteformer_2d as permuteformer_2d
 from isopos.schemes.polar import pope as pope
 from isopos.schemes.rotary import cosformer as cosformer
+from isopos.schemes.rotary import jordan as jordan
 from isopos.schemes.rotary import p_rope as p_rope
 from isopos.schemes.rotary import retnet as retnet
 from isopos.schemes.rotary import rope as rope

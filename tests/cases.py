@@ -188,6 +188,7 @@ SCHEMES = [
     *_rows("rope-golden", ("", {}), ("3d", {"axes": 3})),
     *_rows("mrope", ("", {}), ("interleaved", {"sections": "2+1+1", "interleaved": True, "layout": "half"})),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
+    *_rows("jordan", ("", {}), ("growth", {"order": 3, "growth": 0.5, "length": 400.0, "decay": "none"})),
     *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
     *_rows(
         "lrpe-unitary",

@@ -22,7 +22,7 @@ positions
 maps terms state
 bases decays embeddings biases
 encodings
-couplings generators
+contragredient couplings generators
 attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax
 scheme
 schemes

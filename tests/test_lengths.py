@@ -31,6 +31,7 @@ EXTENDED = {
     "pope": {},
     "retnet": {},
     "xpos": {},
+    "jordan": {"decay": "none"},
     "lrpe-unitary": {},
     "lrpe-unitary-complex": {"complex": True},
     "lrpe-orthogonal": {"identity": 2},
@@ -62,7 +63,7 @@ def test_a_factor_of_one_changes_nothing(name):
     assert rule("longrope", 1.0).attention_factor == 1
 
 
-@pytest.mark.parametrize("name", [name for name in EXTENDED if name not in ("xpos", "retnet", "ape-product")])
+@pytest.mark.parametrize("name", [name for name in EXTENDED if name not in ("xpos", "jordan", "retnet", "ape-product")])
 def test_linear_is_interpolation_of_positions(name):
     scheme = perturb(built(name))
     q, k, _ = inputs(t=6)

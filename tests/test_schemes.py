@@ -683,7 +683,8 @@ def test_only_limited_schemes_have_a_max_length():
     for case in SCHEMES:
         limit = case.build().max_length
         limits = {"learned": 256, "cosformer": case.options.get("length", 2048)}
-        assert 3000 < limit < 20000 if case.name == "xpos" else limit == limits.get(case.name)
+        near = {"xpos": (3000, 20000), "jordan": (900, 9000)}.get(case.name)
+        assert near[0] < limit < near[1] if near else limit == limits.get(case.name)
     assert schemes.learned(HEAD_DIM, HEADS).max_length == 2048
 
 
@@ -784,6 +785,9 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.xpos(7), r"head size: expected an even number"),
         (lambda: schemes.xpos(8, length=0), r"length: expected a positive number of steps, got 0"),
         (lambda: schemes.xpos(8, base=0.0), r"base: expected a positive number"),
+        (lambda: schemes.jordan(8, 2, order=5), r"order: expected at most the 4 pairs of a head, got 5"),
+        (lambda: schemes.jordan(8, 2, order=0), r"order: expected an integer of at least 1, got 0"),
+        (lambda: schemes.jordan(8, 2, length=0.0), r"length: expected a positive number of steps, got 0"),
         (lambda: schemes.lrpe_unitary(7, 1, complex=True), r"head size: expected an even number"),
         (lambda: schemes.lrpe_unitary(8, 1, theta="d"), r"theta: expected one of a, b, c, got 'd'"),
         (lambda: schemes.lrpe_unitary(8, 1, theta="b", length=0), r"length: expected an integer of at least 1, got 0"),
@@ -1128,6 +1132,7 @@ DEFAULTS = """
     p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    jordan: linear elu+1 plain retnet, order=2 growth=0.0 base=10000.0 length=1024.0
     cosformer: linear relu encoded none, length=2048
     spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
     clock: linear elu+1 plain none, base=10000.0

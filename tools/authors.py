@@ -126,6 +126,7 @@ AUTHORS = {
     "xpos": Code(
         "microsoft/torchscale", "scales are powers of the distance to the middle of each call, so that cached keys age"
     ),
+    "jordan": Code("no code"),
     "cosformer": Code(
         "OpenNLPLab/cosFormer",
         "M is the longer of both lengths of each call; features are max(x, 0) without the 0.001; denominators from 1e-6 on",

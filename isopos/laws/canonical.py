@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos import bases, biases, couplings, encodings, feature_maps, generators
+from isopos import bases, biases, contragredient, couplings, encodings, feature_maps, generators
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, undivided
@@ -224,9 +224,8 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
     match coupling:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling))]
-        case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair rotates and shrinks
-            complex_frequency = _skew(coupling.extended(coupling.frequency)[0]) - torch.diag(coupling.log_scale)
-            return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
+        case contragredient.Contragredient():
+            return [Primitive(group, *content, *content, _of_pair(coupling))]
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
             angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
@@ -251,6 +250,23 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
                 "alone, whose scores are a function of that position, not of x^-1 y (LRPE, Eq. 6)"
             )
     raise TypeError(f"coupling: expected one of isopos.encodings or isopos.couplings, got {type(coupling).__name__}")
+
+
+def _of_pair(pair: Coupling) -> Kernel:
+    """W(t) = rho(1)^-1 rho(t) of a representation that need not be unitary, ``[h d d]``."""
+    match pair:
+        case contragredient.Jordan():  # (Sun et al., Algorithm 1, and the real Jordan form)
+            links = torch.ones(pair.features - pair.features // pair.order, dtype=torch.float64) / pair.length
+            generator = torch.diag(pair.growth) + torch.diag(links, pair.features // pair.order)
+            if pair.frequency is not None:
+                generator = generator + _skew(pair.extended(pair.frequency)[0])
+            return lambda t: _exp(t * generator)
+        case contragredient.Beside():
+            parts = [_of_pair(part) for part in pair.parts]  # pyright: ignore[reportArgumentType]
+            return lambda t: _blocks([part(t if pair.shared else t[n]) for n, part in enumerate(parts)])
+        case Encoding():
+            return _of_encoding(pair)
+    raise TypeError(f"coupling: expected one of isopos.contragredient, got {type(pair).__name__}")
 
 
 def _of_encoding(encoding: Coupling) -> Kernel:
