@@ -42,7 +42,7 @@ _MODULES = (
         "encodings",
         "feature_maps",
     ),
-    *("generators", "laws", "lengths", "maps", "models", "ops", "positions", "schemes", "state", "terms"),
+    *("generators", "laws", "lengths", "maps", "models", "ops", "poses", "positions", "schemes", "state", "terms"),
 )
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant, narrow, wide
-from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, TokenMap
+from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
+from isopos.poses import Projective
 from isopos.positions import Line, Product
 
-__all__ = ["Beside", "Contragredient", "Jordan"]
+__all__ = ["Beside", "Contragredient", "Jordan", "Projection"]
 
 
 class Contragredient(Coupling, ABC):
@@ -120,6 +121,30 @@ class Jordan(Contragredient):
             "from the middle of the tokens, which changes no score, build it with a larger length=, or use rope with "
             "decay='retnet' for longer sequences"
         )
+
+
+class Projection(Contragredient):
+    """The 4 x 4 matrix g of a camera on each 4 features in a row: scores are q^T (g_x^-1 g_y) k of the way between images.
+
+    Args:
+        features: d, a multiple of 4.
+
+    References:
+        Cameras as Relative Positional Encoding (Li et al. 2025), PRoPE, whose projections are g^-1.
+        https://arxiv.org/abs/2507.10496
+    """
+
+    def __init__(self, features: int):
+        super().__init__()
+        if features % 4 or features < 4:
+            raise ValueError(f"features: expected a multiple of 4, on which matrices of cameras act, got {features}")
+        self.group = Projective()
+        self.features = self.out_features = features
+
+    def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
+        matrix = wide(x).unflatten(-1, (4, 4))
+        matrix = torch.linalg.inv(matrix).mT if dual else matrix
+        return Tiles(narrow(matrix[..., None, :, :, :], dtype, x.device))
 
 
 class Beside(Contragredient):

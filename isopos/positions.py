@@ -29,6 +29,8 @@ REAL_DTYPES = (torch.float32, torch.float64)
 class Group(ABC):
     """A group whose elements are rows of ``columns`` coordinates. Encodings name theirs; nothing guesses geometry."""
 
+    real = False  # whether its coordinates may be floats
+
     @property
     def columns(self) -> int:
         """Coordinates of one element."""
@@ -93,7 +95,7 @@ class Group(ABC):
                 one = self.columns == 1
                 build = "x[..., None] makes a column of them" if one else f"torch.stack(columns, -1) joins columns; {build}"
             raise ValueError(f"positions: expected [*b t {self.columns}] for {self}, got {got}; {build}")
-        real = any(isinstance(leaf, Line | Ring) and leaf.real for leaf in self.leaves)
+        real = any(leaf.real for leaf in self.leaves)
         if x.dtype not in INTEGER_DTYPES + REAL_DTYPES * real:
             kind = "integers (int64, int32)" + ", float32 or float64" * real
             raise ValueError(

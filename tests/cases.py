@@ -209,6 +209,7 @@ SCHEMES = [
     ),
     *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
     *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long", "length": 2})),
+    *_rows("prope", ("", {}), ("scores", {"transport": False})),
     *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),

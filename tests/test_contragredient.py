@@ -23,7 +23,12 @@ def scores(pair, q, k, x=X, y=Y):
 
 
 def test_every_class_is_tested():
-    assert set(contragredient.__all__) == {"Beside", "Contragredient", "Jordan"}
+    assert set(contragredient.__all__) == {
+        "Beside",
+        "Contragredient",
+        "Jordan",
+        "Projection",
+    }  # the last one in test_poses.py
 
 
 # Jordan blocks

@@ -19,7 +19,7 @@ lengths
 feature_maps
 ops
 positions
-maps terms state
+poses maps terms state
 bases decays embeddings biases
 encodings
 contragredient couplings generators

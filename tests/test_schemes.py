@@ -121,7 +121,7 @@ def test_linear_attention_is_quadratic(monkeypatch, case, shape):
     scheme = made(case)
     if shape == SHAPES["cross"] and scheme.decay is not None:
         scheme = made(case, decay="none")
-    leaves = inputs_of(scheme, 2, t=t, s=s, e=5, requires_grad=True)
+    leaves = inputs_of(scheme, 2, t=t, s=s, requires_grad=True, **({} if scheme.transport else {"e": 5}))
     if t == s:
         arguments = at(scheme, case.positions(2, t=t))
     else:
@@ -221,7 +221,7 @@ def test_samples_have_positions_of_their_own(case, kind):
 @with_kinds(PRESETS)
 def test_a_prefix_keeps_its_outputs(case, kind):
     scheme, x = made(case, kind), case.positions(2, t=30)
-    if not case.group.is_grid and not isinstance(case.group, Ring):
+    if case.group.refers_to_rows:
         nodes = tree([-1, *(n // 2 for n in range(29))])  # parents first, so that a prefix is a tree
         x = nodes if case.group.columns == 2 else torch.cat((sequence(30), nodes), -1)
     content = inputs_of(scheme, 2, t=30)
@@ -350,7 +350,8 @@ def test_low_precision_inputs(case, kind):
 
 @presets
 def test_other_sizes(case):
-    for head_dim, heads in ((6 if case.name == "clock" else 4, 1), (6, 3), (64, 2)):  # a pair each of three parts
+    least = {"clock": 6, "prope": 8}.get(case.name, 4)  # a pair each of three parts, or of four
+    for head_dim, heads in ((least, 1), (max(6, least), 3), (64, 2)):
         scheme = case.build(head_dim, heads)
         leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
         out = FUNCTIONS[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)))
@@ -1132,6 +1133,7 @@ DEFAULTS = """
     p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    prope: linear elu+1 plain none, base=100.0 transport=True
     jordan: linear elu+1 plain retnet, order=2 growth=0.0 base=10000.0 length=1024.0
     cosformer: linear relu encoded none, length=2048
     spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0

@@ -80,6 +80,11 @@ AUTHORS = {
         "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
     ),
     "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
+    "prope": Code(
+        "liruilong940607/prope",
+        "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as `cameras` does "
+        "with a size; columns come before rows; softmax attention only",
+    ),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,

@@ -20,12 +20,14 @@ from isopos import bases, biases, contragredient, couplings, encodings, feature_
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, undivided
+from isopos.poses import Projective
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
 
 __all__ = ["Primitive", "canonical", "score"]
 
-# x^-1 y: a number on a line or ring, a reduced word ((branch, 1 or -1), ...) in a tree, a tuple of these in a product
+# x^-1 y: a number on a line or ring, a reduced word ((branch, 1 or -1), ...) in a tree, the 16 numbers of a matrix between
+# cameras, a tuple of these in a product
 Relative = Any
 Kernel = Callable[[Relative], Tensor]  # a matrix [h d1 d2] of one relative position; h = 1 where heads are alike
 Side = tuple[Tensor, Tensor]  # A [h d1 d] and a [h d1], or B and b
@@ -165,6 +167,8 @@ def _rows(group: Group, x: Tensor) -> list[Any]:
     match group:
         case Line() | Ring():
             return x[:, 0].tolist()
+        case Projective():
+            return [tuple(row) for row in x.tolist()]
         case Tree():
             nodes = x.tolist()
             return [_word(nodes, row) for row in range(len(nodes))]
@@ -186,6 +190,9 @@ def _between(group: Group, a: Any, b: Any) -> Relative:
     match group:
         case Ring():
             return (b - a) % group.period
+        case Projective():
+            start, end = (torch.tensor(z, dtype=torch.float64).view(4, 4) for z in (a, b))
+            return tuple((torch.linalg.inv(start) @ end).flatten().tolist())
         case Tree():
             common = 0
             while common < min(len(a), len(b)) and a[common] == b[common]:
@@ -203,6 +210,8 @@ def _length(group: Group, t: Relative) -> float:
             return min(t, group.period - t)
         case Tree():
             return len(t)
+        case Projective():
+            return group.distance(group.origin(1), torch.tensor([t], dtype=torch.float64)).item()
         case Product():
             return sum(_length(part, a) for part, a in zip(group.parts, t, strict=True))
     return abs(t)
@@ -261,6 +270,9 @@ def _of_pair(pair: Coupling) -> Kernel:
             if pair.frequency is not None:
                 generator = generator + _skew(pair.extended(pair.frequency)[0])
             return lambda t: _exp(t * generator)
+        case contragredient.Projection():  # (Li et al. 2025)
+            unit = _eye(pair.features // 4)[0]
+            return lambda t: torch.kron(unit, torch.tensor(t, dtype=torch.float64).view(4, 4))[None]
         case contragredient.Beside():
             parts = [_of_pair(part) for part in pair.parts]  # pyright: ignore[reportArgumentType]
             return lambda t: _blocks([part(t if pair.shared else t[n]) for n, part in enumerate(parts)])

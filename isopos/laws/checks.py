@@ -511,7 +511,7 @@ def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) ->
     if (denominator := at.get("denominator")) in ("plain", "encoded"):
         numerator = at | {"denominator": None}
         weights = numerator if denominator == "encoded" else numerator | {"isometry": None}
-        runs = [(v, numerator), (torch.ones_like(v[..., :1]), weights)]
+        runs = [(v, numerator), (torch.ones_like(v[..., :1]), weights | {"transport": None})]
     return [attend(q, k, values, **options)[..., extra:, :] for values, options in runs]
 
 
