@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all test-versions fuzz lint format clean
+.PHONY: help run test test-all test-versions docs fuzz lint format clean
 .NOTPARALLEL:
 
 help:      ## print this list
@@ -20,11 +20,14 @@ test: .venv/.installed-dev      ## the tests without the slow ones, on two proce
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not oracles" $(ARGS)
 
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
-	@$(BIN)/pytest -m slow $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
 	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
+
+docs: .venv/.installed-docs     ## the site in site/: runs the tutorials, builds the pages, follows every link
+	@$(BIN)/python -m tools.site
 
 fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: python -m tools.fuzz ARGS
 	@$(BIN)/python -m tools.fuzz $(ARGS)
@@ -39,22 +42,24 @@ format: .venv/.installed-dev    ## format the code and repair what ruff can
 	@$(BIN)/ruff format
 
 clean:     ## remove .venv, caches and build files; runs/ stays
-	@rm -rf .venv .versions build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .versions build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find isopos -name '*.so' -delete
 	@find isopos tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
-STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-peers
+STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-docs .venv/.installed-peers
 .venv/.installed-run: EXTRAS := lab
 .venv/.installed-dev: EXTRAS := lab,dev
-.venv/.installed-peers: EXTRAS := lab,dev,peers,data,hf
+.venv/.installed-docs: EXTRAS := lab,dev,hf,docs
+.venv/.installed-peers: EXTRAS := lab,dev,peers,data,hf,docs
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python
 	@if $(HALF) || ! $(PIP) --version >/dev/null 2>&1; then $(NEW_VENV); fi
 	@touch .venv/.installing
 	@echo "isopos: installing into .venv; PyTorch is large, so this takes a minute or more"
 	@$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -e ".[$(EXTRAS)]"
 	@rm .venv/.installing
-	@touch .venv/.installed-run $(if $(findstring dev,$(EXTRAS)),.venv/.installed-dev) $@
+	@touch .venv/.installed-run $(if $(findstring dev,$(EXTRAS)),.venv/.installed-dev) \
+		$(if $(findstring docs,$(EXTRAS)),.venv/.installed-docs) $@
 
 # Absent, or a link to a Python that is gone: the stamps above are stale.
 $(BIN)/python: ;

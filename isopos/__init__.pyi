@@ -15,6 +15,7 @@ from isopos import lengths as lengths
 from isopos import maps as maps
 from isopos import models as models
 from isopos import ops as ops
+from isopos import poses as poses
 from isopos import positions as positions
 from isopos import schemes as schemes
 from isopos import state as state
@@ -49,6 +50,7 @@ from isopos.schemes.axes import mrope as mrope
 from isopos.schemes.axes import rope_axial as rope_axial
 from isopos.schemes.axes import rope_golden as rope_golden
 from isopos.schemes.axes import rope_mixed as rope_mixed
+from isopos.schemes.cameras import prope as prope
 from isopos.schemes.clock import clock as clock
 from isopos.schemes.commuting import comrope as comrope
 from isopos.schemes.commuting import grape as grape

@@ -35,7 +35,7 @@ class Householder(Basis):
         normal: v, ``[h d]`` (h = 1: shared by all heads). Any length but zero.
         learned: Whether v is a parameter.
 
-    Example:
+    Examples:
         >>> x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
         >>> y = Householder(torch.ones(2, 8))(dtype=torch.float64)(x)
         >>> torch.allclose(x.norm(dim=-1), y.norm(dim=-1))
@@ -81,7 +81,7 @@ class Orthogonal(_Generated):
         generator: A, ``[h d d]``; zero makes P the identity.
         learned: Whether A is a parameter.
 
-    Example:
+    Examples:
         >>> P = Orthogonal(torch.randn(1, 4, 4))(dtype=torch.float64).matrix[0]
         >>> torch.allclose(P @ P.T, torch.eye(4, dtype=torch.float64))
         True
@@ -100,7 +100,7 @@ class Cayley(_Generated):
         generator: A, ``[h d d]``; zero makes P the identity.
         learned: Whether A is a parameter.
 
-    Example:
+    Examples:
         >>> P = Cayley(torch.tensor([[[0.0, 1.0], [0.0, 0.0]]]))(dtype=torch.float64).matrix[0]  # a quarter of a turn
         >>> P.round(decimals=6).tolist()
         [[0.0, -1.0], [1.0, 0.0]]
@@ -120,7 +120,7 @@ class OddEven(Basis):
     Args:
         features: d.
 
-    Example:
+    Examples:
         >>> OddEven(5)()(torch.arange(5.0)[None, None]).flatten().tolist()
         [0.0, 3.0, 1.0, 4.0, 2.0]
     """
@@ -142,7 +142,7 @@ class Fourier(Basis):
     Args:
         features: d.
 
-    Example:
+    Examples:
         >>> P = Fourier(6)(dtype=torch.float64).matrix[0]
         >>> torch.allclose(P @ P.T, torch.eye(6, dtype=torch.float64))
         True
@@ -171,7 +171,7 @@ class ComplexFourier(Basis):
     Args:
         features: 2 n for n complex features.
 
-    Example:
+    Examples:
         >>> x = torch.randn(6, dtype=torch.complex128)
         >>> y = ComplexFourier(12)(dtype=torch.float64)(torch.view_as_real(x).flatten()[None, None])
         >>> torch.allclose(torch.view_as_complex(y.view(6, 2)), torch.fft.fft(x, norm="ortho"))
@@ -203,7 +203,7 @@ class Spectrum(Basis):
     Args:
         features: d; it returns 2 d.
 
-    Example:
+    Examples:
         >>> x = torch.randn(6, dtype=torch.float64)
         >>> y = Spectrum(6)(dtype=torch.float64)(x[None, None])
         >>> torch.allclose(torch.view_as_complex(y.view(6, 2)), torch.fft.fft(x, norm="ortho"))

@@ -52,7 +52,7 @@ class T5(RelativeBias):
     References:
         Exploring the Limits of Transfer Learning (Raffel et al. 2020), section 2.1. https://arxiv.org/abs/1910.10683
 
-    Example:
+    Examples:
         >>> T5(8).bucket(torch.tensor([-200, -9, -8, -1, 0, 1, 200])).tolist()
         [15, 8, 8, 1, 0, 17, 31]
     """
@@ -183,7 +183,7 @@ class Kerple(RelativeBias):
         KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation (Chi et al. 2022), the logarithmic and the
         power variant. https://arxiv.org/abs/2205.09921
 
-    Example:
+    Examples:
         >>> bias = Kerple(2)
         >>> (term,) = bias(torch.arange(3)[:, None], torch.arange(4)[:, None])
         >>> term.heads, term.shape, term.table[:, 0, 0].tolist()

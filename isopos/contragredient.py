@@ -66,7 +66,7 @@ class Jordan(Contragredient):
         - A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1: order 1. https://arxiv.org/abs/2212.10554
         - Train Short, Test Long (Press et al. 2022), ALiBi: order 2. https://arxiv.org/abs/2108.12409
 
-    Example:
+    Examples:
         >>> line = Jordan(torch.zeros(1), order=2, length=64)  # [[0, 1/64], [0, 0]]
         >>> q, k = torch.tensor([[[64.0, 0.0]]]), torch.tensor([[[0.0, 1.0]]])
         >>> (line.query(torch.tensor([[3]]))(q) * line.key(torch.tensor([[10]]))(k)).sum().item()
@@ -154,7 +154,7 @@ class Beside(Contragredient):
         parts: In order of features; each returns as many features as it takes.
         shared: Whether all parts see the same coordinates (of one group) instead of a product of theirs.
 
-    Example:
+    Examples:
         >>> both = Beside([Jordan(torch.zeros(1), order=3), Jordan(torch.zeros(2), torch.ones(2))], shared=True)
         >>> both.features, both.group
         (7, Line(real=True))

@@ -16,7 +16,7 @@ class Decay(ExactModule):
         rate: ``[h]``, in nats a step, not negative (r = exp(-rate)). Positions must not decrease along tokens.
         learned: Whether the rates are learned (as logarithms, so that they stay positive).
 
-    Example:
+    Examples:
         >>> Decay(torch.tensor([0.5]))(torch.arange(3)[:, None]).tolist()
         [[-0.0, -0.5, -1.0]]
     """
@@ -45,7 +45,7 @@ class Decay(ExactModule):
 def retnet_rates(heads: int) -> Tensor:
     """Rates of gamma = 1 - 2^(-5-h) for heads h = 0, 1, ... (Sun et al. 2023, Eq. 8): float64 ``[heads]``.
 
-    Example:
+    Examples:
         >>> retnet_rates(2).neg().exp().tolist()
         [0.96875, 0.984375]
     """
@@ -56,7 +56,7 @@ def retnet_rates(heads: int) -> Tensor:
 def permuteformer_rates(heads: int) -> Tensor:
     """Rates of r in [0.88, 0.99] (PermuteFormer, section 4.2.1), evenly spaced in log(r / (1 - r)): float64 ``[heads]``.
 
-    Example:
+    Examples:
         >>> [round(r, 2) for r in permuteformer_rates(2).neg().exp().tolist()]
         [0.88, 0.99]
     """
@@ -68,7 +68,7 @@ def permuteformer_rates(heads: int) -> Tensor:
 def permuteformer_released_rates(heads: int) -> Tensor:
     """Rates of r = sigmoid(2 + 3 h / H) for H heads h = 0, 1, ..., as PermuteFormer's code has them: float64 ``[heads]``.
 
-    Example:
+    Examples:
         >>> [round(r, 2) for r in permuteformer_released_rates(2).neg().exp().tolist()]
         [0.88, 0.97]
     """
@@ -81,7 +81,7 @@ def alibi_rates(heads: int) -> Tensor:
 
     Where n is not a power of two they are those of the power of two below it, then every other one of the power above.
 
-    Example:
+    Examples:
         >>> alibi_rates(6).log2().tolist()
         [-2.0, -4.0, -6.0, -8.0, -1.0, -3.0]
     """

@@ -32,7 +32,7 @@ class Sinusoidal(Embedding):
         model_dim: d, even.
         scale: Factor of all, 1 in the paper, whose token embeddings have unit variance.
 
-    Example:
+    Examples:
         >>> Sinusoidal(4)(torch.tensor([[0]])).tolist()
         [[0.0, 1.0, 0.0, 1.0]]
     """
@@ -98,7 +98,7 @@ class TreeStack(Embedding, ExactModule):
     References:
         Novel positional encodings to enable tree-based transformers (Shiv and Quirk, NeurIPS 2019).
 
-    Example:
+    Examples:
         >>> from isopos.positions import tree
         >>> TreeStack(2, 8, 4)(tree("(a b (c d))")).ne(0).int().tolist()
         [[0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]]

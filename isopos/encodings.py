@@ -97,7 +97,7 @@ class Encoding(Coupling, ABC):
 def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:
     """base^(-i / count) for i = 0, 1, ...: float64 ``[count]``, in radians a step (RoFormer, Eq. 15, with count = d/2).
 
-    Example:
+    Examples:
         >>> rope_frequencies(2).tolist()
         [1.0, 0.01]
     """
@@ -144,7 +144,7 @@ class Rotary(Encoding):
         - RoFormer (Su et al. 2021), Eq. 14-16. https://arxiv.org/abs/2104.09864
         - Linearized Relative Positional Encoding (Qin et al. 2023), Eq. 22 and 23. https://arxiv.org/abs/2307.09270
 
-    Example:
+    Examples:
         >>> rho = Rotary(rope_frequencies(4)[None, None])(torch.tensor([[0], [3]]))
         >>> rho(torch.ones(1, 1, 2, 8))[0, 0, 0].tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
@@ -211,7 +211,7 @@ class Permutation(Encoding):
     References:
         PermuteFormer (Chen 2021), Eq. 11-13. https://arxiv.org/abs/2109.02377
 
-    Example:
+    Examples:
         >>> rho = Permutation(torch.tensor([[1, 2, 0, 4, 3]]))
         >>> rho.orders, rho.common_order
         ((6,), 6)
@@ -275,7 +275,7 @@ def long_orders(features: int, heads: int = 1) -> Tensor:
     look alike to a head. The first one here has the largest order there is (Landau's function), 2,042,040 for 64 features;
     each further one has the largest product of its order and what it adds to the common order.
 
-    Example:
+    Examples:
         >>> long_orders(8).tolist()  # cycles of 3 and 5
         [[1, 2, 0, 4, 5, 6, 7, 3]]
         >>> Permutation(long_orders(16)).common_order, Permutation(long_orders(16, 2)).common_order
@@ -326,7 +326,7 @@ class Exponential(Encoding):
     References:
         Algebraic Positional Encodings (Kogkalidis et al. 2024), sections 3.1 and 4.2. https://arxiv.org/abs/2312.16045
 
-    Example:
+    Examples:
         >>> rho = Exponential(torch.randn(2, 6, 6), learned=True)(torch.arange(4)[:, None])
         >>> rho(torch.randn(1, 2, 4, 6)).shape
         torch.Size([1, 2, 4, 6])
@@ -373,7 +373,7 @@ class TreePath(Encoding):
     References:
         Algebraic Positional Encodings (Kogkalidis et al. 2024), section 3.2. https://arxiv.org/abs/2312.16045
 
-    Example:
+    Examples:
         >>> from isopos.positions import tree
         >>> rho = TreePath(torch.randn(2, 2, 4, 4))(tree("(S (NP she) (VP sleeps))"))
         >>> rho(torch.randn(1, 2, 5, 4)).shape
@@ -426,7 +426,7 @@ class DirectSum(Encoding):
         parts: The encodings, in order of features.
         shared: Whether all parts see the same coordinates (of one group) instead of a product of theirs.
 
-    Example:
+    Examples:
         >>> lines = [Rotary(rope_frequencies(4)[None, None]) for _ in range(2)]
         >>> grid = DirectSum(lines)
         >>> grid.group.columns, grid.features

@@ -31,7 +31,7 @@ class FeatureMap:
         write: ``write(x, out, scratch)`` writes phi(x) to `out`, for maps of single numbers.
         slope: ``slope(y)`` turns features y = phi(x) into phi'(x), in place.
 
-    Example:
+    Examples:
         >>> softplus = FeatureMap("softplus", torch.nn.functional.softplus)
         >>> softplus(torch.zeros(1)).tolist()
         [0.6931...]
@@ -62,7 +62,7 @@ def register(feature_map: FeatureMap) -> FeatureMap:
 def _elu1(x: Tensor) -> Tensor:
     """elu(x) + 1 = exp(min(x, 0)) + max(x, 0), always positive (Katharopoulos et al. 2020, Eq. 7).
 
-    Example:
+    Examples:
         >>> elu1(torch.tensor([-1.0, 0.0, 2.0])).tolist()
         [0.3678..., 1.0, 3.0]
     """
@@ -126,7 +126,7 @@ class Favor(ExactModule):
         Rethinking Attention with Performers (Choromanski et al. 2021), Lemma 1 and section 2.4.
         https://arxiv.org/abs/2009.14794
 
-    Example:
+    Examples:
         >>> Favor(8, 16)(torch.randn(2, 4, 10, 8)).shape
         torch.Size([2, 4, 10, 16])
     """

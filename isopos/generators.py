@@ -32,7 +32,7 @@ class Circulant(Encoding):
         Learning the RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al. 2025), Eq. 11 and Theorem 3.5.
         https://arxiv.org/abs/2502.02562
 
-    Example:
+    Examples:
         >>> rho = Circulant(torch.randn(2, 3, 8))(torch.randn(5, 3))
         >>> rho(torch.randn(1, 2, 5, 8)).shape
         torch.Size([1, 2, 5, 8])
@@ -70,7 +70,7 @@ class Commuting(Encoding):
         ComRoPE: Scalable and Robust Rotary Position Embedding Parameterized by Trainable Commuting Angle Matrices (Yu et al.
         2025): axial partition, and linear dependence. https://arxiv.org/abs/2506.03737
 
-    Example:
+    Examples:
         >>> rho = Commuting(torch.randn(2, 3, 4, 4), torch.randn(2, 2, 3))(torch.randn(5, 2))
         >>> rho(torch.randn(1, 2, 5, 12)).shape
         torch.Size([1, 2, 5, 12])
@@ -121,7 +121,7 @@ class RankTwo(Encoding):
     References:
         Group Representational Position Encoding (Zhang et al. 2025), multiplicative GRAPE. https://arxiv.org/abs/2512.07805
 
-    Example:
+    Examples:
         >>> turned = RankTwo(torch.tensor([[torch.pi, 0.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0]]), learned=False)
         >>> turned(torch.ones(1, 1))(torch.tensor([[[0.0, 1.0, 2.0]]])).round(decimals=6).abs().tolist()
         [[[1.0, 0.0, 2.0]]]

@@ -226,7 +226,7 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
         ValueError: For an unknown name, or a value that cannot be.
         TypeError: For an option that the rule does not have.
 
-    Example:
+    Examples:
         >>> extension("yarn", 4.0, 2048, fast=16.0).attention_factor
         1.138629436111989
         >>> extension("linear", 2.0)(torch.ones(1, 1, 2)).tolist()

@@ -46,7 +46,7 @@ class TokenMap(ABC):
     A subclass is a frozen dataclass of tensors, of other maps or tuples of them, and of options. It declares each tensor by
     its axes, and defines `apply`; a linear one defines `adjoint`.
 
-    Example:
+    Examples:
         >>> class Shift(TokenMap):
         ...     by: Tensor = axes("*b h t d")
         ...

@@ -1,5 +1,6 @@
 """Cameras as positions: 4 x 4 matrices, which take points of an image, with their depth, to the world."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class Projective(Group):
 
     A shift multiplies from the left: another frame of the world, in which x^-1 y, the way from one image to another, stays.
 
-    Example:
+    Examples:
         >>> group = Projective()
         >>> x = group.random(5)
         >>> torch.allclose(group.compose(group.inverse(x), x), group.origin(5))
@@ -37,8 +38,8 @@ class Projective(Group):
         return "set of cameras"
 
     def arrange(self, t: int) -> Tensor:
-        """Around a point, which they all see."""
-        turn = 2.4 * torch.arange(t, dtype=torch.float64)
+        """On a circle, evenly around a point that they all see."""
+        turn = 2 * math.pi / max(t, 1) * torch.arange(t, dtype=torch.float64)
         rows = torch.stack((turn.cos(), 0 * turn, -turn.sin(), turn.sin(), 0 * turn, turn.cos()), -1).view(t, 2, 3)
         pose = torch.eye(4, dtype=torch.float64).repeat(t, 1, 1)
         pose[:, :3, 0], pose[:, :3, 2], pose[:, :3, 3] = rows[:, 0], rows[:, 1], -rows[:, 1]
@@ -67,7 +68,7 @@ class Projective(Group):
         return cameras(pose, K / K[..., 2:, 2:])
 
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
-        return torch.eye(4, dtype=torch.float64, device=device).flatten().expand(*shape, 16)
+        return torch.eye(4, dtype=torch.float64, device=device).flatten().repeat(*shape, 1)
 
     def check(self, x: Tensor) -> None:
         """Matrices must be invertible, and not nearly singular; on the CPU and outside a compiler."""
@@ -104,7 +105,7 @@ def cameras(
 
     Source: Cameras as Relative Positional Encoding (Li et al. 2025), section 3. https://arxiv.org/abs/2507.10496
 
-    Example:
+    Examples:
         >>> pose = torch.eye(4).expand(5, 4, 4)
         >>> K = torch.tensor([[320.0, 0, 320], [0, 320, 240], [0, 0, 1]])
         >>> cameras(pose, K, size=(640, 480)).shape, cameras(pose, patches=(12, 16)).shape

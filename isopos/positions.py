@@ -115,7 +115,7 @@ class Group(ABC):
 class Line(Group):
     """The integers under addition (or, with ``real``, the real numbers: float32 and float64 positions are taken too).
 
-    Example:
+    Examples:
         >>> Line().compose(sequence(3), sequence(3)).tolist()
         [[0], [2], [4]]
     """
@@ -149,7 +149,7 @@ class Ring(Group):
 
     With ``real`` it is the real numbers modulo the period: float32 and float64 positions are taken too.
 
-    Example:
+    Examples:
         >>> Ring(12).compose(torch.tensor([[10]]), torch.tensor([[5]])).tolist()
         [[3]]
         >>> Ring(24, real=True).distance(torch.tensor([[23.5]]), torch.tensor([[1.25]])).tolist()
@@ -204,7 +204,7 @@ class Tree(Group):
     References:
         Algebraic Positional Encodings (Kogkalidis et al. 2024). https://arxiv.org/abs/2312.16045
 
-    Example:
+    Examples:
         >>> x = tree("(+ (* a b) c)")
         >>> x.tolist()
         [[-1, -1], [0, 0], [1, 0], [1, 1], [0, 1]]
@@ -306,7 +306,7 @@ class Product(Group):
 
     Beside a tree, every part has rows for the prefixes of products: they hold its identity.
 
-    Example:
+    Examples:
         >>> Product((Line(), Ring(4))).compose(torch.tensor([[1, 3]]), torch.tensor([[1, 3]])).tolist()
         [[2, 2]]
     """
@@ -389,7 +389,7 @@ def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
 
     The length may be symbolic, or a tensor of one integer, as compilers and tracers have it.
 
-    Example:
+    Examples:
         >>> sequence(3).tolist()
         [[0], [1], [2]]
     """
@@ -404,7 +404,7 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
         lengths: Tokens of each; of cumulative lengths ``[0, 2, 5]`` it is ``torch.diff``.
         device: Of the result.
 
-    Example:
+    Examples:
         >>> x, ids = packed([2, 3])
         >>> x[:, 0].tolist(), ids.tolist()
         ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1])
@@ -439,7 +439,7 @@ def timestamps(
         start: Where absolute time is zero: the first of the times by default.
         device: Of the result.
 
-    Example:
+    Examples:
         >>> from datetime import datetime
         >>> timestamps([datetime(2024, 1, 1, 6), datetime(2024, 1, 3, 18, 30)]).tolist()  # a Monday, and the Wednesday after
         [[6.0, 0.25, 0.0], [18.5, 2.7708333333333335, 60.5]]
@@ -471,7 +471,7 @@ def _seconds(time: datetime) -> float:
 def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """Every point of a grid, last axis fastest: int64 ``[prod(sizes) len(sizes)]``.
 
-    Example:
+    Examples:
         >>> grid(2, 2).tolist()
         [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
@@ -486,7 +486,7 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     With `group` each part is checked, and the parents of tree parts become rows of the product. Trees need it: without it
     a part with a root, neighbouring coordinates (-1, -1), is refused.
 
-    Example:
+    Examples:
         >>> product(sequence(2), grid(1, 2)).tolist()
         [[0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
         >>> product(tree([[]]), sequence(2), group=Product((Tree(1), Line()))).tolist()

@@ -53,7 +53,7 @@ class Arguments(dict[str, Any]):
     def of(self, state: State) -> "Arguments":
         """The same tables for the stream of another layer, which is as long: a step evaluates them once, for all layers.
 
-        Example:
+        Examples:
             >>> import isopos
             >>> scheme = isopos.rope(8, 2)
             >>> layers = [isopos.Attention(16, scheme) for _ in range(12)]
@@ -111,7 +111,7 @@ class Scheme(nn.Module):
             that have a direction (Miyato et al. 2024, GTA; Li et al. 2025, PRoPE). Values are mapped as keys, outputs by the
             adjoint of the queries' map.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> scheme = isopos.rope(64, 8, decay="retnet")
         >>> q, k, v = torch.randn(3, 1, 8, 10, 64)
@@ -261,7 +261,7 @@ class Scheme(nn.Module):
             ValueError: For a scheme without frequencies on a line or a grid, or a value that cannot be; nothing is changed.
             TypeError: For an option that the rule does not have.
 
-        Example:
+        Examples:
             >>> import isopos
             >>> scheme = isopos.rope(64, attention="softmax").extend("yarn", factor=4, trained=2048)
             >>> round(scheme.at(isopos.sequence(8192))["scale"] * 64**0.5, 4)
@@ -344,6 +344,8 @@ class Scheme(nn.Module):
         from isopos.attention.linear import linear_attention
         from isopos.attention.softmax import softmax_attention
 
+        if "return_state" in options:
+            raise TypeError("return_state: a scheme that is given a state returns the next one; pass state=isopos.State()")
         attend: Any = softmax_attention if self.attention == "softmax" else linear_attention
         at = self.at(x, x_key, state=state, dtype=torch.promote_types(q.dtype, torch.float32))
         found = attend(q, k, v, **at | options, return_state=state is not None)
@@ -451,7 +453,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         model: Any module, isopos' or not.
         weight_decay: Of the first group.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> model = isopos.Decoder(256, 32, 2, isopos.rope(8, 4, learned=True))
         >>> groups = parameter_groups(model, 0.1)

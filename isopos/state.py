@@ -30,7 +30,7 @@ class State:
         in_place: Whether steps of one token write over the sums of linear attention, which is faster and allocates nothing
             of their size. Then only the last state of a stream holds good, and nothing can be differentiated.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> scheme, state = isopos.rope(8, 2), State()
         >>> q, k, v = torch.randn(3, 1, 2, 5, 8)

@@ -51,7 +51,7 @@ def tree(source: Any) -> Tensor:
     Raises:
         ValueError: Where the source is no tree: parents out of range or in a cycle, unbalanced parentheses, ...
 
-    Example:
+    Examples:
         >>> tree([-1, 0, 0, 1]).tolist()
         [[-1, -1], [0, 0], [0, 1], [1, 0]]
         >>> tree([["the", "cat"], "sat"]).tolist()
@@ -66,7 +66,7 @@ def tree(source: Any) -> Tensor:
 def tree_labels(source: Any) -> list[Any]:
     """The labels of nodes in the order of rows of `tree`: atoms of text, leaves of lists (None for their inner nodes).
 
-    Example:
+    Examples:
         >>> tree_labels("(S (NP the cat) sat)")
         ['S', 'NP', 'the', 'cat', 'sat']
         >>> tree_labels([["the", "cat"], "sat"])
@@ -80,7 +80,7 @@ def tree_labels(source: Any) -> list[Any]:
 def forest(trees: Sequence[Tensor]) -> Tensor:
     """Several trees ``[n_i 2]`` packed into one tensor ``[sum(n_i) 2]``, parents renumbered.
 
-    Example:
+    Examples:
         >>> forest([tree([[]]), tree([[]])]).tolist()
         [[-1, -1], [0, 0], [-1, -1], [2, 0]]
     """
@@ -100,7 +100,7 @@ def depths(position: Tensor) -> Tensor:
 
     Raises ValueError where a node is its own ancestor.
 
-    Example:
+    Examples:
         >>> depths(tree("(+ (* a b) c)")).tolist()
         [0, 1, 2, 2, 1]
     """

@@ -18,7 +18,7 @@ def generated():
     return {path.relative_to(generate.ROOT).as_posix(): (path, text) for path, text in generate.generated()}
 
 
-FILES = ["isopos/__init__.pyi", "README.md", "CONTRIBUTING.md", "docs/results/README.md", "docs/schemes.md"]
+FILES = ["isopos/__init__.pyi", "README.md", "docs/guide.md", "CONTRIBUTING.md", "docs/results/README.md", "docs/schemes.md"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -39,7 +39,7 @@ def test_every_table_has_a_row_for_each_scheme_and_few_columns(generated):
         assert columns.pop() <= 8
 
 
-def test_what_is_refused_has_a_note_and_performance_is_the_readme_s(generated):
+def test_what_is_refused_has_a_note_and_performance_is_the_laboratory_s(generated):
     page, bits = generated["docs/schemes.md"][1], schemes_page._performance()
     row = next(line for line in page.splitlines() if line.startswith("| `t5` | no [") and "growing cache" in line)
     mark = row.split("[")[1].split("]")[0]

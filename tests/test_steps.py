@@ -199,6 +199,8 @@ def test_a_state_given_or_taken_stays_as_it_is():
     assert torch.equal(swapped(*(x.flip(0) for x in later[2])).flip(0), expected[..., 5:6, :])
     with pytest.raises(ValueError, match="line or a ring"):
         Steps(isopos.clock(32, 3))
+    with pytest.raises(ValueError, match="length: expected the number of tokens that the state has seen"):
+        Steps(scheme, middle)
     with pytest.raises(TypeError, match="state"):
         Steps(scheme, {})  # pyright: ignore[reportArgumentType]
 

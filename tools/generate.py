@@ -1,13 +1,11 @@
 """All that repeats what the schemes say of themselves: `python -m tools.generate` writes it, and a test compares.
 
-The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md, CONTRIBUTING.md (the examples of
-tests/extension) and docs/results/README.md (what its tables say).
+The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md, docs/guide.md, CONTRIBUTING.md
+(the examples of tests/extension) and docs/results/README.md (what its tables say).
 """
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 
 import isopos
@@ -32,15 +30,15 @@ OPTIONS = {
 def generated() -> Iterator[tuple[Path, str]]:
     """Each file, and what it is to hold."""
     yield ROOT / "isopos" / "__init__.pyi", "\n".join(_stub()) + "\n"
-    readme = {"count": f"{len(REGISTRY)}", "options": _options(), "schemes": _families()}
-    yield ROOT / "README.md", _filled("README.md", readme)
+    yield ROOT / "README.md", _filled("README.md", {"count": f"{len(REGISTRY)}"})
+    yield ROOT / "docs" / "guide.md", _filled("docs/guide.md", {"options": _options()})
     examples = sorted((ROOT / "tests" / "extension").glob("toy_*"))
     codes = {path.name: f"\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n" for path in examples}
     yield ROOT / "CONTRIBUTING.md", _filled("CONTRIBUTING.md", codes)
     shown = results_page.shown_in()
     results = {"folders": results_page.folders(shown), "findings": results_page.findings(shown)}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
-    yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of the README
+    yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md
 
 
 def _filled(file: str, parts: Mapping[str, str]) -> str:
@@ -67,16 +65,6 @@ def _stub() -> Iterator[str]:
 def _options() -> str:
     rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in values), OPTIONS[name]) for name, values in choices_of().items()]
     return f"\n{markdown(('option', 'values', 'what it is'), rows)}\n"
-
-
-def _families() -> str:
-    rows = []
-    for home, names in groupby(REGISTRY, lambda name: REGISTRY[name].__module__):
-        names = list(names)
-        what = (importlib.import_module(home).__doc__ or "").strip().removesuffix(".")
-        groups = dict.fromkeys(REGISTRY[name](16, 2).group.noun for name in names)
-        rows.append((what, ", ".join(f"`{name}`" for name in names), ", ".join(groups)))
-    return f"\n{markdown(('family', 'schemes', 'positions'), rows)}\n"
 
 
 if __name__ == "__main__":

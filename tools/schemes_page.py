@@ -1,5 +1,6 @@
 """docs/schemes.md: what every scheme is, and what was measured of it. `tools.generate` writes it."""
 
+import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG, Entry
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.kernels import fill_zeros, panels
+from isopos.poses import Projective
 from isopos.positions import Group, Product, Tree, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
 from isopos.state import State
@@ -113,8 +115,8 @@ scheme. **unboundedness**: whether it takes positions about {far:,} (in a tree, 
 offsets, put them into buckets or stack the last branches see far ones alike.
 """
 MORE_CRITERIA = """\
-**performance**: bits a byte of held-out text in the README's comparison (`make run`, or `isopos compare`); lower is
-better, and rows differ in more than the encoding there. **cost**: beyond attention without positions, for t tokens, d
+**performance**: bits a byte of held-out text in the comparison of [the laboratory](laboratory.md) (`isopos compare`); lower
+is better, and rows differ in more than the encoding there. **cost**: beyond attention without positions, for t tokens, d
 features and n buckets. **content-dependence**: whether what positions do to a score varies with the query or the key.
 **extensibility**: to which other groups; where a scheme has no option for it, by composing encodings.
 """
@@ -158,6 +160,7 @@ def page() -> str:
     schemes = [_measure(name) for name in CATALOG]
     sections = (
         INTRODUCTION,
+        *_section("Families", _families(schemes)),
         *_section("What they are", _definitions(schemes)),
         *_section("Where they work", _uses(schemes)),
         *_section("What holds", _laws(schemes)),
@@ -180,6 +183,16 @@ def _measure(name: str) -> _Measured:
     fill_zeros(scheme)
     directional = any(panel.directional for panel in panels(scheme, reach=8))
     return _Measured(name, CATALOG[name], REGISTRY[name](HEAD_DIM, HEADS), report, directional)
+
+
+def _families(schemes: list[_Measured]) -> Iterator[str]:
+    rows = []
+    for home, found in itertools.groupby(schemes, lambda s: REGISTRY[s.name].__module__):
+        found = list(found)
+        what = (importlib.import_module(home).__doc__ or "").strip().removesuffix(".")
+        groups = dict.fromkeys(s.scheme.group.noun for s in found)
+        rows.append((what, ", ".join(f"`{s.name}`" for s in found), ", ".join(groups)))
+    yield markdown(("family", "schemes", "positions"), rows)
 
 
 def _definitions(schemes: list[_Measured]) -> Iterator[str]:
@@ -369,15 +382,17 @@ def _unbounded(measured: _Measured, notes: _Notes) -> str:
 def _far(group: Group) -> Tensor:
     if isinstance(group, Product):
         return torch.cat([_far(part) for part in group.parts], -1)
+    if isinstance(group, Projective):  # as far from the world's origin
+        return group.origin(1000) + FAR * torch.eye(16)[3]
     return tree(list(range(-1, 999))) if isinstance(group, Tree) else torch.full((1000, 1), FAR)
 
 
 def _performance() -> dict[str, str]:
-    """Bits a byte of each scheme in the first table of the README's section on the default run."""
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    """Bits a byte of each scheme in the first table of docs/laboratory.md, that of the default run."""
+    lines = (ROOT / "docs" / "laboratory.md").read_text(encoding="utf-8").splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("| scheme |")]
     if not starts:
-        raise ValueError(f"README: expected the table of the default run in {ROOT}, got none")
+        raise ValueError("docs/laboratory.md: expected the table of the default run, got none")
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(str.strip, lines[starts[0] :])
     ]

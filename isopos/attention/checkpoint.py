@@ -29,7 +29,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     Raises:
         ValueError: Where there is no basis, or a feature map lies between the projections and it; nothing is changed.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> scheme, layer = isopos.ape_sequence(8, 2, attention="softmax"), torch.nn.Linear(16, 16)
         >>> type(absorb(scheme, layer).encoding).__name__
@@ -104,7 +104,7 @@ def convert_layout(
     Returns:
         A new tensor shaped as `weight`.
 
-    Example:
+    Examples:
         >>> convert_layout(torch.tensor([0, 1, 2, 3]), 1, to="interleaved").tolist()
         [0, 2, 1, 3]
     """

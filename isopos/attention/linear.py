@@ -115,7 +115,7 @@ def linear_attention(
     Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; Horn et al. 2021
     for terms.
 
-    Example:
+    Examples:
         >>> from isopos.feature_maps import FEATURE_MAPS
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16)
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
@@ -147,7 +147,7 @@ def explain(
 ) -> linear.Explanation:
     """Which backend serves `linear_attention` of these arguments, and why others do not.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
         >>> from isopos.feature_maps import FEATURE_MAPS
         >>> print(explain(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True))
@@ -178,7 +178,7 @@ def naive_linear_attention(
 
     Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True

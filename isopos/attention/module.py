@@ -29,7 +29,7 @@ class Attention(nn.Module):
             weights that it could drop: drop its outputs.
         window: Of `softmax_attention` and `linear_attention`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import isopos
         >>> scheme = isopos.rope(16, 4)

@@ -49,7 +49,7 @@ def linear(
 ) -> Tensor:
     """Linear attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]``: ``[*b h t e]``.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
         >>> torch.allclose(linear(q, k, v, causal=True)[..., 0, :], v[..., 0, :])
         True

@@ -109,7 +109,7 @@ def softmax_attention(
 
     Source: RoFormer, Eq. 2, 5-7, 10 and 16; Algebraic Positional Encodings, sections 3 and 4.2.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 2, 4, 10, 16)
         >>> softmax_attention(q, k, v, causal=True).shape
         torch.Size([2, 4, 10, 16])

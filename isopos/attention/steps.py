@@ -32,16 +32,16 @@ class Steps:
     Args:
         scheme: What sees positions, on a line or on a ring.
         state: The tokens before; it stays as it is.
-        length: Their number, which is the position of the next one.
+        length: Their number, which is the position of the next one; needed with a state that has some.
         beside: Steps of another layer with the same scheme, as long: tables are made once for both.
 
     Raises:
-        ValueError: For positions of several columns, and for steps beside it of another scheme or length.
+        ValueError: For positions of several columns, a state of unknown length, steps beside of another scheme or length.
 
     Attributes:
         length: Tokens so far.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> scheme = isopos.rope(16, 2)
         >>> q, k, v = torch.randn(3, 1, 2, 10, 16)
@@ -53,8 +53,13 @@ class Steps:
         (10, torch.Size([1, 2, 16, 16]))
     """
 
-    def __init__(self, scheme: Scheme, state: State | None = None, *, length: int = 0, beside: "Steps | None" = None):
+    def __init__(
+        self, scheme: Scheme, state: State | None = None, *, length: int | None = None, beside: "Steps | None" = None
+    ):
         expect_state(state)
+        if length is None and state is not None and state.tensors:
+            raise ValueError("length: expected the number of tokens that the state has seen, got none")
+        length = length or 0
         if scheme.group.columns != 1:
             raise ValueError(f"scheme: expected positions on a line or a ring, which go on by one, got {scheme.group}")
         if beside is not None and (beside.scheme is not scheme or beside.length != length):

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+__all__ = ["load"]
+
 
 def load(run: str | Path) -> Any:
     """The trained model of a run: on the CPU, in evaluation mode.

@@ -105,7 +105,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         ValueError: For a scheme whose scores are no function of relative positions.
         TypeError: For parts that are not known here.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> from isopos.positions import sequence
         >>> content, to_position, to_content = canonical(isopos.deberta(8, 2))

@@ -117,7 +117,7 @@ def check(
         A report; ``report.holds`` is the verdict, ``print(report)`` the figures. Where the encoding's own code raises an
         exception, or SystemExit, what it was measured for is `unmeasured`, with the exception and its line.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> check(isopos.rope(8, 2)).holds
         True

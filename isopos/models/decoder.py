@@ -29,7 +29,7 @@ class Decoder(Trunk):
     Raises:
         ValueError: For a tied head with cutoffs, whose rare tokens have fewer features, and for a norm over tokens.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import isopos
         >>> model = Decoder(256, 32, 2, isopos.rope(8, 4))
@@ -166,7 +166,7 @@ class AdaptiveHead(nn.Module):
         vocabulary: Number of tokens, the most frequent first.
         cutoffs: Where the clusters begin, increasing and below the vocabulary.
 
-    Example:
+    Examples:
         >>> import torch
         >>> head = AdaptiveHead(16, 1000, (50, 200))
         >>> x, targets = torch.randn(2, 5, 16), torch.randint(1000, (2, 5))

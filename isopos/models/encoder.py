@@ -22,7 +22,7 @@ class Encoder(Trunk):
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         tied: Whether the rows of the head are the vectors of tokens; its bias is its own, as RoBERTa's.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> model = Encoder(256, 32, 2, isopos.rope(8, 4))
         >>> tokens = torch.arange(10)[None]
@@ -74,7 +74,7 @@ class Classifier(Trunk):
         classes: Number of classes.
         pooling: What the head is given of a sample: "mean", of its tokens, or "first", of which it has one at least.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> model = Classifier(20, 10, 32, 2, isopos.ape_tree(8, 4, branches=3))
         >>> nodes = isopos.tree("(MAX 2 9 (MIN 4 7))")
@@ -111,7 +111,7 @@ class PairClassifier(Trunk):
     Args:
         vocabulary, classes, model_dim, layers, scheme, pooling, options: Of `Classifier`.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> model = PairClassifier(256, 2, 32, 2, isopos.rope(8, 4))
         >>> model(torch.randint(256, (3, 2, 10))).shape

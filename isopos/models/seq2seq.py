@@ -50,7 +50,7 @@ class Seq2Seq(Trunk):
         Attention is all you need (Vaswani et al. 2017). https://arxiv.org/abs/1706.03762
         Algebraic Positional Encodings (Kogkalidis et al. 2024), Appendix B. https://arxiv.org/abs/2312.16045
 
-    Example:
+    Examples:
         >>> import isopos
         >>> model = Seq2Seq(11, 12, 32, 2, isopos.ape_sequence(8, 4))
         >>> source, target = torch.arange(11)[None], torch.arange(5)[None]

@@ -58,7 +58,7 @@ class Vision(Trunk):
         pooling: "mean" of all tokens; or "sequence", a mean whose weights are a softmax of what a learned vector finds in
             them, as in CCT.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import isopos
         >>> model = Vision(3, 10, 32, 2, isopos.ape_grid(8, 4), patch=8)

@@ -59,7 +59,7 @@ def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
         reach: R >= 1; there are (2R + 1)^c buckets of offsets.
         outside: How many leading queries and keys are class tokens, which have two more buckets.
 
-    Example:
+    Examples:
         >>> x = torch.arange(5)[:, None]
         >>> buckets(x, x, reach=2)
         tensor([[2, 3, 4, 4, 4],
@@ -125,7 +125,7 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
         ValueError: If shapes or options do not fit; if positions are not as `causal` needs them (read on the CPU and outside
             a compiler only); if the grid of the keys' coordinates has more than 32 (s + 1024) cells.
 
-    Example:
+    Examples:
         >>> x, v = torch.arange(6)[:, None], torch.ones(1, 6, 1)
         >>> near = torch.tensor([0.0, 1.0, 0.0]).expand(1, 6, 3)  # the query's own position, not those left and right
         >>> clipped(near, v, x, x, reach=1).flatten()

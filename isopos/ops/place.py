@@ -29,7 +29,7 @@ class Place(NamedTuple):
 class Axes(NamedTuple):
     """Where a tensor has its axes, counted from the end; None where it has none.
 
-    Example:
+    Examples:
         >>> axes = Axes.named("*b h t d")
         >>> x = torch.zeros(5, 2, 7, 3)
         >>> x.shape[axes.tokens], x.shape[axes.features], axes.leading(x)

@@ -161,7 +161,7 @@ def half_to_interleaved(features: int, *, device: torch.device | str | None = No
     ``x_half[..., half_to_interleaved(d)]`` is interleaved; applied to the rows of a projection's weight it converts a
     checkpoint. ``half_to_interleaved(d).argsort()`` is the way back.
 
-    Example:
+    Examples:
         >>> half_to_interleaved(6).tolist()
         [0, 3, 1, 4, 2, 5]
     """

@@ -20,7 +20,7 @@ CHUNK = 1 << 20  # elements of operators that are multiplied at a time
 def path_naive(generator: Tensor, position: Tensor) -> Tensor:
     """The operators ``[*b h n d d]`` of nodes ``[*b n 2]``: each node is walked to its root. Twice differentiable.
 
-    Example:
+    Examples:
         >>> quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
         >>> path_naive(quarter.view(1, 1, 2, 2), torch.tensor([[-1, -1], [0, 0], [1, 0]]))[0, 2].tolist()
         [[-1.0, 0.0], [0.0, -1.0]]

@@ -67,7 +67,7 @@ def register(**said: Any) -> Callable[[Function], Function]:
     Raises:
         ValueError: Where there is a scheme of that name.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> from isopos.scheme import Scheme
         >>> @register(summary="rotation by whole turns", citation="me", equation="<q, k>")
@@ -128,17 +128,17 @@ def build(
     name: str,
     head_dim: int,
     heads: int,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, object] | None = None,
     *,
     model: Mapping[str, object] | None = None,
 ) -> Scheme:
-    """A scheme from its name and options as text, as the command line has them.
+    """A scheme from its name and options: as text, as the command line has them, or as values.
 
     Args:
         name: As `resolve` takes it.
         head_dim: d.
         heads: h.
-        options: Text by option.
+        options: Values by option, or their text.
         model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
             will be evaluated; "branches", children of a node at most; "depth", that of a usual tree; "scale", the standard
             deviation of token embeddings; "seed". Options that `Entry.fits` names, and any seed, follow them where `options`
@@ -147,7 +147,7 @@ def build(
     Raises:
         ValueError: For an unknown scheme, option or value, naming those that exist.
 
-    Example:
+    Examples:
         >>> build("rope", 64, 8, {"decay": "retnet", "base": "500000"}).choices["decay"]
         'retnet'
         >>> build("learned", 64, 8, model={"length": 100}).max_length
@@ -161,7 +161,7 @@ def build(
     for option, text in (fitting | dict(options or {})).items():
         if option not in parameters:
             raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
-        values[option] = _parse(f"{name}: {option}", text, parameters[option])
+        values[option] = _parse(f"{name}: {option}", str(text), parameters[option])
     return REGISTRY[name](head_dim, heads, **values)
 
 

@@ -52,7 +52,7 @@ def patch(model: Model, scheme: Scheme | None = None) -> Model:
             embeddings where the model adds none, or that has another fingerprint than the configuration says. The model is
             as it was.
 
-    Example:
+    Examples:
         >>> import isopos
         >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
         >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP

@@ -48,7 +48,7 @@ SIDE = 1024  # of the matrices whose product is the measure of a machine
 class Shape(NamedTuple):
     """Sizes of queries, keys and values; a decoding step looks back on a cache.
 
-    Example:
+    Examples:
         >>> print(Shape(length=512, batch=1), Shape(length=1, cache=32768), Shape().limited(100))
         B=1 H=8 L=512 d=64 B=2 H=8 d=64, after 32768 tokens B=2 H=8 L=100 d=64
     """
@@ -330,7 +330,7 @@ def operations(shape: Shape, passing: str) -> int:
     and their sums. Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once
     more, and 5 * 64 d for weights once more, their gradients, and those of q, k and v.
 
-    Example:
+    Examples:
         >>> operations(Shape(1, batch=1, heads=1), FORWARD), operations(Shape(1, batch=1, heads=1), BOTH)
         (24576, 86016)
     """

@@ -21,7 +21,7 @@ SHORT = 5e-3  # seconds: a shorter work is repeated for so long
 class Spread(NamedTuple):
     """A median between its quartiles.
 
-    Example:
+    Examples:
         >>> Spread.of([3.0, 1.0, 2.0, 5.0, 4.0])
         Spread(low=2.0, median=3.0, high=4.0)
     """
@@ -40,7 +40,7 @@ class Spread(NamedTuple):
 class Goal:
     """What a figure should be. A ratio to be reached says how many times as fast ours is, one to be kept, what it costs.
 
-    Example:
+    Examples:
         >>> print(at_least(2.6), at_most(1.05), at_least(2.6).met(2.7), at_most(1.05).met(1.1))
         >= 2.6 <= 1.05 True False
     """
@@ -131,7 +131,7 @@ class Row:
 def _time(seconds: Sequence[float]) -> str:
     """A median with three digits.
 
-    Example:
+    Examples:
         >>> _time([0.0012]), _time([2.5]), _time([31e-6]), _time([])
         ('1.2 ms', '2.5 s', '31 us', '')
     """

@@ -48,7 +48,7 @@ class Growth:
     Args:
         order: Level by level, or in preorder.
 
-    Example:
+    Examples:
         >>> grown = Growth("breadth")
         >>> for arity in (2, 0, 1):
         ...     grown.add(arity)
@@ -75,7 +75,7 @@ class Growth:
 def written(bush: Bush, order: Order) -> tuple[list[int], list[tuple[int, int]]]:
     """Labels and rows (parent's row, branch) of a tree in an order.
 
-    Example:
+    Examples:
         >>> written(Bush((7, 8, 1, 2, 3), (2, 2, 0, 0, 0)), "breadth")
         ([7, 8, 3, 1, 2], [(-1, -1), (0, 0), (0, 1), (1, 0), (1, 1)])
     """
@@ -93,7 +93,7 @@ def written(bush: Bush, order: Order) -> tuple[list[int], list[tuple[int, int]]]
 def rebuilt(labels: Sequence[int], arities: Sequence[int], order: Order) -> Bush:
     """The whole tree that `written` wrote in an order.
 
-    Example:
+    Examples:
         >>> rebuilt([7, 8, 3, 1, 2], [2, 2, 0, 0, 0], "breadth")
         Bush(labels=(7, 8, 1, 2, 3), arities=(2, 2, 0, 0, 0))
     """
@@ -109,7 +109,7 @@ def rebuilt(labels: Sequence[int], arities: Sequence[int], order: Order) -> Bush
 def sizes(bush: Bush) -> list[int]:
     """How many nodes each node and all below it are.
 
-    Example:
+    Examples:
         >>> sizes(Bush((7, 8, 1, 2, 3), (2, 2, 0, 0, 0)))
         [5, 3, 1, 1, 1]
     """
@@ -129,7 +129,7 @@ def part(bush: Bush, node: int) -> Bush:
 def mirrored(bush: Bush) -> Bush:
     """First children last, everywhere.
 
-    Example:
+    Examples:
         >>> mirrored(Bush((7, 8, 1, 2, 3), (2, 2, 0, 0, 0)))
         Bush(labels=(7, 3, 8, 2, 1), arities=(2, 0, 2, 0, 0))
     """
@@ -143,7 +143,7 @@ def mirrored(bush: Bush) -> Bush:
 def reduced(bush: Bush, result: Callable[[int, int, int], int]) -> Bush:
     """Every node whose two children are leaves, as a leaf with what its label and theirs result in.
 
-    Example:
+    Examples:
         >>> reduced(Bush((9, 9, 1, 2, 2), (2, 2, 0, 0, 0)), lambda operator, a, b: (a + b) % 3)
         Bush(labels=(9, 0, 2), arities=(2, 0, 0))
     """
@@ -182,7 +182,7 @@ def parsed(text: str) -> tuple[list[str], list[int]]:
     Raises:
         ValueError: Where it is none; the message begins with the column.
 
-    Example:
+    Examples:
         >>> parsed("(S (NP the cat) sat)")
         (['S', 'NP', 'the', 'cat', 'sat'], [2, 2, 0, 0, 0])
     """
@@ -218,7 +218,7 @@ def parsed(text: str) -> tuple[list[str], list[int]]:
 def shown(labels: Sequence[str], arities: Sequence[int]) -> str:
     """The s-expression of a tree in preorder.
 
-    Example:
+    Examples:
         >>> shown(["S", "NP", "the", "cat", "sat"], [2, 2, 0, 0, 0])
         '(S (NP the cat) sat)'
     """

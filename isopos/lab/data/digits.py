@@ -25,7 +25,7 @@ def draw(seed: int, count: int, height: int, width: int) -> tuple[np.ndarray, np
 
     The middle of a digit lies anywhere in the middle third, its height is from two to three fifths of the shorter side.
 
-    Example:
+    Examples:
         >>> pixels, digits = draw(0, 4, 28, 28)
         >>> pixels.shape, pixels.dtype, digits.tolist()
         ((4, 1, 28, 28), dtype('uint8'), [8, 6, 5, 2])

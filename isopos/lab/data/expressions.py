@@ -120,7 +120,7 @@ def encode(text: str) -> bytes:
     Raises:
         ValueError: Where there is another word.
 
-    Example:
+    Examples:
         >>> list(encode("( ( [MAX 2 ) 9 ) ]"))
         [11, 2, 9, 17]
     """
@@ -137,7 +137,7 @@ def encode(text: str) -> bytes:
 def text(tokens: bytes) -> str:
     """The expression of tokens.
 
-    Example:
+    Examples:
         >>> text(encode("[MAX 2 [MIN 4 7]]"))
         '[MAX 2 [MIN 4 7 ] ]'
     """
@@ -150,7 +150,7 @@ def evaluate(tokens: bytes) -> Expression:
     Raises:
         ValueError: Where the tokens are no expression.
 
-    Example:
+    Examples:
         >>> evaluate(encode("[MAX 2 9 [MIN 4 7] 0]"))[1:]
         (9, 5)
     """
@@ -184,7 +184,7 @@ def nodes(tokens: bytes) -> list[tuple[int, int]]:
     An operator's children are its arguments, in their order, and last the bracket that closes it: so a model sees the same
     tokens with every kind of positions, and every token has its own place.
 
-    Example:
+    Examples:
         >>> nodes(encode("[MAX 2 [MIN 4 7] 9]"))
         [(-1, -1), (0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 2), (0, 3)]
     """
@@ -285,7 +285,7 @@ def generate(
         arguments: Of a list: from 2 to so many, equally likely.
         longest: Tokens of an expression, at most.
 
-    Example:
+    Examples:
         >>> rows = generate(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
         >>> [len(rows.splits[split]) for split in SPLITS]
         [2, 1, 1]

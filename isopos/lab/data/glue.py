@@ -82,7 +82,7 @@ def subset_of(source: str) -> str:
     Raises:
         ValueError: Where none is.
 
-    Example:
+    Examples:
         >>> subset_of("glue_data/RTE"), subset_of("CoLA/cola_public.zip"), subset_of("")
         ('RTE', 'CoLA', 'CoLA')
     """
@@ -179,7 +179,7 @@ def _sample(cells: list[str], at: tuple[int, ...], subset: Subset) -> Sample:
 def phrases() -> Rows:
     """Phrases of the Python language reference, every other one with its words in reverse order, which has the label 0.
 
-    Example:
+    Examples:
         >>> phrases().splits["train"][1].answer
         0
     """

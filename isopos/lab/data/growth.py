@@ -114,7 +114,7 @@ class Stored(Sequence[Expression]):
 def grow(seed: int, settings: Settings) -> Iterator[Expression]:
     """Random expressions of the settings without end; equal ones may come again.
 
-    Example:
+    Examples:
         >>> 501 <= len(next(grow(0, Settings(depth=9, arguments=10, shortest=501, longest=1999))).tokens) <= 1999
         True
     """

@@ -76,7 +76,7 @@ class _Survey:
 def digits(height: int = 0, width: int = 0) -> Pictures:
     """Digits that are drawn: 8000 to learn from, 1000 to validate and 1000 to test, by default of 28 x 28 pixels.
 
-    Example:
+    Examples:
         >>> digits(12, 8).pixels.shape
         (10000, 1, 12, 8)
     """

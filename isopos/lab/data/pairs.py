@@ -63,7 +63,7 @@ def sequences(
     Raises:
         ValueError: Where there are too few different sequences.
 
-    Example:
+    Examples:
         >>> found = sequences(0, (3, 1, 1), length=5, deviation=1, vocabulary=20)
         >>> [len(found[split]) for split in SPLITS], found["train"][0].dtype
         ([3, 1, 1], dtype('int64'))

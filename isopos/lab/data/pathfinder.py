@@ -58,7 +58,7 @@ def prepare(seed: int, counts: Sequence[int], side: int, dashes: int, distractor
 def draw(random: np.random.Generator, connected: bool, side: int, dashes: int, distractors: int) -> np.ndarray:
     """A picture ``[side side]`` uint8 with two paths of so many dashes, and others of a third of them.
 
-    Example:
+    Examples:
         >>> picture = draw(np.random.default_rng(0), True, 16, 3, 1)
         >>> picture.shape, picture.dtype, sorted({*picture.flatten().tolist()})
         ((16, 16), dtype('uint8'), [0, 255])

@@ -115,7 +115,7 @@ def survey(
 def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     r"""The same text in blocks that end with a line or, in a very long one, with a space.
 
-    Example:
+    Examples:
         >>> list(whole_lines([b"one\ntw", b"o\nthree"]))
         [b'one\n', b'two\n', b'three']
     """

@@ -230,7 +230,7 @@ def _hidden(rows: np.ndarray, labels: Sequence[str]) -> tuple[np.ndarray, list[s
 def text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
     """The s-expression of a tree in preorder; nodes without labels have none.
 
-    Example:
+    Examples:
         >>> text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
         '(and T (not F))'
     """
@@ -254,7 +254,7 @@ def loads(line: str) -> Any:
     Raises:
         json.JSONDecodeError: Where it is none, with the column.
 
-    Example:
+    Examples:
         >>> loads('{"label": 1, "tree": [["the", "cat"], 2]}')
         {'label': 1, 'tree': [['the', 'cat'], '2']}
     """

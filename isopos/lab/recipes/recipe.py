@@ -120,7 +120,7 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         """The inverse of `as_dict`, also after JSON; what is missing takes its default, and the task is language.
 
-        Example:
+        Examples:
             >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
             (100, 200)
         """
@@ -132,7 +132,7 @@ class Recipe:
     def edit(self, **changes: Any) -> "Recipe":
         """The recipe with changes of fields by flat names, or a ValueError where there is no such field.
 
-        Example:
+        Examples:
             >>> recipe = Recipe().edit(seed=1, steps=10, length=64)
             >>> recipe.seed, recipe.training.steps, recipe.task.length
             (1, 10, 64)
@@ -190,7 +190,7 @@ def _kinds(part: type) -> dict[str, Any]:
 def parse_schemes(text: str) -> list[str]:
     """The schemes of a comma list. A piece with "=" and no ":" is another option of the scheme before it.
 
-    Example:
+    Examples:
         >>> parse_schemes("none,rope:decay=retnet,denominator=plain,retnet")
         ['none', 'rope:decay=retnet,denominator=plain', 'retnet']
     """
@@ -208,7 +208,7 @@ def parse_schemes(text: str) -> list[str]:
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Name and options of a scheme.
 
-    Example:
+    Examples:
         >>> split_spec("rope:decay=retnet,base=500000")
         ('rope', {'decay': 'retnet', 'base': '500000'})
     """

@@ -22,7 +22,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
         rows: Cells.
         align: A letter a column, l or r; those that are missing are l.
 
-    Example:
+    Examples:
         >>> print(markdown(("name", "a|b"), [("rope", "1.5")], "lr"))
         | name | a\|b |
         | --- | ---: |

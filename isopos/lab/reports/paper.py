@@ -53,7 +53,7 @@ class Found:
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Rank correlation; equal values share the mean of their ranks. Not a number where all values of one side are equal.
 
-    Example:
+    Examples:
         >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
         0.8
     """
@@ -66,7 +66,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 def differences(paper: Recipe, ours: Recipe) -> str:
     """How a recipe differs from the paper's, in one sentence.
 
-    Example:
+    Examples:
         >>> differences(Recipe().edit(steps=50_000), Recipe())
         'steps 250 (paper: 50,000).'
     """

@@ -22,7 +22,7 @@ class Bars:
         console: Where to print.
         total: Steps of all runs, which then share one bar that goes when they have ended; by default each has its own.
 
-    Example:
+    Examples:
         >>> with Bars(Console(width=100)) as bars:
         ...     show = bars.add("rope", 250, "bits/byte")
         ...     show(250, 3.2, 25_000.0)

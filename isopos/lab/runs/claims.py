@@ -33,7 +33,7 @@ WHO = ("host", "pid", "boot", "space", "start")  # of a process: what tells it f
 def claimed(path: Path) -> Iterator[bool]:
     """Whether the claim `path` is this process's, for as long as it is entered.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with claimed(Path(folder, "cell.claim")) as first, claimed(Path(folder, "cell.claim")) as second:

@@ -106,7 +106,7 @@ def mismatch(value: Any, kind: Any) -> str:
     A kind is a type, or Any, a union, a Literal, a list, tuple or mapping of a kind, or a dictionary of kinds by names that
     a value must have beside others. Whole numbers are numbers, too; true and false are neither.
 
-    Example:
+    Examples:
         >>> mismatch({"step": 3, "loss": None, "more": 1}, {"step": int, "loss": float | None})
         ''
         >>> mismatch({"step": "3"}, {"step": int}), mismatch([1], list[str])
@@ -154,7 +154,7 @@ def _short(value: object) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, that takes the place of `path` where it was written without an error, and is gone otherwise.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with replacing(Path(folder, "a.txt")) as part:
@@ -215,7 +215,7 @@ def flush_folder(folder: Path) -> None:
 def printable(text: str) -> str:
     r"""A text in one line: characters that would move a cursor, hide others or cannot be encoded are written as escapes.
 
-    Example:
+    Examples:
         >>> print(printable("a\x1b[2Jb\n±"))
         a\x1b[2Jb\n±
     """

@@ -286,7 +286,7 @@ def _check(table: PaperTable) -> None:
 def cell_name(corpus: str, scheme: str, seed: int) -> str:
     """The folder of a cell, in characters that every file system takes.
 
-    Example:
+    Examples:
         >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1)
         ('books-rope+attention=softmax-seed0', 'rope-seed1')
     """

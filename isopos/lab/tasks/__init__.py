@@ -24,7 +24,7 @@ TASKS = {
 def find(name: str) -> type[Task]:
     """The task of a name of `TASKS`, or of MODULE:NAME; or a ValueError where there is none.
 
-    Example:
+    Examples:
         >>> find("language")().unit
         'tokens'
     """
@@ -40,7 +40,7 @@ def find(name: str) -> type[Task]:
 def spec(task: Task) -> str:
     """What `find` finds it by.
 
-    Example:
+    Examples:
         >>> spec(find("language")())
         'language'
     """

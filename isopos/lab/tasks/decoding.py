@@ -108,7 +108,7 @@ def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     Divided by the temperature first; then only the most probable tokens remain whose predecessors, in that order, are less
     than `top_p` together: at least one.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(1000, 3)
         >>> drawn = choose(logits, 1.0, 0.7, torch.Generator().manual_seed(0))
         >>> drawn.unique().tolist(), choose(logits, 0.0, 1.0, torch.Generator()).unique().tolist()

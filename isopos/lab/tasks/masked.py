@@ -150,7 +150,7 @@ def hide(tokens: np.ndarray, random: np.random.Generator, share: float, vocabula
 
     Of ten eight are the mask, whose number is the size of the vocabulary, one is any word of it, and one is as it was.
 
-    Example:
+    Examples:
         >>> shown, places = hide(np.zeros(1000, int), np.random.default_rng(0), 0.4, 256)
         >>> len(places), int((shown == 256).sum()), int(((shown > 0) & (shown < 256)).sum())
         (400, 316, 53)

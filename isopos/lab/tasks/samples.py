@@ -24,7 +24,7 @@ PAIRS = 1 << 21  # of tokens, that softmax attention may compare at once, a head
 def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
     """The figures of a classifier: its accuracy, the share of `what` that is `right`, and its cross-entropy.
 
-    Example:
+    Examples:
         >>> accuracy("held-out texts", "named rightly")[0].note
         'accuracy: share of held-out texts named rightly'
     """

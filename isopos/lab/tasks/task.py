@@ -44,7 +44,7 @@ class View:
 class Metric:
     """A figure of merit: a column of every table.
 
-    Example:
+    Examples:
         >>> accuracy = Metric("accuracy", "accuracy", "higher", ".1%")
         >>> sorted([0.5, 0.75, 0.25], key=accuracy.rank), accuracy.text(0.5), accuracy.text(None)
         ([0.75, 0.5, 0.25], '50.0%', '-')

@@ -85,7 +85,7 @@ def share(t: Training, step: int) -> float:
 
     The inverse square root is that of Fairseq, sqrt(warmup / step). The others reach their end after the last step.
 
-    Example:
+    Examples:
         >>> training = Training(steps=100, warmup=10, schedule="polynomial")
         >>> [share(training, step) for step in (1, 10, 11, 56, 100)]
         [0.1, 1.0, 1.0, 0.5, 0.011...]

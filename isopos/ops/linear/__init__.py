@@ -52,7 +52,7 @@ class Explanation:
 def explain(sums: Sums) -> Explanation:
     """Which backend serves a problem; `isopos.attention.explain` asks with the arguments of `linear_attention`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from isopos.ops.linear.features import ALL_READY
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)

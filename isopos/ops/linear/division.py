@@ -11,7 +11,7 @@ EPS = 1e-6  # the least magnitude of a denominator
 class Clamped:
     """Counts the denominators that are too small to divide by, of linear attention inside ``with``, outside a compiler.
 
-    Example:
+    Examples:
         >>> with Clamped() as clamped:
         ...     total = divide(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> clamped.count, clamped.total
