@@ -24,7 +24,7 @@ _NAMES = {
     "catalog": ("CATALOG",),
     "models": ("Decoder",),
     "ops.linear": ("Clamped",),
-    "positions": ("forest", "grid", "packed", "product", "ring", "sequence", "tree"),
+    "positions": ("forest", "graph", "grid", "packed", "product", "ring", "sequence", "tree"),
     "scheme": ("Scheme", "parameter_groups"),
     "state": ("State",),
 }

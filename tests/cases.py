@@ -209,6 +209,7 @@ SCHEMES = [
     ),
     *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
     *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long", "length": 2})),
+    *_rows("wire", ("", {}), ("fixed", {"axes": 3, "learned": False})),
     *_rows("prope", ("", {}), ("scores", {"transport": False})),
     *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
@@ -267,6 +268,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "ape-tree": {"encoding.generator"},
 }
 STORED = {  # of options
+    "wire": {"encoding.frequency"},
     "rope-learned": {"encoding.frequency"},
     "string-circulant": {"encoding.generator"},
     "comrope-axial": {"encoding.generator"},

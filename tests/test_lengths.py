@@ -27,6 +27,7 @@ EXTENDED = {
     "rope-mixed": {},
     "rope-golden": {},
     "mrope": {},
+    "wire": {},
     "string": {"axes": 2},
     "pope": {},
     "retnet": {},

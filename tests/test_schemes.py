@@ -244,7 +244,7 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert (heads != 0).all()
 
 
-ANGLES = ("lrpe-unitary", "lrpe-orthogonal", "rope-mixed")  # they learn them by default
+ANGLES = ("lrpe-unitary", "lrpe-orthogonal", "rope-mixed", "wire")  # they learn them by default
 
 
 @every
@@ -1133,6 +1133,7 @@ DEFAULTS = """
     p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    wire: linear elu+1 plain none, axes=8 learned=True seed=0
     prope: linear elu+1 plain none, base=100.0 transport=True
     jordan: linear elu+1 plain retnet, order=2 growth=0.0 base=10000.0 length=1024.0
     cosformer: linear relu encoded none, length=2048

@@ -80,6 +80,7 @@ AUTHORS = {
         "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
     ),
     "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
+    "wire": Code("no code"),
     "prope": Code(
         "liruilong940607/prope",
         "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as `cameras` does "

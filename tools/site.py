@@ -28,7 +28,7 @@ API = {  # a page, and the modules of isopos on it
     "attention": ("attention", "state", "ops.linear"),
     "encodings": ("encodings", "generators", "contragredient", "couplings", "maps", "bases", "lengths"),
     "biases": ("decays", "biases", "terms", "embeddings"),
-    "positions": ("positions", "poses"),
+    "positions": ("positions", "poses", "graphs"),
     "features": ("feature_maps",),
     "laws": ("laws",),
     "models": ("models",),
