@@ -28,6 +28,7 @@ from isopos.catalog import CATALOG as CATALOG
 from isopos.models import Decoder as Decoder
 from isopos.ops.linear import Clamped as Clamped
 from isopos.positions import forest as forest
+from isopos.positions import graph as graph
 from isopos.positions import grid as grid
 from isopos.positions import packed as packed
 from isopos.positions import product as product
@@ -50,6 +51,7 @@ from isopos.schemes.axes import mrope as mrope
 from isopos.schemes.axes import rope_axial as rope_axial
 from isopos.schemes.axes import rope_golden as rope_golden
 from isopos.schemes.axes import rope_mixed as rope_mixed
+from isopos.schemes.axes import wire as wire
 from isopos.schemes.cameras import prope as prope
 from isopos.schemes.clock import clock as clock
 from isopos.schemes.commuting import comrope as comrope
