@@ -9,7 +9,7 @@ from isopos.schemes.registry import axial, compose, register
 
 
 @register(
-    summary="projections between images, and rotation by places in them; values carried",
+    summary="projections between images, rotation in them; values carried along",
     citation="Li et al. 2025, PRoPE, arXiv 2507.10496",
     equation="<q, (g_x^-1 g_y on 4 features each, R(w t) of patches) k>; v likewise",
     cost="4 t d",
