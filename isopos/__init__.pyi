@@ -15,6 +15,7 @@ from isopos import lengths as lengths
 from isopos import maps as maps
 from isopos import models as models
 from isopos import ops as ops
+from isopos import paths as paths
 from isopos import poses as poses
 from isopos import positions as positions
 from isopos import schemes as schemes
@@ -58,6 +59,8 @@ from isopos.schemes.commuting import comrope as comrope
 from isopos.schemes.commuting import grape as grape
 from isopos.schemes.commuting import liere as liere
 from isopos.schemes.commuting import string as string
+from isopos.schemes.content import fox as fox
+from isopos.schemes.content import selective as selective
 from isopos.schemes.horn import horn_clipped as horn_clipped
 from isopos.schemes.horn import horn_constrained as horn_constrained
 from isopos.schemes.logits import alibi as alibi

@@ -19,6 +19,7 @@ from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap
+from isopos.paths import Forget, Path, Turn
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 
@@ -33,13 +34,13 @@ class Choices(TypedDict, total=False):
 
     attention: AttentionName
     feature_map: str
-    decay: str | Decay
+    decay: str | Decay | Forget
     denominator: DenominatorName
 
 
 def choices_of() -> dict[str, tuple[str, ...]]:
-    """The names that each of `Choices` may have: those of `FEATURE_MAPS` and of `decays.RATES` that there are now."""
-    features, decays = (*FEATURE_MAPS, "favor"), ("none", *RATES)
+    """The names that each of `Choices` may have: those of `FEATURE_MAPS` and of `decays.RATES` that there are now, ..."""
+    features, decays = (*FEATURE_MAPS, "favor"), ("none", *RATES, "forget")
     attention, denominators = get_args(AttentionName), get_args(DenominatorName)
     return {"attention": attention, "feature_map": features, "decay": decays, "denominator": denominators}
 
@@ -97,7 +98,9 @@ class Scheme(nn.Module):
         heads: Number of key heads.
         attention: "linear" or "softmax".
         feature_map: phi of linear attention: a name of `FEATURE_MAPS`, or "favor"; "auto" is "elu+1".
-        decay: A name of `decays.RATES`, a `Decay`, or "none"; of positions on a line.
+        decay: A name of `decays.RATES` or a `Decay`, of positions on a line; "forget" or a `Forget`, gates that keys decide,
+            in causal attention; or "none".
+        turn: Rotations that keys decide, in causal attention, in place of an encoding of positions, or None.
         denominator: Of linear attention: "plain" (also "auto"), "encoded", "complex" or "none" (then `Attention` normalises
             each head's output).
         embedding: Absolute positions to add to the token embeddings, or None.
@@ -124,6 +127,9 @@ class Scheme(nn.Module):
         True
     """
 
+    decay: Decay | None
+    forget: Forget | None
+    turn: Turn | None
     origin: tuple[str, dict[str, Any]] | None = None  # the registered scheme, and the arguments of its function
     transport = False
 
@@ -134,7 +140,8 @@ class Scheme(nn.Module):
         *,
         attention: str = "linear",
         feature_map: str = "auto",
-        decay: str | Decay = "none",
+        decay: str | Decay | Forget = "none",
+        turn: Turn | None = None,
         denominator: str = "auto",
         embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
@@ -150,14 +157,13 @@ class Scheme(nn.Module):
         expect("attention", attention, names["attention"])
         expect("feature_map", feature_map, ("auto", *names["feature_map"]))
         expect("denominator", denominator, ("auto", *names["denominator"]))
-        if not isinstance(decay, Decay):
+        if not isinstance(decay, Decay | Forget):
             expect("decay", decay, names["decay"])
-            decay_module = Decay(RATES[decay](heads)) if decay != "none" else None
-        else:
-            decay_module = decay
+        own = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, attention, embedding, bias
-        self.decay, self.scale, self.locality, self.inside, self.width = decay_module, scale, locality, inside, width
-        self.metric = metric
+        self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, Forget) else None
+        self.turn = turn
+        self.scale, self.locality, self.inside, self.width, self.metric = scale, locality, inside, width, metric
         self.extension: Extension | None = None
         if transport:  # an attribute of those alone: it is part of fingerprints
             self.transport = True
@@ -186,12 +192,25 @@ class Scheme(nn.Module):
             raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
         if self.decay is not None and len(self.decay.initial_rate) not in (1, self.heads):
             raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
+        for name, path in (("decay", self.forget), ("turn", self.turn)):
+            if path is not None and (path.features, path.heads) != (self.encoding.features, self.heads):
+                raise ValueError(
+                    f"{name}: expected steps read from keys of {self.encoding.features} features and {self.heads} heads, "
+                    f"got {path.features} and {path.heads}"
+                )
+        if self.turn is not None and not self.encoding.is_trivial:
+            raise ValueError(
+                f"turn: expected none beside {type(self.encoding).__name__}, with whose maps rotations by content need not "
+                "commute, got one; encodings.Identity has no map of its own"
+            )
         if self.locality is not None and not 0 < self.locality <= 1:
             raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
         if self.metric is not None and (self.locality is None or not group.is_grid or self.metric != "euclidean"):
             raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale: expected a positive number, got {self.scale}")
+        if self.transport and self.turn is not None:
+            raise ValueError("transport: expected False beside turns by content, which values do not follow, got True")
         if self.transport and (self.inside or self.width != 1 or self.encoding.features != self.encoding.out_features):
             name = type(self.encoding).__name__
             raise ValueError(
@@ -214,7 +233,7 @@ class Scheme(nn.Module):
             raise ValueError(
                 f"denominator: expected 'encoded' or 'none', since {name} acts ahead of the feature map, got 'plain'"
             )
-        if denominator == "complex" and not self.encoding.is_complex:
+        if denominator == "complex" and not (self.encoding.is_complex or self.turn is not None):
             raise ValueError(
                 f"denominator: expected 'plain', 'encoded' or 'none', since {name} rotates no pairs, got 'complex'"
             )
@@ -225,7 +244,7 @@ class Scheme(nn.Module):
             return
         if not self.bias.is_linear:
             raise ValueError(f"bias: expected ClippedKeys in linear attention, got {type(self.bias).__name__}: use softmax")
-        if self.decay is not None:
+        if not self.decay is self.forget is None:
             raise ValueError("decay: expected 'none' beside clipped keys, whose far offsets share one sum")
 
     def extra_repr(self) -> str:
@@ -237,6 +256,16 @@ class Scheme(nn.Module):
     def group(self) -> Group:
         """Whose positions it takes."""
         return self.encoding.group
+
+    @property
+    def path(self) -> tuple[Path, ...]:
+        """What reads steps from keys; attention is causal where there is any."""
+        return tuple(own for own in (self.forget, self.turn) if own is not None)
+
+    @property
+    def blind(self) -> bool:
+        """Whether attention sees no positions at all; an embedding may be added to the tokens."""
+        return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.path
 
     @property
     def sharpness(self) -> float:
@@ -386,6 +415,8 @@ class Scheme(nn.Module):
             found["transport"] = _transport(*(rho if isinstance(rho, tuple) else (rho, rho)))
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
+        if path := self.path:
+            found["path"] = path
         if self.bias is not None:
             found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
@@ -440,6 +471,13 @@ def _transport(query: TokenMap, key: TokenMap) -> tuple[TokenMap, TokenMap]:
             f"transport: expected linear maps of queries and keys, got {type(query).__name__}; build it without"
         )
     return key, Adjoint(query)
+
+
+def _decay(name: str, features: int, heads: int) -> Decay | Forget | None:
+    """What a name of `choices_of` stands for."""
+    if name == "forget":
+        return Forget(features, heads)
+    return None if name == "none" else Decay(RATES[name](heads))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
 SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta", "kerple", "fire")
+STEPS = ("fox", "selective")
 ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
 DEFINITIONS, quadratic, softmax_by_definition = reference.DEFINITIONS, reference.linear, reference.softmax
 LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
@@ -68,6 +69,16 @@ class SchemeCase(NamedTuple):
     def decays(self, kind: str) -> bool:
         """Whether a decay applies."""
         return isinstance(self.group, Line) and not (self.clipped and kind == "linear")
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether it has attention without `causal`, too: where no steps are read from keys."""
+        return self.name not in STEPS and self.options.get("decay") != "forget"
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """Of `causal`."""
+        return (True, False) if self.both_ways else (True,)
 
     @property
     def denominators(self) -> tuple[str, ...]:
@@ -225,6 +236,8 @@ SCHEMES = [
     *_rows("grape", ("", {}), ("grid", {"axes": 2, "planes": 2})),
     *_rows("pope", ("", {}), ("softmax", {"attention": "softmax"})),
     *_rows("liere", ("", {}), ("axes", {"axes": 3}), relative=False),
+    *_rows("fox", ("", {}), ("encoded", {"denominator": "encoded", "feature_map": "relu"}), directed=False),
+    *_rows("selective", ("", {}), ("forget", {"decay": "forget", "base": 100.0}), directed=False),
     *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
@@ -262,6 +275,8 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "grape": {"encoding.vectors"},
     "pope": {"encoding.phase"},
     "liere": {"encoding.generator"},
+    "fox": {"forget.weight", "forget.bias.weight"},
+    "selective": {"turn.weight", "turn.bias.weight"},
     "ape-sequence": {"encoding.generator"},
     "ape-absolute": {"encoding.encoding.generator"},
     "ape-ring": {"encoding.basis.generator"},

@@ -82,7 +82,7 @@ def test_only_absolute_schemes_see_a_shift(case, causal, kind):
         assert (results[0] - results[1]).abs().max() > 1e-3
 
 
-@presets
+@with_kinds([case for case in PRESETS if case.both_ways])
 def test_cross_attention_to_a_context_with_padding(case, kind):
     (scheme, layer), x, context = made(case, kind), tokens(2, 4), tokens(2, 9)
     if scheme.decay is not None:
@@ -109,7 +109,8 @@ def test_causal_layers_do_not_see_the_future(case, kind):
         close(after[:, :5], before[:, :5])  # a difference of prefix sums that hold later values, too
     else:
         assert torch.equal(after[:, :5], before[:, :5])
-    assert not torch.allclose(layer(later, at, causal=False)[:, :5], layer(x, at, causal=False)[:, :5])
+    if case.both_ways:
+        assert not torch.allclose(layer(later, at, causal=False)[:, :5], layer(x, at, causal=False)[:, :5])
 
 
 @presets
@@ -121,7 +122,7 @@ def test_gradients_reach_every_parameter(case, kind):
     found = gradients(y, list(named.values()))
     silent = {name for name, grad in zip(named, found, strict=True) if grad.abs().max() < 1e-12}
     unturned = isinstance(scheme.encoding, encodings.Identity | couplings.Constrained | couplings.TransformerXL)
-    blind = kind == "softmax" and unturned and case.name != "deberta"
+    blind = kind == "softmax" and unturned and case.name != "deberta" and case.both_ways
     assert silent == ({"key.bias"} if blind else set())  # softmax ignores what is the same for all keys
 
 

@@ -28,7 +28,7 @@ from isopos.laws.canonical import canonical, score
 from isopos.maps import Identity
 from isopos.positions import Line, Ring, Tree, grid, sequence, tree
 
-ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "liere")
+ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "liere", "fox", "selective")
 RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
 EXACT = [case for case in RELATIVE if not case.inside]
 ROUNDINGS = 1e5  # powers and exponentials of a generator, to hundreds of steps

@@ -56,7 +56,7 @@ def test_scores_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", [name for name in CATALOG if name != "fox"])  # whose keys here are all alike
 def test_what_is_said_of_content_is_so(name, attention):
     """What positions add to scores, or multiply them by, is the same for other content, up to one factor a head."""
     try:

@@ -34,17 +34,18 @@ def test_every_scheme_obeys_what_it_promises(case):
     assert ("shifted by" in str(report)) == (not case.relative)
     names = {finding.name for finding in report.findings if finding.is_law}
     assert ("seen" in names) == (case.name != "none")
-    names -= {"seen"}
+    assert ("path" in names) == (not case.both_ways)
+    names -= {"seen", "path"}
     if isinstance(scheme.encoding, encodings.Encoding):
         assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if scheme.group.is_grid else set())
-        if scheme.embedding is scheme.bias is None:
+        if scheme.embedding is scheme.bias is None and case.both_ways:
             assert report["directional"].holds == case.directed
     elif isinstance(scheme.encoding, contragredient.Contragredient):
         assert names == OF_PAIRS | {"attention"}
         assert not report["unitary"].holds
     else:
         assert names == OF_SCORES | {"attention"}
-    assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen", "unitary"}
+    assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen", "path", "unitary"}
 
 
 @pytest.mark.parametrize("case", [case for case in SCHEMES if len(case.kinds) == 2], ids=ids)

@@ -22,9 +22,10 @@ ops
 positions
 poses maps terms state
 bases decays embeddings biases
+paths
 encodings
 contragredient couplings generators
-attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax
+attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax+attention.tensors
 scheme
 schemes
 attention

@@ -18,7 +18,7 @@ SCORES = {"bits/byte": 2.0, "at 2x": 2.5, "at 4x": None}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Two finished schemes, the better one second, and one that diverged."""
-    monkeypatch.setattr(page, "_kernel_section", lambda run: f"<h3>{run.recipe.scheme}</h3>")
+    monkeypatch.setattr(page, "_kernel_sections", lambda run: [f"<h3>{run.recipe.scheme}</h3>"])
     about = dict.fromkeys(("summary", "sha256", "torch", "device"), "<u>&</u>") | {"task": "language", "threads": 1}
     about |= {"data": "<script>\x1b[2J$a$", "planned": ["<b>planned</b>"], "complete": False, "speed": {}}
     folder = tmp_path / "<em>one"
@@ -61,7 +61,7 @@ def test_pictures_among_the_answers_are_shown_and_nothing_that_looks_like_one(fo
     samples = [{"image": one, "answer": 3} for one in (image, *others)]
     (folder / "rope" / "examples.json").write_text(json.dumps(samples))
     text = page.write(folder).read_text()
-    assert text.count("<img") == text.count(f'<img src="{image}" alt="">') == 1
+    assert text.count("<img") == text.count(f'<img src="{image}" alt="image">') == 1
     assert 'onerror="x' not in text
 
 
@@ -86,7 +86,8 @@ def test_a_kernel_is_drawn_by_offset_and_by_pairs(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "load_run", lambda folder: (None, SimpleNamespace(scheme=scheme)))
     monkeypatch.setattr(page, "draw_curve", lambda axes, offset, score, attention: drawn.update(curve=score))
     monkeypatch.setattr(page, "draw_heat", lambda axes, score, attention: drawn.update(heat=score))
-    assert 'id="kernel-rope"' in page._kernel_section(Run(tmp_path, Recipe(), [], None))
+    (section,) = page._kernel_sections(Run(tmp_path, Recipe(), [], None))
+    assert 'id="kernel-rope"' in section
     heads, count = drawn["curve"].shape
     assert heads == 2
     assert drawn["heat"].shape == (count, count)
@@ -98,7 +99,7 @@ def test_a_tree_is_drawn_beside_its_matrix(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "load_run", lambda folder: (None, SimpleNamespace(scheme=REGISTRY["ape-tree"](8, 2))))
     monkeypatch.setattr(page, "draw_tree", lambda axes, panel, attention: drawn.append(panel))
     monkeypatch.setattr(page, "draw", lambda axes, panel, scheme, alone: drawn.append(panel))
-    page._kernel_section(Run(tmp_path, Recipe(), [], None))
+    [*page._kernel_sections(Run(tmp_path, Recipe(), [], None))]
     first, second = drawn
     assert first is second
     assert first.group.refers_to_rows

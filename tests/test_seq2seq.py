@@ -32,7 +32,7 @@ def samples(case, *batch, t=T, s=S):
     return source, target, x, parents_first(case.group, y)
 
 
-ON_LINES_AND_TREES = [case for case in PRESETS if isinstance(case.group, Line) or case.name in TREES]
+ON_LINES_AND_TREES = [case for case in PRESETS if case.both_ways and (isinstance(case.group, Line) or case.name in TREES)]
 both = with_kinds(ON_LINES_AND_TREES)
 
 

@@ -99,9 +99,20 @@ def test_what_is_no_tokenizer(tmp_path, content, message):
 
 def test_bpe_without_its_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"bpe needs the package tokenizers: pip install 'isopos\[data\]'"):
+    with pytest.raises(ValueError, match=r"this needs the package tokenizers: pip install 'isopos\[data\]'"):
         BPE.learn(TEXTS)
 
 
 def test_settings_are_plain_values(tokenizer):
     assert json.loads(json.dumps(tokenizer.settings())) == tokenizer.settings()
+
+
+@pytest.mark.parametrize("kind", [Bytes, Words, BPE])
+def test_the_package_tokenizers_has_the_same_tokens(kind):
+    pytest.importorskip("tokenizers", reason="the extra data is not installed")
+    tokenizer, text = learned(kind), "".join(TEXTS) + "\n  the cat\n\n\n unseen, twice  unseen"
+    model = tokenizer.model()
+    assert model.encode(text).ids == tokenizer.encode(text).tolist()
+    assert model.get_vocab_size() == tokenizer.size
+    if kind is not Words:
+        assert model.decode(tokenizer.encode(text).tolist()) == text

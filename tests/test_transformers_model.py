@@ -247,6 +247,9 @@ def test_runs_are_exported(hf, tmp_path, isopos):
     assert isopos("export", "run", "out")[:2] == (0, "out\n")
     loaded = hf.AutoModelForCausalLM.from_pretrained("out")
     assert loaded(ids, use_cache=False).logits.equal(model(ids))
+    tokenizer = hf.AutoTokenizer.from_pretrained("out")
+    assert tokenizer("é\n ok")["input_ids"] == [195, 169, 10, 32, 111, 107]
+    assert tokenizer.decode([195, 169, 10, 32, 111, 107]) == "é\n ok"
     code, _, said = isopos("export", "run", "out")
     assert (code, said.splitlines()[-1]) == (
         2,

@@ -86,6 +86,16 @@ AUTHORS = {
         "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as `cameras` does "
         "with a size; columns come before rows; softmax attention only",
     ),
+    "fox": Code(
+        "zhixuan-lin/forgetting-transformer",
+        "gates read the layer's input, not the head's key, with weights of standard deviation 0.02 at first; softmax "
+        "attention only",
+    ),
+    "selective": Code(
+        "timurcarstensen/selective-rope",
+        "angles read the layer's input with length one, through a matrix of low rank and a convolution over four tokens; "
+        "base 500,000 (`base=500000`); at first angles come from content alone",
+    ),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,

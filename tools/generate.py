@@ -21,7 +21,7 @@ COMMAND = schemes_page.COMMAND
 OPTIONS = {
     "attention": "the kind of attention",
     "feature_map": "phi of linear attention, applied before rho",
-    "decay": "a weight exp(-rate * distance), one rate a head",
+    "decay": "a weight exp(-rate * distance), one rate a head; `forget` is gates that read keys, for causal attention",
     "denominator": "what linear attention divides by: the weights without rho, with rho, as complex numbers, or nothing "
     "(then a norm follows)",
 }

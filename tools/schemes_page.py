@@ -24,7 +24,7 @@ from tools.authors import AUTHORS
 __all__ = ["page"]
 
 HEAD_DIM, HEADS = 16, 2  # small sizes for what is tried
-FAR = 10**6
+FAR, STEPS = 10**6, "path"
 ROOT = Path(__file__).parents[1]
 COMMAND = "python -m tools.generate"
 INTRODUCTION = f"""# The schemes
@@ -52,7 +52,8 @@ tokens before, found by running a stream: sums of constant size, or keys that ar
 **positive**: the least denominator of random queries and keys is positive, with the default features.
 """
 LAWS = """\
-Laws are {every}: `isopos.laws` defines them, and `isopos check` prints the figures. Some are owed by isometries or
+Laws are {every}: `isopos.laws` defines them, and `isopos check` prints the figures; {steps} is owed where steps that keys
+take are the positions, so that weights see content between, and causal attention only. Some are owed by isometries or
 lines only; "all but" names those that are broken or not owed. **direction**: whether scores tell the query from the
 key, once learned tables are not zero. **repeats**: positions after which an encoding is what it was, with {head_dim}
 features and {heads} heads.
@@ -152,7 +153,7 @@ class _Measured:
     def unseen(self) -> bool:
         """Whether positions change nothing."""
         scheme = self.scheme
-        return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None
+        return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.path
 
 
 def page() -> str:
@@ -272,16 +273,18 @@ def _stream(scheme: Scheme) -> str:
 
 
 def _laws(schemes: list[_Measured]) -> Iterator[str]:
-    every = list(dict.fromkeys(f.name for s in schemes for f in s.report.findings if f.is_law))
-    yield LAWS.format(every=", ".join(every), head_dim=HEAD_DIM, heads=HEADS)
+    found = [f.name for s in schemes for f in s.report.findings if f.is_law]
+    every = [name for name in dict.fromkeys(found) if name != STEPS]
+    yield LAWS.format(every=", ".join(every), steps=STEPS, head_dim=HEAD_DIM, heads=HEADS)
     rows = []
     for s in schemes:
         holds = [f.name for f in s.report.findings if f.is_law and f.holds]
         rest = [name for name in every if name not in holds]
         held = "all" if not rest else f"all but {', '.join(rest)}" if len(rest) < 4 else ", ".join(holds)
+        held += f", and {STEPS}" if STEPS in holds else ""
         periodic = [f for f in s.report.findings if f.name == "periodic" and f.holds]
         repeats = f"{periodic[0].figure:,.0f}" if periodic else "-"
-        direction = "-" if s.unseen else "directional" if s.directional else "blind"
+        direction = "-" if s.unseen else "causal" if s.scheme.path else "directional" if s.directional else "blind"
         rows.append((f"`{s.name}`", direction, repeats, held, ", ".join(s.report.broken) or "none"))
     yield markdown(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
 
@@ -342,10 +345,10 @@ def _injection(measured: _Measured) -> str:
     scheme = measured.scheme
     slots = {
         "embeddings": scheme.embedding is not None,
-        "queries and keys": not scheme.encoding.is_trivial,
+        "queries and keys": not scheme.encoding.is_trivial or scheme.turn is not None,
         "scores": scheme.bias is not None,
         "values": any(term.side == "value" for term in scheme.at(scheme.group.arrange(8)).get("terms", ())),
-        "weights": scheme.decay is not None,
+        "weights": not scheme.decay is scheme.forget is None,
     }
     return ", ".join(itertools.compress(slots, slots.values())) or "-"
 
@@ -357,9 +360,9 @@ def _recurrence(measured: _Measured) -> str:
 def _reference(measured: _Measured) -> str:
     if measured.unseen:
         return "-"
-    if "attention" not in measured.report.broken:
-        return "relative"
     scheme = measured.scheme
+    if "attention" not in measured.report.broken:
+        return "the tokens between" if scheme.path else "relative"
     return scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law) or "the origin"
 
 

@@ -46,6 +46,8 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         raise ValueError(
             f"scheme: expected none with a bias, whose rows meet queries or keys, got {type(scheme.bias).__name__}"
         )
+    if scheme.path:
+        raise ValueError("scheme: expected none whose steps read keys, which would be read in another basis, got one")
     if len(set(map(id, projections))) < len(projections):
         raise ValueError("projections: expected each layer once, got one twice")
     basis, rest = _split_basis(scheme.encoding)

@@ -29,6 +29,7 @@ from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
 from isopos.ops.linear.features import ALL_READY, READY, Features, Stream, Sums, with_ones
+from isopos.paths import Path
 from isopos.state import State
 from isopos.terms import Term
 
@@ -51,6 +52,7 @@ def linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
+    path: Sequence[Path] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -74,6 +76,8 @@ def linear_attention(
         feature_map: phi, applied before rho; None leaves q and k as they are.
         decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
             a pair for cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
+        path: What tokens add by their content, with `causal`: `isopos.paths.Forget` to g, `isopos.paths.Turn` to rho. Masked
+            tokens add nothing.
         denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by
             the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
             None by nothing. "complex" takes feature pairs (2i, 2i+1) for complex numbers, divides the complex sum by the
@@ -124,7 +128,7 @@ def linear_attention(
     if others:
         refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
-    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window}
+    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "path": path}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
@@ -170,6 +174,7 @@ def naive_linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
+    path: Sequence[Path] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     mask: Tensor | None = None,
@@ -183,7 +188,8 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    problem = group(check_common(q, k, v, {"isometry": isometry, "decay": decay, "causal": causal, "mask": mask}))
+    given = {"isometry": isometry, "decay": decay, "path": path, "causal": causal, "mask": mask}
+    problem = group(check_common(q, k, v, given))
     check_denominator(denominator, q)
     check_feature_map(feature_map)
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
@@ -264,4 +270,6 @@ def _streamed(problem: Problem, state: State) -> tuple[Tensor, State]:
     if problem.segments is not None:
         last = problem.segments[1][..., -1]
         after["segment"] = last.expand(torch.broadcast_shapes(last.shape, problem.of_keys[:-1])).clone()
+    if problem.path is not None:
+        after["path"] = problem.path.expand(*problem.of_keys, -1).clone()
     return _divided(total, problem), state.next(problem.kind, **after)

@@ -6,14 +6,15 @@ from typing import Any, Literal, NamedTuple, Never, TypedDict, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.attention.reference import divides_out
+from isopos.attention.tensors import broadcasts, check_inputs, check_tensor
 from isopos.catalog import at_least, expect
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
-from isopos.maps import Identity, TokenMap
+from isopos.maps import Composed, Identity, TokenMap
 from isopos.ops.linear.features import Decays
+from isopos.paths import Path, along, parts
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
@@ -32,6 +33,7 @@ class Options(TypedDict, total=False):
 
     isometry: IsometryPair
     decay: DecayPair
+    path: Sequence[Path] | None
     causal: bool
     terms: Sequence[Term] | None
     mask: Tensor | None
@@ -59,6 +61,7 @@ class SoftmaxOptions(Options, total=False):
     dropout: float
 
 
+OF_WIDE = ("decay", "decays", "path")  # tensors of a state that are float64
 OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # what schemes give
 
 
@@ -82,6 +85,7 @@ class Problem(NamedTuple):
         kind: Of the states that this attention writes.
         g: Log decays of queries and keys that the sums have; those of segments are not those given.
         before: That of the token before, in a stream.
+        path: Where the last token is on the paths of content ``[*b h c]``.
         outward: Of transported values, the map of outputs; the values are mapped here.
     """
 
@@ -107,6 +111,7 @@ class Problem(NamedTuple):
     dropout: float = 0.0
     g: Decays = None
     before: Tensor | None = None
+    path: Tensor | None = None
     denominator: str | None = None
     outward: TokenMap | None = None
 
@@ -271,7 +276,7 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
     if state is not None or streams:
         for name, tensor in () if state is None else state.tensors.items():
             if name != "positions":  # the scheme's
-                check_tensor("state", tensor, q, wide_device(q.device) if name in ("decay", "decays") else None)
+                check_tensor("state", tensor, q, wide_device(q.device) if name in OF_WIDE else None)
         _check_stream(causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
@@ -283,7 +288,47 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
     if options.get("window") is not None:
         window = at_least("window", options["window"])
         window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # all are in it
-    return problem if window is None else problem._replace(window=window)
+    problem = problem if window is None else problem._replace(window=window)
+    path = options.get("path") or ()
+    return _with_path(problem, tuple(path) if isinstance(path, Sequence) else (path,)) if path else problem
+
+
+def _with_path(problem: Problem, path: Sequence[Path]) -> Problem:
+    """The problem with the log decay and the rotation that tokens' keys add; ValueError where they have no path."""
+    q, k, state = problem.q, problem.k, problem.state
+    t, s, (heads, own) = q.shape[-2], k.shape[-2], _heads(q, k, problem.v)
+    if not problem.causal:
+        raise ValueError(
+            "causal: expected True beside a path that tokens make (forget gates, selective rotation), which runs from a key "
+            "to a later query, got False"
+        )
+    if t > s:
+        raise ValueError(f"path: expected no more queries than keys, whose steps it is made of, got {t} and {s}")
+    for part in path:
+        if not isinstance(part, Path):
+            raise TypeError(f"path: expected those of isopos.paths, got {type(part).__name__}")
+        if part.features != k.shape[-1] or part.heads not in (1, own, heads):
+            raise ValueError(
+                f"path: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of {part.features} and "
+                f"{part.heads}"
+            )
+        check_tensor("path", part.parameter, q)
+    before, columns = None if state is None else state["path"], sum(part.columns for part in path)
+    if before is not None and before.shape[-1] != columns:
+        raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
+    if heads != own and any(part.heads == heads for part in path):
+        k = k.repeat_interleave(heads // k.shape[-3], -3)
+    total = along(path, k, problem.mask, before)
+    g, turn = parts(path, total, torch.promote_types(q.dtype, torch.float32), q.device)
+    start = torch.zeros_like(total.sum(-2)) if before is None else before
+    changes: dict[str, Any] = {"path": total[..., -1, :] if s else start}
+    if g is not None:
+        pair = problem.decay or (0, 0)
+        changes["decay"] = pair[0] + g[..., s - t :], pair[1] + g
+    if turn is not None:
+        for side, rho, add in (("rho_q", problem.rho_q, turn.tokens(s - t, s)), ("rho_k", problem.rho_k, turn)):
+            changes[side] = add if isinstance(rho, Identity) else Composed(rho, add)
+    return problem._replace(**changes)
 
 
 def _check(
@@ -427,30 +472,6 @@ def _check_decay(decay: DecayPair, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
     return pair
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """`check_tensor` of queries, keys and values."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, q)
-
-
-def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = None) -> None:
-    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one.
-
-    Log decays, which are float64, are on another device where q's has none.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    device = q.device if device is None else device
-    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == device and not x.is_nested:
-        return
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested one" if x.is_nested else str(x.layout)
-        raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
-    if x.device != device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
-        own, of_q = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
-        raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
-
-
 def check_feature_map(phi: Phi | None) -> None:
     """TypeError where it is no function."""
     if phi is not None and not callable(phi):
@@ -514,7 +535,7 @@ def _check_stream(causal: bool, q: Tensor, k: Tensor) -> None:
 
 def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
     """Which attention writes a state: all that must be the same for the next tokens."""
-    q, v, given = problem.q, problem.v, (("decay", problem.decay), ("segment_ids", problem.segments))
+    q, v, given = problem.q, problem.v, (("decay", problem.decay), ("path", problem.path), ("segment_ids", problem.segments))
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
     parts += [name for name, x in (*given, ("transport", problem.outward)) if x is not None]
     return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
@@ -561,8 +582,3 @@ def _check_order(pair: tuple[Tensor, Tensor] | None, causal: bool, before: Tenso
             f"decay: expected queries {where} the keys of their index{'' if causal else ' and the next'}, counted from the "
             "end, or weights would grow with distance; softmax_attention takes any positions"
         )
-
-
-def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a shape broadcasts to another without changing it."""
-    return len(shape) <= len(to) and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(to), strict=False))

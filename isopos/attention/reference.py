@@ -21,7 +21,8 @@ from torch import Tensor
 
 from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides, undivided
-from isopos.maps import Identity, TokenMap
+from isopos.maps import Composed, Identity, TokenMap
+from isopos.paths import Path, along, parts
 from isopos.terms import Clipped, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
@@ -39,6 +40,7 @@ def linear(
     isometry: Maps = None,
     feature_map: Phi | None = None,
     decay: Pair = None,
+    path: Sequence[Path] = (),
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -57,6 +59,8 @@ def linear(
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    if path:
+        rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
     phi = feature_map or identity
     phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
@@ -84,6 +88,7 @@ def softmax(
     *,
     isometry: Maps = None,
     decay: Pair = None,
+    path: Sequence[Path] = (),
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -98,6 +103,8 @@ def softmax(
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    if path:
+        rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     logits = scale * rho_q(q) @ rho_k(k).mT
     if locality is not None:
@@ -116,6 +123,18 @@ def softmax(
     weight = (logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)).exp()
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
+
+
+def _along(path: Sequence[Path], rho_q: TokenMap, rho_k: TokenMap, decay: Pair, k: Tensor, mask: Tensor | None, t: int):
+    """Maps of queries and keys, and log decays, with those of a path that keys make."""
+    g, turn = parts(path, along(path, k, mask), k.dtype, k.device)
+    start = k.shape[-2] - t
+    if turn is not None:
+        rho_q, rho_k = Composed(rho_q, turn.tokens(start, k.shape[-2])), Composed(rho_k, turn)
+    if g is not None:
+        given = (0, 0) if decay is None else _pair(decay)
+        decay = given[0] + g[..., start:], given[1] + g
+    return rho_q, rho_k, decay
 
 
 def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:

@@ -23,6 +23,7 @@ from isopos.exact import full_precision, narrow, wide_device
 from isopos.maps import Identity
 from isopos.ops.library import watched
 from isopos.ops.linear.isolation import broken, finite, joined
+from isopos.paths import Path
 from isopos.state import State
 from isopos.terms import Term
 
@@ -46,6 +47,7 @@ def softmax_attention(
     *,
     isometry: IsometryPair = None,
     decay: DecayPair = None,
+    path: Sequence[Path] | None = None,
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -69,6 +71,8 @@ def softmax_attention(
         v: Values ``[*b h s e]``.
         isometry: rho at the positions of q and k; a pair for cross-attention.
         decay: g, a log decay ``[*b h t]`` in float64; a pair for cross-attention. Without `causal` -|g_i - g_j| is added.
+        path: What tokens add by their content, with `causal`: `isopos.paths.Forget` to g, `isopos.paths.Turn` to rho. Masked
+            tokens add nothing.
         scale: d^-1/2 by default, d being the width of q before rho.
         causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
         terms: Relative terms: scores of the query's or the key's side are scaled and added, numbers are added as they are,
@@ -123,7 +127,7 @@ def softmax_attention(
         refuse("softmax", list(others))
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
-    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state}
+    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "path": path}
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale))
@@ -281,4 +285,5 @@ def _cached(problem: Problem, state: State) -> tuple[Problem, State]:
         gone = max(0, k.shape[-2] - problem.window + 1)
         for name, x in joined.items() if gone else ():
             joined[name] = x if x is None else (x[..., gone:, :] if name in ("keys", "values") else x[..., gone:]).clone()
-    return problem, state.next(problem.kind, **joined)
+    after = None if problem.path is None else problem.path.expand(*batch, -1).clone()
+    return problem, state.next(problem.kind, **joined, path=after)

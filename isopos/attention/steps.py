@@ -109,7 +109,7 @@ class Steps:
         attend: Any = linear_attention if linear else softmax_attention
         out, self._state = attend(q, k, v, **at | options, causal=True, return_state=True)
         self.length += 1
-        simple = linear and not self.scheme.group.refers_to_rows and not torch.compiler.is_compiling()
+        simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.path or torch.compiler.is_compiling())
         if simple and self._served and not options and not self._differentiable(q, k, v):
             self._prepare(q, k, v, at)
         return out

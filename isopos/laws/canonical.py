@@ -118,6 +118,11 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
             f"scheme: expected scores of relative positions, got {name} embeddings, which every token meets by "
             "itself: products of two such tokens are no function of x^-1 y (LRPE, Eq. 6)"
         )
+    if scheme.path:
+        raise ValueError(
+            "scheme: expected scores of relative positions, got steps that keys take: their sums are a function of content, "
+            "not of x^-1 y (LRPE, Eq. 6)"
+        )
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
     scale *= scheme.sharpness if softmax else 1.0

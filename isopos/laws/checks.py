@@ -12,7 +12,8 @@
     batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
     gradient      a gradient reaches every learned parameter of every head
     attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
-    seen          a layer's sums, or what it learns from them, are others at other positions
+    path          weights of some tokens are the same alone and amid others, where steps that keys take are the positions
+    seen          a layer's sums, or what it learns from them, are others at other positions, or without such steps
 
 An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. A
 contragredient pair owes those of a representation besides, homomorphism, identity and decomposable, with the transposed map
@@ -22,6 +23,7 @@ not hold. Some properties are choices, and reported beside the laws: whether sco
 positive (PermuteFormer, Property 3), and after how many positions an encoding repeats itself.
 """
 
+import copy
 import linecache
 import math
 import sys
@@ -132,7 +134,8 @@ def check(
     if missing:
         raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
     coupling = subject.encoding if isinstance(subject, Scheme) else subject
-    name = type(coupling if isinstance(subject, Coupling) else subject.embedding or subject.bias or coupling).__name__
+    own = coupling if isinstance(subject, Coupling) else subject.embedding or subject.bias or subject.turn or subject.forget
+    name = type(own or coupling).__name__
     try:
         probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
         laws = {"width": lambda: _width(probe)} | _laws(subject, probe, dtype)
@@ -180,10 +183,11 @@ def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> di
     if isinstance(coupling, Contragredient):
         laws |= _laws_of_pair(coupling, probe)
     laws |= {"precision": lambda: _precision(probe, dtype), "batch": lambda: _batch(probe)}
-    if not isinstance(subject, Scheme) or subject.bias is subject.embedding is None:
+    if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.path):
         laws["directional"] = lambda: _direction(probe)
     if isinstance(subject, Scheme):
-        return laws | _laws_of_scheme(subject, probe.generator)
+        steps = _laws_of_steps(subject, probe.generator) if subject.path else {}
+        return laws | steps | _laws_of_scheme(subject, probe.generator)
     return laws | {"gradient": lambda: _gradient(dict(coupling.named_parameters()), probe.loss)}
 
 
@@ -427,6 +431,8 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
 
 
 def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
+    ways = (True,) if scheme.path else (True, False)  # causal and not
+
     @cache
     def layer() -> tuple[list[Tensor], Tensor, Tensor]:
         """Random content, its positions, and a shift."""
@@ -447,7 +453,7 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
         """Causal sums, then others, before and after the shift."""
         content, x, shift = layer()
         places = (x, scheme.group.shift(shift, x))
-        sums = [[_sums(scheme, content, place, causal) for place in places] for causal in (True, False)]
+        sums = [[_sums(scheme, content, place, causal) for place in places] for causal in ways]
         return [(a[0], b[0]) for before, after in sums for a, b in zip(before, after, strict=True)]
 
     def attention() -> Finding:
@@ -457,7 +463,7 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
     def gradient() -> Finding:
         content, x, _ = layer()
         learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
-        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, False), -1).square().sum())
+        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, ways[-1]), -1).square().sum())
 
     def positive() -> Finding:
         least = pairs()[1][0].min().item()
@@ -469,7 +475,7 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
         other = 2 * x if scheme.group.is_grid else scheme.group.random(len(x), generator=generator)
         other = other if scheme.max_length is None else other % scheme.max_length
         learned = [p for p in scheme.parameters() if p.requires_grad]
-        here, there = (torch.cat(_sums(scheme, content, place, False), -1) for place in (x, other))
+        here, there = (torch.cat(_sums(scheme, content, place, ways[-1]), -1) for place in (x, other))
         change = _most(here - there) / _most(here)
         if learned:  # tables may start at zero: what a step of a parameter changes
             slopes = [
@@ -484,6 +490,35 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
     found = {"attention": attention, "gradient": gradient}
     found |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
     return found | ({} if trivial else {"seen": seen})
+
+
+def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
+    """Of a scheme whose keys take steps."""
+    content = torch.randn(3, scheme.heads, TOKENS, scheme.encoding.features, generator=generator, dtype=torch.float64)
+    q, k, v = content
+
+    @torch.no_grad()
+    def path() -> Finding:
+        """Weights by steps alone, with drawn weights of content, of the tokens in the middle, alone and amid others."""
+        drawn, middle = copy.deepcopy(scheme.path), slice(2, TOKENS - 2)
+        for own in drawn:
+            own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
+
+        def weights(span: slice) -> Tensor:
+            unit = torch.eye(TOKENS, dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
+            return linear_attention(q[:, span], k[:, span], unit, path=drawn, denominator=None, causal=True)[..., middle]
+
+        change = _most(weights(slice(None))[:, middle] - weights(middle))
+        return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
+
+    @torch.no_grad()
+    def seen() -> Finding:
+        without = linear_attention(q, k, v, denominator=None, causal=True)
+        change = _most(linear_attention(q, k, v, path=scheme.path, denominator=None, causal=True) - without)
+        change = change / _most(without)
+        return Finding("seen", change > SEEN, change, "largest change of sums where keys take no steps")
+
+    return {"path": path, "seen": seen}
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

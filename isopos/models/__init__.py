@@ -3,6 +3,8 @@
 from isopos.models.blocks import TOKEN_STD, Block, Trunk
 from isopos.models.decoder import AdaptiveHead, Decoder, Stream
 from isopos.models.encoder import Classifier, Encoder, PairClassifier
+from isopos.models.forecaster import Forecaster
+from isopos.models.layers import PerLayer
 from isopos.models.seq2seq import Seq2Seq
 from isopos.models.vision import Vision
 
@@ -13,7 +15,9 @@ __all__ = [
     "Classifier",
     "Decoder",
     "Encoder",
+    "Forecaster",
     "PairClassifier",
+    "PerLayer",
     "Seq2Seq",
     "Stream",
     "Trunk",

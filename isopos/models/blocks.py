@@ -1,9 +1,9 @@
-"""What every model here is made of: embedded tokens, blocks of attention and feed-forward, one scheme for all of them."""
+"""What every model here is made of: embedded tokens, blocks of attention and feed-forward, a scheme for all or one each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from isopos.attention import Attention
 from isopos.catalog import expect
+from isopos.models.layers import PerLayer
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Trunk", "embedding", "rising"]
+__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Schemes", "Trunk", "embedding", "rising"]
+
+Schemes = Scheme | PerLayer | Sequence[Scheme]
+"""What a model takes: a scheme for all of its layers, or one for each."""
+Made = TypeVar("Made")
 
 TOKEN_STD = 0.1  # of initial token embeddings
 
@@ -161,33 +166,45 @@ class Trunk(nn.Module, ABC):
         tokens: What makes vectors ``[b t m]`` of inputs: their number as words, of an `nn.Embedding`, or a module.
         model_dim: Width, heads * head_dim of the scheme, or of queries where `kv_heads` are fewer.
         layers: Number of blocks.
-        scheme: What sees positions.
+        scheme: What sees positions: of all layers, or a list of one a layer.
         stochastic_depth: Of the last block; it rises from 0 in the first in equal steps.
         recompute: Compute each block again in the backward pass instead of keeping what is inside.
         options: `BlockOptions`.
 
     Raises:
-        ValueError: Where the scheme adds an embedding of another width.
+        ValueError: Where the scheme adds an embedding of another width, or needs causal attention where there is none, and
+            for a list that `PerLayer` refuses.
     """
+
+    causal = False  # whether no token sees later ones
 
     def __init__(
         self,
         tokens: int | nn.Module,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         stochastic_depth: float = 0.0,
         recompute: bool = False,
         **options: Unpack[BlockOptions],
     ):
         super().__init__()
+        scheme = scheme if isinstance(scheme, Scheme | PerLayer) else PerLayer(scheme)
+        if isinstance(scheme, PerLayer) and len(scheme.order) != layers:
+            raise ValueError(f"scheme: expected one for each of {layers} layers, got {len(scheme.order)}")
+        if scheme.path and not self.causal:
+            raise ValueError(
+                "scheme: expected positions, since tokens here see later ones, got steps that keys take (decay='forget', "
+                "selective), which need causal attention, that of a Decoder"
+            )
         added = scheme.embedding
         if added is not None and added.model_dim != model_dim:
             raise ValueError(f"model_dim: expected the {added.model_dim} of the scheme's embedding, got {model_dim}")
         self.tokens = tokens if isinstance(tokens, nn.Module) else embedding(tokens, model_dim)
-        depths = rising(stochastic_depth, layers)
-        blocks = (Block(model_dim, scheme, stochastic_depth=depth, **options) for depth in depths)
+        own = scheme.each if isinstance(scheme, PerLayer) else (scheme,) * layers
+        depths = zip(own, rising(stochastic_depth, layers), strict=True)
+        blocks = (Block(model_dim, each, stochastic_depth=depth, **options) for each, depth in depths)
         self.blocks, self.norm = nn.ModuleList(blocks), NORMS[options.get("norm", "layer")](model_dim)
         self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute
@@ -196,15 +213,44 @@ class Trunk(nn.Module, ABC):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """What the head makes of tokens ``[b t]`` at positions ``[t c]`` or ``[b t c]``, by default 0 to t - 1."""
 
-    def enter(self, tokens: Tensor, positions: Tensor | None, state: State | None = None) -> tuple[Tensor, Arguments]:
-        """Vectors ``[b t m]`` of tokens with what the scheme adds to them, and what it gives attention."""
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """That of each layer."""
+        return self.scheme.each if isinstance(self.scheme, PerLayer) else (self.scheme,) * len(self.blocks)
+
+    def of_layers(self, make: Callable[[int, Scheme], Made]) -> tuple[Made, ...]:
+        """What is made of the scheme of each layer and its number: once of each scheme, of its first layer."""
+        if not isinstance(self.scheme, PerLayer):
+            return (make(0, self.scheme),) * len(self.blocks)
+        order, schemes = self.scheme.order, self.scheme.each
+        layers = [order.index(n) for n in range(len(self.scheme.parts))]  # the first of each scheme
+        found = [make(layer, schemes[layer]) for layer in layers]
+        return tuple(found[n] for n in order)
+
+    def enter(
+        self, tokens: Tensor, positions: Tensor | None, states: Sequence[State] | None = None
+    ) -> tuple[Tensor, tuple[Arguments, ...]]:
+        """Vectors ``[b t m]`` of tokens with what the scheme adds to them, and what it gives attention in each layer."""
         positions = sequence(tokens.shape[1], device=tokens.device) if positions is None else positions
         if isinstance(positions, Tensor) and positions.device != tokens.device:
             raise ValueError(f"positions: expected a tensor on {tokens.device} as tokens, got one on {positions.device}")
         x = self.tokens(tokens)
         if self.scheme.embedding is not None:
             x = x + self.scheme.embedding(positions, x.dtype)
-        return x, self.scheme.at(positions, state=state, dtype=torch.promote_types(x.dtype, torch.float32))
+        return x, self.evaluate(positions, x, states)
+
+    def evaluate(self, positions: Tensor, x: Tensor, states: Sequence[State] | None = None) -> tuple[Arguments, ...]:
+        """What schemes give attention in each layer at positions of vectors like x; of streams that go on from states."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if states is None:
+            return self.of_layers(lambda n, scheme: scheme.at(self.seen(scheme, positions), dtype=dtype))
+        found = self.of_layers(lambda n, scheme: scheme.at(self.seen(scheme, positions), state=states[n], dtype=dtype))
+        return tuple(at.of(state) for at, state in zip(found, states, strict=True))
+
+    def seen(self, scheme: Scheme, positions: Tensor) -> Tensor:
+        """What a scheme is given of positions ``[*b t c]``: one of several that sees none takes those of the others."""
+        mixed = isinstance(self.scheme, PerLayer) and scheme.blind
+        return positions[..., : scheme.group.columns] if mixed else positions
 
     def features(
         self, tokens: Tensor, positions: Tensor | None, *, causal: bool = False, mask: Tensor | None = None
@@ -216,12 +262,12 @@ class Trunk(nn.Module, ABC):
         x, at = self.enter(tokens, positions)
         return self.through(x, at, causal=causal, mask=mask)
 
-    def through(self, x: Tensor, at: Arguments, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    def through(self, x: Tensor, at: Sequence[Arguments], *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
         """What blocks and norm make of what `enter` returned."""
         again = self.recompute and torch.is_grad_enabled()
-        for block in self.blocks:
+        for block, own in zip(self.blocks, at, strict=True):
             call = partial(checkpoint, block, use_reentrant=False) if again else block
-            x = call(x, at, causal=causal, mask=mask)
+            x = call(x, own, causal=causal, mask=mask)
         return self.norm(x, mask)
 
 

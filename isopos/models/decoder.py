@@ -10,16 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isopos.attention import Steps
-from isopos.models.blocks import Options, Trunk
+from isopos.models.blocks import Options, Schemes, Trunk
 from isopos.positions import sequence
-from isopos.scheme import Scheme
 from isopos.state import State
 
 __all__ = ["AdaptiveHead", "Continuation", "Decoder", "Stream"]
 
 
 class Decoder(Trunk):
-    """A causal language model; its layers share one scheme, evaluated once a forward.
+    """A causal language model; its layers share one scheme, evaluated once a forward, or have one each.
 
     Args:
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
@@ -46,13 +45,14 @@ class Decoder(Trunk):
     """
 
     tokens: nn.Embedding
+    causal = True
 
     def __init__(
         self,
         vocabulary: int,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         cutoffs: Sequence[int] = (),
         tied: bool = False,
@@ -94,10 +94,10 @@ class Decoder(Trunk):
         """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
         stream = stream or self._new()
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
-        x, at = self.enter(tokens, positions, stream.states[0])
+        x, at = self.enter(tokens, positions, stream.states)
         states = []
-        for block, state in zip(self.blocks, stream.states, strict=True):
-            x, after = block(x, at.of(state), causal=True, return_state=True)
+        for block, own in zip(self.blocks, at, strict=True):
+            x, after = block(x, own, causal=True, return_state=True)
             states.append(after)
         return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
 
@@ -129,9 +129,9 @@ class Continuation:
 
     def __init__(self, model: Decoder, stream: "Stream"):
         self.model, self.layers = model, list[Steps]()
-        for state in stream.states:
-            beside = self.layers[0] if self.layers else None
-            self.layers.append(Steps(model.scheme, state, length=stream.length, beside=beside))
+        for scheme, state in zip(model.schemes, stream.states, strict=True):
+            beside = next((layer for layer in self.layers if layer.scheme is scheme), None)
+            self.layers.append(Steps(scheme, state, length=stream.length, beside=beside))
 
     @property
     def length(self) -> int:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.catalog import expect
-from isopos.models.blocks import Options, Trunk
-from isopos.scheme import Scheme
+from isopos.models.blocks import Options, Schemes, Trunk
 
 __all__ = ["Classifier", "Encoder", "PairClassifier"]
 
@@ -37,7 +36,7 @@ class Encoder(Trunk):
         vocabulary: int,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         tied: bool = False,
         **options: Unpack[Options],
@@ -88,7 +87,7 @@ class Classifier(Trunk):
         classes: int,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         pooling: Literal["mean", "first"] = "mean",
         **options: Unpack[Options],
@@ -124,7 +123,7 @@ class PairClassifier(Trunk):
         classes: int,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         pooling: Literal["mean", "first"] = "mean",
         **options: Unpack[Options],

@@ -1,14 +1,14 @@
 """An encoder and a decoder that sees it: sequences into sequences, trees into trees."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Trunk, embedding, rising
+from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Schemes, Trunk, embedding, rising
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
@@ -20,20 +20,20 @@ Follow = Callable[[Tensor], Tensor | None]
 
 
 class Memory(NamedTuple):
-    """A source to decode: features ``[b s m]``, positions ``[s c]`` or ``[b s c]``, the scheme there, mask ``[b s]``."""
+    """A source to decode: features ``[b s m]``, positions ``[s c]`` or ``[b s c]``, the schemes there, mask ``[b s]``."""
 
     features: Tensor
     positions: Tensor
-    at: Arguments
+    at: tuple[Arguments, ...]
     mask: Tensor | None
 
 
 class Seq2Seq(Trunk):
     """An encoder of sources and a causal decoder of targets, whose blocks also attend to the source.
 
-    One scheme serves all three attentions, as in Algebraic Positional Encodings (section 4.2). The decoder is given a start
-    token and the targets but the last, at the positions of the targets: a slot stands where the token is to be that it
-    yields. So cross-attention sees the true relative positions of target and source, in lines and in trees.
+    One scheme serves all three attentions of a layer, as in Algebraic Positional Encodings (section 4.2). The decoder is
+    given a start token and the targets but the last, at the positions of the targets: a slot stands where the token is to be
+    that it yields. So cross-attention sees the true relative positions of target and source, in lines and in trees.
 
     Args:
         sources: Number of source tokens.
@@ -68,7 +68,7 @@ class Seq2Seq(Trunk):
         targets: int,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         tied: bool = False,
         **options: Unpack[Options],
@@ -77,21 +77,22 @@ class Seq2Seq(Trunk):
             raise ValueError(f"tied: expected one vocabulary, got {sources} source tokens and {targets} target tokens")
         if options.get("norm") == "batch":
             raise ValueError("norm: expected layer in a decoder, whose tokens must not see later ones, got batch")
-        if scheme.attention == "linear" and scheme.decay is not None:
+        super().__init__(sources, model_dim, layers, scheme, **options)
+        if any(own.attention == "linear" and own.decay is not None for own in self.schemes):
             raise ValueError(
                 "decay: expected 'none' in linear attention of targets to sources, whose positions are in no common order, "
                 "got a decay; softmax attention takes it"
             )
-        super().__init__(sources, model_dim, layers, scheme, **options)
         kept: BlockOptions = {name: options[name] for name in BlockOptions.__annotations__ if name in options}  # pyright: ignore
-        depths = rising(options.get("stochastic_depth", 0.0), layers)
+        depths = zip(self.schemes, rising(options.get("stochastic_depth", 0.0), layers), strict=True)
         self.targets = self.tokens if tied else embedding(targets, model_dim)
-        self.decoder = nn.ModuleList(Block(model_dim, scheme, cross=True, stochastic_depth=d, **kept) for d in depths)
+        self.decoder = nn.ModuleList(Block(model_dim, own, cross=True, stochastic_depth=d, **kept) for own, d in depths)
         self.last_norm = NORMS["layer"](model_dim)
         self.head = nn.Linear(model_dim, targets, bias=not tied)
         if tied:
             self.head.weight = self.tokens.weight
-        self.streams = not scheme.outside and (options.get("window") is None or scheme.attention == "softmax")
+        whole = options.get("window") is not None and any(own.attention == "linear" for own in self.schemes)
+        self.streams = not self.scheme.outside and not whole
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -122,12 +123,12 @@ class Seq2Seq(Trunk):
         """Logits ``[b t targets]``; see `forward`."""
         places = sequence(target.shape[1], device=target.device) if places is None else places
         x = self._entered(target, places)
-        at = self.scheme.at(places, dtype=_tables(x))
+        at = self.evaluate(places, x)
         context = self._context(memory, places, target.shape[1], at)
         again = self.recompute and torch.is_grad_enabled()
-        for block in self.decoder:
+        for block, own, seen in zip(self.decoder, at, context, strict=True):
             call = partial(checkpoint, block, use_reentrant=False) if again else block
-            x = call(x, at, causal=True, context=context)
+            x = call(x, own, causal=True, context=seen)
         return self.head(self.last_norm(x))
 
     def step(
@@ -139,10 +140,10 @@ class Seq2Seq(Trunk):
         """
         states = states or (State(),) * len(self.decoder)
         x, after = self._entered(token[:, None], places), []
-        at = self.scheme.at(places[..., -1:, :], state=states[0], dtype=_tables(x))
+        at = self.evaluate(places[..., -1:, :], x, states)
         context = self._context(memory, places, 1, at)
-        for block, state in zip(self.decoder, states, strict=True):
-            x, new = block(x, at.of(state), causal=True, context=context, return_state=True)
+        for block, own, seen in zip(self.decoder, at, context, strict=True):
+            x, new = block(x, own, causal=True, context=seen, return_state=True)
             after.append(new)
         return self.head(self.last_norm(x))[:, 0], tuple(after)
 
@@ -179,16 +180,16 @@ class Seq2Seq(Trunk):
         x, added = self.targets(target), self.scheme.embedding
         return x if added is None else x + added(places, x.dtype)[..., -target.shape[1] :, :]
 
-    def _context(self, memory: Memory, places: Tensor, new: int, at: Arguments) -> Context:
-        """What the last `new` of the places, at which the scheme is evaluated already, see of a source."""
+    def _context(self, memory: Memory, places: Tensor, new: int, at: Sequence[Arguments]) -> tuple[Context, ...]:
+        """What the last `new` of the places, at which the schemes are evaluated already, see of a source, in each layer."""
         rows = self.scheme.group.refers_to_rows  # a node is found from its root on
-        seen = places if rows else places[..., -new:, :]
-        found = self.scheme.at(seen, memory.positions, dtype=_tables(memory.features), evaluated=(at, memory.at))
-        if not rows or self.scheme.locality is None:
+        seen, dtype = places if rows else places[..., -new:, :], torch.promote_types(memory.features.dtype, torch.float32)
+
+        def context(n: int, scheme: Scheme) -> Context:
+            pair = self.seen(scheme, seen), self.seen(scheme, memory.positions)
+            found: Mapping[str, Any] = scheme.at(*pair, dtype=dtype, evaluated=(at[n], memory.at[n]))
+            if rows and scheme.locality is not None:
+                found = found | {"locality": found["locality"][..., -new:, :]}
             return Context(memory.features, found, memory.mask)
-        return Context(memory.features, found | {"locality": found["locality"][..., -new:, :]}, memory.mask)
 
-
-def _tables(x: Tensor) -> torch.dtype:
-    """The dtype of a scheme's tables for such features."""
-    return torch.promote_types(x.dtype, torch.float32)
+        return self.of_layers(context)

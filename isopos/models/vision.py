@@ -5,9 +5,8 @@ from typing import Literal, Unpack
 from torch import Tensor, nn
 
 from isopos.catalog import at_least, expect
-from isopos.models.blocks import Options, Trunk
+from isopos.models.blocks import Options, Schemes, Trunk
 from isopos.positions import grid, sequence
-from isopos.scheme import Scheme
 
 __all__ = ["Patches", "Vision"]
 
@@ -74,7 +73,7 @@ class Vision(Trunk):
         classes: int,
         model_dim: int,
         layers: int,
-        scheme: Scheme,
+        scheme: Schemes,
         *,
         tokenizer: Literal["patches", "convolution"] = "patches",
         patch: int = 4,

@@ -130,7 +130,7 @@ def head_dim(config: Any) -> int:
 
 def is_rotation(scheme: Scheme) -> bool:
     """Whether cosines and sines, for all heads, are all of it but what it adds to embeddings."""
-    plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None
+    plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None and not scheme.path
     parts = rotations(scheme.encoding)
     passing = scheme.sharpness != 1 and any(isinstance(part, int) for part in parts or ())  # by no cosine made sharper
     return plain and parts is not None and not passing
@@ -166,6 +166,11 @@ def _check(
     encoding, group = scheme.encoding, scheme.group
     if scheme.attention != "softmax":
         raise ValueError("scheme: expected attention='softmax', which the model has, got linear; build it with that option")
+    if scheme.path:
+        raise ValueError(
+            "scheme: expected one of positions, got one whose keys take steps (decay='forget', selective), for which the "
+            "model's cache of keys has no place"
+        )
     if group.columns not in columns or group.refers_to_rows:
         known = "on a line or ring, as position_ids are" if columns == (1,) else "on a grid of two axes, or on a line"
         raise ValueError(f"scheme: expected positions {known}, got {group}")

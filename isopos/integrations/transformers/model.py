@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isopos.integrations.transformers import attention
 from isopos.integrations.transformers.saving import described
-from isopos.models import TOKEN_STD, Decoder
+from isopos.models import TOKEN_STD, Decoder, PerLayer
 from isopos.models.blocks import ACTIVATIONS
 from isopos.models.decoder import AdaptiveHead
 from isopos.schemes import REGISTRY, Scheme
@@ -44,6 +44,8 @@ def from_decoder(decoder: Decoder) -> Any:
     Raises:
         ValueError: Where no function of `isopos.schemes.REGISTRY` made the scheme, or none that a file can say.
     """
+    if isinstance(decoder.scheme, PerLayer):
+        raise ValueError("scheme: expected one for all layers, which a configuration holds, got one a layer")
     found = described(decoder.scheme)
     if found["scheme"] is None:
         raise ValueError("scheme: expected one that a function of isopos.schemes.REGISTRY makes again, got one of parts")
@@ -249,9 +251,9 @@ class _CausalLM(PreTrainedModel):
             return decoder.features(ids, x, causal=True, mask=mask)
         if not all(isinstance(layer, _StateLayer) for layer in cache.layers):
             raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
-        y, at = decoder.enter(ids, x, cache.layers[0].state)
-        for block, layer in zip(decoder.blocks, cache.layers, strict=True):
-            y, state = block(y, at.of(layer.state), causal=True, mask=mask, return_state=True)
+        y, at = decoder.enter(ids, x, [layer.state for layer in cache.layers])
+        for block, own, layer in zip(decoder.blocks, at, cache.layers, strict=True):
+            y, state = block(y, own, causal=True, mask=mask, return_state=True)
             layer.update(state, count)
         return decoder.norm(y)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from isopos.lab import tasks
 from isopos.lab.commands import bounded
-from isopos.lab.recipes import Model, Recipe, Training, join_spec, parse_schemes, split_spec
+from isopos.lab.recipes import Model, Recipe, Training, join_spec, map_spec, parse_schemes, split_spec
 from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
@@ -43,7 +43,8 @@ class Options:
         str, tyro.conf.arg(help=f"What the model learns: {', '.join(tasks.TASKS)}, or MODULE:NAME of a task of your own.")
     ] = "language"
     schemes: str = Language.schemes
-    """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary."""
+    """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary. Joined
+    by + they are of layers, in a pattern that repeats: rope*3+none has positions in three layers of four."""
     attention: Literal["linear", "softmax"] = "linear"  # Of every scheme that does not choose its own with attention=...
     seeds: int = 1  # Repeat with seeds 0, 1, ... and report means, and differences with their spread.
     name: str = ""  # Folder under runs/; by default compare- and the time.
@@ -56,14 +57,18 @@ class Options:
         """One recipe a scheme and seed; schemes of one seed differ in nothing but the scheme."""
         base = Recipe(training=self.training, model=self.model, task=self.settings)
         specs = []
-        for name, options in map(split_spec, parse_schemes(self.schemes)):
-            if self.attention != "linear":
-                options.setdefault("attention", self.attention)
-            spec = join_spec(name, options)
+        for spec in (map_spec(text, self._chosen) for text in parse_schemes(self.schemes)):
             if spec in specs:
                 raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
             specs.append(spec)
         return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
+
+    def _chosen(self, spec: str) -> str:
+        """A scheme with the attention that is asked for, unless it chooses its own."""
+        name, options = split_spec(spec)
+        if self.attention != "linear":
+            options.setdefault("attention", self.attention)
+        return join_spec(name, options)
 
 
 def default(arguments: Sequence[str]) -> Options:

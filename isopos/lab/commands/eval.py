@@ -107,7 +107,8 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
         return
     name, texts = split_spec(spec)
     values = {option: _value(option, text) for option, text in texts.items()}
-    for scheme in (module for module in model.modules() if isinstance(module, Scheme)):
+    every = [module for module in model.modules() if isinstance(module, Scheme)]
+    for scheme in [scheme for scheme in every if not scheme.blind] or every:
         extent = task.extent(view, scheme.group.columns)
         if extent is None:
             raise ValueError(

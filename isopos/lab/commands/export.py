@@ -15,10 +15,10 @@ __all__ = ["Options", "run"]
 
 @dataclass(frozen=True)
 class Options:
-    """Write the language model of a run as a folder that transformers' AutoModelForCausalLM reads; needs the extra hf."""
+    """Write a run's language model and its tokenizer as a folder that transformers' Auto classes read (extra hf)."""
 
     run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME/rope-seed0.
-    folder: Annotated[str, tyro.conf.Positional]  # Where to write configuration and weights: a new folder.
+    folder: Annotated[str, tyro.conf.Positional]  # Where to write configuration, weights and tokenizer: a new folder.
 
 
 def run(options: Options, console: Console) -> int:
@@ -26,6 +26,7 @@ def run(options: Options, console: Console) -> int:
     folder = Path(options.folder)
     if folder.exists():
         raise ValueError(f"folder: expected a new one, got {folder}, which is there; remove it or name another")
+    from isopos.lab.data.tokenizers import tokenizer_of
     from isopos.lab.runs import checkpoints
     from isopos.models import Decoder
 
@@ -36,6 +37,10 @@ def run(options: Options, console: Console) -> int:
         from isopos.integrations.transformers import from_decoder
     except ImportError as error:
         raise ValueError(str(error)) from None
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(Path(options.run)).model())
     from_decoder(model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     print(printable(str(folder)))
     return 0

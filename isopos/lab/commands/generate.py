@@ -42,7 +42,7 @@ def generate(options: Options) -> Iterator[str]:
     """Pieces of text as they come: the prompt is read at once, then each token is chosen from the model's distribution."""
     import torch
 
-    from isopos.lab.data.tokenizers import Bytes, load_tokenizer
+    from isopos.lab.data.tokenizers import tokenizer_of
     from isopos.lab.runs import checkpoints
     from isopos.lab.tasks.decoding import pieces
     from isopos.models import Decoder
@@ -58,7 +58,7 @@ def generate(options: Options) -> Iterator[str]:
     recipe, model = checkpoints.load_run(folder)
     if not isinstance(model, Decoder):
         raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}, which writes no text")
-    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else Bytes()
+    tokenizer = tokenizer_of(folder)
     size = model.tokens.num_embeddings
     expect("run", tokenizer.size, f"a tokenizer of the model's {size} tokens in {folder}", tokenizer.size == size)
     text = tokenizer.encode(prompt)

@@ -28,6 +28,7 @@ __all__ = [
     "json_rows",
     "lines_of",
     "parts",
+    "place_of",
     "rows",
     "surveyed",
     "table_rows",
@@ -169,7 +170,7 @@ def table_rows(
             if label not in titles and named_split(name) == "test" and {*columns} <= {*titles}:
                 unlabelled(PurePosixPath(name).name)
                 return
-            places = [_place(name, titles, one) for one in wanted]
+            places = [place_of(name, titles, one) for one in wanted]
             if named:
                 continue
         if len(cells) != width:
@@ -179,7 +180,8 @@ def table_rows(
         yield Row(tuple(values), _label(given, name, reader.line_num), name, reader.line_num, start)
 
 
-def _place(name: str, titles: Sequence[str], wanted: str) -> int:
+def place_of(name: str, titles: Sequence[str], wanted: str) -> int:
+    """Where a column of a file is, or the error that there is none."""
     if wanted not in titles:
         shown = ", ".join(title[:40] for title in titles[:20])
         raise ValueError(

@@ -25,7 +25,7 @@ import numpy as np
 
 from isopos.lab.runs.files import Damaged, damaged, mismatch, read_json, write_text
 
-__all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer"]
+__all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer", "tokenizer_of"]
 
 EOS, UNK = "<eos>", "<unk>"
 FILE = "tokenizer.json"
@@ -54,6 +54,10 @@ class Tokenizer(ABC):
     def settings(self) -> dict[str, Any]:
         """Plain values that make it again."""
 
+    @abstractmethod
+    def model(self) -> Any:
+        """The same tokens of a whole text, as the package `tokenizers` has them (extra data), for other libraries."""
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; what is no UTF-8 becomes the replacement character."""
         return b"".join(self.piece(int(token)) for token in tokens).decode(errors="replace")
@@ -81,6 +85,14 @@ class Bytes(Tokenizer):
 
     def settings(self) -> dict[str, Any]:
         return {"kind": "bytes"}
+
+    def model(self) -> Any:
+        tokenizers = _tokenizers()
+        vocabulary = {character: byte for byte, character in enumerate(_characters())}
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        return model
 
 
 class Words(Tokenizer):
@@ -132,6 +144,14 @@ class Words(Tokenizer):
     def settings(self) -> dict[str, Any]:
         return {"kind": "words", "words": list(self.words)}
 
+    def model(self) -> Any:
+        tokenizers = _tokenizers()
+        unknown = {"unk_token": UNK} if UNK in self._index else {}
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=self._index, **unknown))
+        model.normalizer = tokenizers.normalizers.Replace("\n", f" {EOS} ")
+        model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        return model
+
 
 class BPE(Tokenizer):
     """Byte-pair encoding of each line, on bytes, so that it covers every text (package `tokenizers`, extra data).
@@ -168,6 +188,19 @@ class BPE(Tokenizer):
 
     def settings(self) -> dict[str, Any]:
         return {"kind": "bpe", "model": json.loads(self._model.to_str())}
+
+    def model(self) -> Any:
+        tokenizers = _tokenizers()
+        model = tokenizers.Tokenizer.from_str(self._model.to_str())
+        lines = tokenizers.pre_tokenizers.Split("\n", "merged_with_previous")
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([lines, model.pre_tokenizer])
+        model.decoder = tokenizers.decoders.ByteLevel()
+        return model
+
+
+def tokenizer_of(run: Path) -> Tokenizer:
+    """The tokenizer of a run: bytes, where its folder holds no other."""
+    return load_tokenizer(run) if (run / FILE).exists() else Bytes()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -208,5 +241,5 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError("tokenizer: bpe needs the package tokenizers: pip install 'isopos[data]'") from None
+        raise ValueError("tokenizer: this needs the package tokenizers: pip install 'isopos[data]'") from None
     return tokenizers

@@ -4,7 +4,18 @@ import importlib
 
 from isopos.catalog import expect
 from isopos.lab import tasks
-from isopos.lab.recipes.recipe import PLACEMENT, SCALES, Model, Recipe, Training, join_spec, parse_schemes, split_spec
+from isopos.lab.recipes.recipe import (
+    PLACEMENT,
+    SCALES,
+    Model,
+    Recipe,
+    Training,
+    join_spec,
+    map_spec,
+    of_layers,
+    parse_schemes,
+    split_spec,
+)
 
 __all__ = [
     "PLACEMENT",
@@ -14,6 +25,8 @@ __all__ = [
     "Recipe",
     "Training",
     "join_spec",
+    "map_spec",
+    "of_layers",
     "parse_schemes",
     "preset",
     "split_spec",

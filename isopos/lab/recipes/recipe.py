@@ -3,7 +3,9 @@
 No torch here, so that help is instant.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
@@ -14,7 +16,18 @@ from isopos.lab.runs.files import mismatch
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Task, expect
 
-__all__ = ["PLACEMENT", "SCALES", "Model", "Recipe", "Training", "join_spec", "parse_schemes", "split_spec"]
+__all__ = [
+    "PLACEMENT",
+    "SCALES",
+    "Model",
+    "Recipe",
+    "Training",
+    "join_spec",
+    "map_spec",
+    "of_layers",
+    "parse_schemes",
+    "split_spec",
+]
 
 SCALES = ("tiny", "small", "paper")
 PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
@@ -90,7 +103,8 @@ class Recipe:
     On the command line, in files and in tables its fields and those of its parts have one flat name each.
     """
 
-    scheme: str = "rope"  # Name, then options: rope:decay=retnet,denominator=plain.
+    scheme: str = "rope"
+    """Name, then options: rope:decay=retnet,denominator=plain. Or a pattern of layers, which repeats: rope*3+none."""
     seed: int = 0  # Of the initial weights, the batches and dropout.
     training: Training = Training()
     model: Model = Model()
@@ -205,14 +219,46 @@ def parse_schemes(text: str) -> list[str]:
     return specs
 
 
+def of_layers(spec: str) -> list[str]:
+    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as follow its *.
+
+    Examples:
+        >>> of_layers("rope:decay=retnet*2+none"), of_layers("mrope:sections=2+1+1")
+        (['rope:decay=retnet', 'rope:decay=retnet', 'none'], ['mrope:sections=2+1+1'])
+    """
+    found = []
+    for part in re.split(r"\+(?=[a-zA-Z_])", spec):
+        one, star, count = part.rpartition("*")
+        if star and not (count.isdecimal() and 1 <= int(count) <= 100_000):
+            raise ValueError(f"scheme {spec!r}: expected a number of layers after *, got {count!r}")
+        found += [one] * int(count) if star else [part]
+    return found
+
+
+def map_spec(spec: str, change: Callable[[str], str]) -> str:
+    """A scheme, or a pattern with each of its schemes, changed.
+
+    Examples:
+        >>> map_spec("rope*3+none", lambda one: one + ":attention=softmax")
+        'rope:attention=softmax*3+none:attention=softmax'
+    """
+    runs = [(one, len([*same])) for one, same in itertools.groupby(of_layers(spec))]
+    return "+".join(change(one) + f"*{count}" * (count > 1) for one, count in runs)
+
+
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and options of a scheme.
+    """Name and options of a scheme, which is the same in all layers.
 
     Examples:
         >>> split_spec("rope:decay=retnet,base=500000")
         ('rope', {'decay': 'retnet', 'base': '500000'})
     """
-    name, _, rest = spec.partition(":")
+    one, *more = dict.fromkeys(of_layers(spec))
+    if more:
+        raise ValueError(
+            f"scheme: expected one, not one a layer as in {spec}; name each by itself: {one}, {', '.join(more)}"
+        )
+    name, _, rest = one.partition(":")
     options = {}
     for piece in filter(None, rest.split(",")):
         option, equals, value = piece.partition("=")

@@ -1,7 +1,7 @@
 """The table of a comparison, read from its folder: means over seeds, and differences with their spread. No torch here."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isopos.lab import tasks
-from isopos.lab.recipes import Recipe, join_spec, split_spec
+from isopos.lab.recipes import Recipe, join_spec, of_layers, split_spec
 from isopos.lab.reports import grids
 from isopos.lab.runs.files import read_json
 from isopos.lab.runs.folders import Result, read_rows, recipe_of
@@ -122,11 +122,9 @@ class Ranking:
 
     def cells(self, row: Row, titles: Sequence[str]) -> tuple[str, ...]:
         """A row under titles of `header`."""
-        name, options = split_spec(row.scheme)
         main, first = self.task.metrics[0], row.results[0]
-        own = {option: value for option, value in options.items() if option not in first.choices}  # columns show the others
         found = {
-            "scheme": join_spec(name, own),
+            "scheme": row.scheme if len(set(of_layers(row.scheme))) > 1 else _short(row.scheme, first.choices),
             **first.choices,
             "features": first.choices["feature_map"],
             "to best": _difference(row.difference, main.style),
@@ -175,6 +173,12 @@ class Ranking:
         table = grids.console(titles, [self.cells(row, titles) for row in self.rows], align)
         narrow = [f"Left out, since this terminal is narrow: {', '.join(left)}; the report has them."] if left else []
         return table, Text("\n".join([*self.notes(), *narrow]))
+
+
+def _short(spec: str, choices: Mapping[str, str]) -> str:
+    """A scheme without the options that columns show."""
+    name, options = split_spec(spec)
+    return join_spec(name, {option: value for option, value in options.items() if option not in choices})
 
 
 def _difference(values: Sequence[float], style: str) -> str:

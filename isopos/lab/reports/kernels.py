@@ -7,7 +7,7 @@ computes, with feature map, decay, terms and embedding.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
     ones, or of a mean over many, no rotation shows direction.
 
     With linear attention they are weights, as multiples of the root mean square of those at equal positions; with softmax
-    attention logits, less that of a query with a key at its own position.
+    attention logits, less that of a query with a key at its own position. Where keys take steps, attention is causal, and
+    scores of later keys mirror those of earlier ones.
     """
     outside = scheme.outside  # tokens that have no position come first
     x = torch.cat((scheme.group.origin(outside), x))
@@ -86,17 +87,23 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
             )
         q, k = (a + scheme.embedding(x, torch.float64) for a in (q, k))
     q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in (q, k))
-    at = dict(scheme.at(x, dtype=torch.float64))
+    at: dict[str, Any] = {**scheme.at(x, dtype=torch.float64), "causal": bool(scheme.path)}
     at.pop("transport", None)  # values here are not a model's
     v = torch.eye(len(x), dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     if scheme.attention == "linear":
         at["denominator"] = None
         score = linear_attention(q, k, v, **at)[0, :, outside:, outside:]
-        return score / score.diagonal(dim1=1, dim2=2).square().mean().sqrt()
+        score = score / score.diagonal(dim1=1, dim2=2).square().mean().sqrt()
+        return _mirrored(score) if scheme.path else score
     at["terms"] = [term for term in at.get("terms", ()) if term.side != "value"]
     weight = softmax_attention(q, k, v, **at)[0, :, outside:, outside:]
     logit = weight.clamp_min(torch.finfo(weight.dtype).tiny).log()  # up to a constant of the row
-    return logit - logit.diagonal(dim1=1, dim2=2)[..., None]
+    score = logit - logit.diagonal(dim1=1, dim2=2)[..., None]
+    return _mirrored(score) if scheme.path else score
+
+
+def _mirrored(score: Tensor) -> Tensor:
+    return score.tril() + score.tril(-1).mT
 
 
 @torch.no_grad()

@@ -11,40 +11,77 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from isopos.lab.recipes import of_layers
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
+from isopos.models import PerLayer
 from isopos.positions import Line
+from isopos.scheme import Scheme
 
 __all__ = ["write"]
 
 SMOOTH = 10  # steps
 PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
-body { background: #fff } small { color: #666 } .warn { color: #a00 } .wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: 14px }
-th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap }
-td.n { text-align: right; font-variant-numeric: tabular-nums } tbody tr:first-child { background: #eef7ee }
-figure { margin: 1em 0 } td img { height: 64px; image-rendering: pixelated } svg { max-width: 100%; height: auto }
+:root { color-scheme: light dark; --text: #222; --page: #fff; --faint: #666; --line: #ddd; --best: #eef7ee; --warn: #a00 }
+@media (prefers-color-scheme: dark) {
+:root { --text: #ddd; --page: #16181c; --faint: #aaa; --line: #3a3d44; --best: #1d3324; --warn: #ff8080 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; overflow-wrap: break-word }
+body { color: var(--text); background: var(--page) } small { color: var(--faint) } .warn { color: var(--warn) }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
+th, td { padding: .3em .7em; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
+th button { all: unset; cursor: pointer } th button:focus-visible { outline: 2px solid }
+th[aria-sort] { text-decoration: underline }
+td.n { text-align: right; font-variant-numeric: tabular-nums } tr.best { background: var(--best) }
+figure { margin: 1em 0 } td img { min-height: 64px; image-rendering: pixelated }
+svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px }
+.switches label { margin-right: 1.2em; white-space: nowrap }
+"""
+SCRIPT = """
+const number = text => parseFloat(text.replace(/[,()%]/g, ""));
+for (const table of document.querySelectorAll("table")) {
+  const body = table.tBodies[0];
+  [...table.tHead.rows[0].cells].forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+    const falling = head.ariaSort === "ascending";
+    for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", falling ? "descending" : "ascending");
+    const key = row => row.cells[column].textContent;
+    const rows = [...body.rows].sort((a, b) => {
+      const [x, y] = [number(key(a)), number(key(b))];
+      if (isNaN(x) !== isNaN(y)) return isNaN(x) ? 1 : -1;
+      return (falling ? -1 : 1) * (isNaN(x) ? key(a).localeCompare(key(b)) : x - y);
+    });
+    body.append(...rows);
+  }));
+}
+for (const box of document.querySelectorAll(".switches input")) {
+  const own = line => line.id.startsWith("curve-" + box.value + "-seed");
+  const lines = [...document.querySelectorAll("[id^='curve-']")].filter(own);
+  const show = () => lines.forEach(line => line.style.display = box.checked ? "" : "none");
+  box.addEventListener("change", show);
+  show();
+}
 """
 
 
 def write(folder: Path) -> Path:
     """Write report.html, and curves.svg beside it, from what the folder holds; return the report's path."""
     said, runs, found = about(folder), read_runs(folder), ranking(folder)
-    curves = _svg(_curves(runs, found))
+    curves = _svg(_curves(runs, found), "Training loss by step, a line a run")
     write_text(folder / "curves.svg", curves)
     first = {run.recipe.scheme: run for run in reversed(runs) if run.result}
     best_first = [first[row.scheme] for row in found.rows if row.status == "finished"]
-    pictures = [_kernel_section(run) for run in best_first]
+    pictures = [section for run in best_first for section in _kernel_sections(run)]
     unfinished = sorted(set(said["planned"]) - {run.folder.name for run in runs if run.result})
     parts = [
         "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>isopos: {_text(folder.name)}</title>',
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>isopos: {_text(folder.name)}</title>",
         f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
         f"<p>{_text(_setting(said, runs))}</p>",
         ""
@@ -55,6 +92,7 @@ def write(folder: Path) -> Path:
         "</div>",
         *(f"<p><small>{_text(note)}</small></p>" for note in found.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
+        f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
         "<h2>What each scheme sees</h2>",
         "<p>Weight (linear attention) or logit (softmax attention) of a random query and a key that resembles it, in each "
         "head, compared with that at the same position, as a function of their offset: of each head, the mean, its even and "
@@ -63,6 +101,7 @@ def write(folder: Path) -> Path:
         "offsets, of a tree a matrix over its nodes, beside the tree.</p>",
         *pictures,
         *_examples(best_first[:1]),
+        f'<script type="module">{SCRIPT}</script>',
         "</body></html>",
     ]
     path = folder / "report.html"
@@ -87,17 +126,25 @@ def _setting(said: dict[str, Any], runs: list[Run]) -> str:
 
 
 def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    head = "".join(f"<th>{_text(title)}</th>" for title in titles)
+    head = "".join(f'<th scope="col"><button type="button">{_text(title)}</button></th>' for title in titles)
     marks = [" class=n" * (title in numbers) for title in titles]
     body = "</tr><tr>".join(
-        "".join(f"<td{mark}>{_cell(cell)}</td>" for mark, cell in zip(marks, cells, strict=True)) for cells in rows
+        "".join(f"<td{mark}>{_cell(cell, title)}</td>" for mark, cell, title in zip(marks, cells, titles, strict=True))
+        for cells in rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
+    first = ' class="best"' * bool(numbers)
+    return f"<table><thead><tr>{head}</tr></thead><tbody><tr{first}>{body}</tr></tbody></table>"
 
 
-def _cell(text: str) -> str:
+def _cell(text: str, title: str) -> str:
     """A text, or the picture that it is the address of."""
-    return f'<img src="{text}" alt="">' if PICTURE.fullmatch(text) else _text(text)
+    return f'<img src="{text}" alt="{_text(title)}">' if PICTURE.fullmatch(text) else _text(text)
+
+
+def _switch(scheme: str) -> str:
+    """What shows and hides a scheme's curves."""
+    name = _text(scheme)
+    return f'<label><input type="checkbox" value="{name}" checked> {name}</label>'
 
 
 def _examples(runs: Sequence[Run]) -> Iterator[str]:
@@ -136,10 +183,17 @@ def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
             yield rows[n : n + SMOOTH][-1]["step"], statistics.fmean(losses)
 
 
-def _kernel_section(run: Run) -> str:
-    scheme = load_run(run.folder)[1].scheme
+def _kernel_sections(run: Run) -> Iterator[str]:
+    """One of each scheme of a model."""
+    scheme, specs = load_run(run.folder)[1].scheme, [*dict.fromkeys(of_layers(run.recipe.scheme))]
+    parts = dict.fromkeys(scheme.each if isinstance(scheme, PerLayer) else [scheme])
+    for part, spec in zip(parts, specs, strict=True):
+        yield _kernel_section(part, spec + f" in {run.recipe.scheme}" * (len(specs) > 1))
+
+
+def _kernel_section(scheme: Scheme, name: str) -> str:
     if (attention := scheme.choices["attention"]) != scheme.attention:
-        return f"<h3>{_text(run.recipe.scheme)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
+        return f"<h3>{_text(name)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
     panel = next(panels(scheme))
     if isinstance(panel.group, Line):
         figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -154,14 +208,13 @@ def _kernel_section(run: Run) -> str:
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
         draw(figure.subplots(), panel, scheme, alone=True)
-    name = run.recipe.scheme
-    return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure)}</figure>'
+    return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure, f"What {name} sees")}</figure>'
 
 
-def _svg(figure: Figure) -> str:
-    """The figure as an svg element, without the prologue that names a document type elsewhere."""
+def _svg(figure: Figure, label: str) -> str:
+    """The figure as an svg element that has a text, without the prologue that names a document type elsewhere."""
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return f'<svg role="img" aria-label="{_text(label)}"' + text[text.index("<svg") + 4 :]

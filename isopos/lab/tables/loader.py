@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from isopos.catalog import expect
-from isopos.lab.recipes import SCALES, Recipe, preset, split_spec
+from isopos.lab.recipes import SCALES, Recipe, of_layers, preset, split_spec
 from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
 
@@ -266,7 +266,8 @@ def _check(table: PaperTable) -> None:
         for corpus in row.schemes:
             expect(f"{row.name}: corpus", corpus, known)
         for scheme in (row.scheme, *row.schemes.values()):
-            split_spec(scheme)
+            for one in of_layers(scheme):
+                split_spec(one)
         if len(row.figures) not in (0, len(table.columns)):
             raise ValueError(f"{row.name}: expected {len(table.columns)} figures or none, got {len(row.figures)}")
     for column in table.columns:
@@ -290,7 +291,7 @@ def cell_name(corpus: str, scheme: str, seed: int) -> str:
         >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1)
         ('books-rope+attention=softmax-seed0', 'rope-seed1')
     """
-    return f"{corpus}-{scheme}-seed{seed}".replace(":", "+").removeprefix("-")
+    return f"{corpus}-{scheme}-seed{seed}".replace(":", "+").replace("*", "x").removeprefix("-")
 
 
 def timing(folder: Path, corpus: str = "") -> Path:

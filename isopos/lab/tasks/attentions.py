@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isopos.encodings import Identity
-from isopos.lab.recipes import split_spec
+from isopos.lab.recipes import of_layers, split_spec
 from isopos.models import Classifier, Encoder, PairClassifier, Vision
 from isopos.scheme import Scheme
 
@@ -165,16 +164,15 @@ PACKAGED = ("nystromformer", "reformer")  # that are those of transformers
 
 def absence(spec: str) -> str:
     """Which package the attention of a scheme needs that is not there, and what to do; empty where it has all."""
-    name = split_spec(spec)[1].get("attention", "")
-    if name not in PACKAGED or importlib.util.find_spec("transformers") is not None:
+    name = next((found for one in of_layers(spec) if (found := split_spec(one)[1].get("attention", "")) in PACKAGED), "")
+    if not name or importlib.util.find_spec("transformers") is not None:
         return ""
     return f"{name} needs the package transformers: pip install 'isopos[peers]'"
 
 
 def check_other(name: str, scheme: Scheme, spec: str) -> None:
     """ValueError where one of `OTHERS` does not fit the scheme of a specification, or its package is missing."""
-    added = isinstance(scheme.encoding, Identity) and scheme.bias is scheme.decay is scheme.locality is None
-    if not added or scheme.width > 1:
+    if not scheme.blind or scheme.width > 1:
         raise ValueError(
             f"schemes: expected positions that are added to embeddings, as of sinusoidal and learned, or none, with "
             f"attention={name}, got {spec}"

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from isopos.lab.recipes import Recipe, split_spec
+from isopos.lab.recipes import Recipe, of_layers, split_spec
 from isopos.lab.tasks.attentions import OTHERS, check_other, replace_attention
 from isopos.lab.tasks.task import expect
-from isopos.models import TOKEN_STD
+from isopos.models import TOKEN_STD, PerLayer
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
 
-__all__ = ["build_model", "build_scheme", "check_group", "group_of", "memory"]
+__all__ = ["build_model", "build_scheme", "check_group", "group_of", "memory", "scheme_of"]
 
 Built = TypeVar("Built")
 
@@ -28,25 +28,39 @@ def memory() -> float:
         return math.inf
 
 
-def build_scheme(recipe: Recipe) -> Scheme:
-    """The scheme of a recipe, with the options that fit its samples and seed; its attention may be one of `OTHERS`."""
+def build_scheme(recipe: Recipe) -> Scheme | PerLayer:
+    """The scheme of a recipe, or those of its layers, with the options that fit its samples and seed."""
+    specs = of_layers(recipe.scheme)
+    made = {spec: _build(recipe, spec) for spec in specs}
+    if len(made) == 1:
+        return made[specs[0]]
+    layers, times = recipe.model.layers, recipe.model.layers // len(specs)
+    expect("layers", layers, f"a multiple of the {len(specs)} of {recipe.scheme}", layers == times * len(specs))
+    for spec, scheme in made.items():
+        if (other := scheme.choices["attention"]) in OTHERS:
+            raise ValueError(f"schemes: expected attention linear or softmax in some of the layers, got {other} in {spec}")
+    return PerLayer([made[spec] for spec in specs * times])
+
+
+def _build(recipe: Recipe, spec: str) -> Scheme:
+    """A scheme of a recipe; its attention may be one of `OTHERS`."""
     m = recipe.model
     expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
-    name, options = split_spec(recipe.scheme)
+    name, options = split_spec(spec)
     known, other = {"scale": TOKEN_STD, "seed": recipe.seed, **recipe.task.fits}, options.get("attention", "")
     own = options | {"attention": "softmax"} if other in OTHERS else options
     scheme = build(name, m.model_dim // m.heads, m.heads, own, model=known)
     if other in OTHERS:
-        check_other(other, scheme, recipe.scheme)
+        check_other(other, scheme, spec)
         scheme.choices["attention"] = other
     return scheme
 
 
-def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme:
-    """The scheme of a recipe, or a ValueError where its positions are not of these kinds: "on a line, which text has"."""
+def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme | PerLayer:
+    """That of `build_scheme`, or a ValueError where its positions are not of these kinds: "on a line, which text has"."""
     scheme = build_scheme(recipe)
     if not isinstance(scheme.group, kinds):
-        name = split_spec(recipe.scheme)[0]
+        name = split_spec(of_layers(recipe.scheme)[0])[0]
         raise ValueError(
             f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}; "
             f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
@@ -55,9 +69,14 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
 
 
 @lru_cache(maxsize=16)
+def scheme_of(recipe: Recipe) -> Scheme | PerLayer:
+    """What `build_scheme` makes of a recipe, once: to look at, not to train."""
+    return build_scheme(recipe)
+
+
 def group_of(recipe: Recipe) -> Group:
     """Whose positions the scheme of a recipe takes."""
-    return build_scheme(recipe).group
+    return scheme_of(recipe).group
 
 
 def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **options: Any) -> Built:

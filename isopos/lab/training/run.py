@@ -23,6 +23,7 @@ from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Data, Metric, Scored, View
+from isopos.scheme import Scheme
 
 if TYPE_CHECKING:
     from isopos.lab.training.trainer import Fitted
@@ -158,9 +159,12 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         if any(value is not None and not math.isfinite(value) for value in scores.values()):
             status, scores = "diverged in validation", dict.fromkeys(scores)
     held = "-"
-    if status == "finished" and model.scheme.choices["attention"] == model.scheme.attention:  # attention of the scheme's own
-        report = laws.check(copy.deepcopy(model.scheme).cpu())
-        held = "yes" if report.holds else f"no ({', '.join(report.broken)})"
+    schemes = [scheme for scheme in copy.deepcopy(model.scheme).cpu().modules() if isinstance(scheme, Scheme)]
+    own = [scheme for scheme in schemes if scheme.choices["attention"] == scheme.attention]
+    if status == "finished" and own:
+        reports = [laws.check(scheme) for scheme in own]
+        broken = dict.fromkeys(law for report in reports for law in report.broken)
+        held = "yes" if all(report.holds for report in reports) else f"no ({', '.join(broken)})"
     result = Result(
         status=status,
         scores=scores,

@@ -1,0 +1,187 @@
+"""Time series: times that increase, and values beside them, of a table; or one that is drawn, with a day and a week.
+
+Times stay what they are, however far apart; nothing is filled in between.
+"""
+
+import csv
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from isopos.catalog import expect
+from isopos.lab.data.labelled import FIELD, lines_of, place_of, wrong
+from isopos.lab.data.sources import find
+
+__all__ = ["UNITS", "Series", "drawn", "read"]
+
+UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+MISSING = ("", "-", "?", "na", "n/a", "nan", "none", "null")
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Values by time."""
+
+    name: str  # of the source
+    titles: tuple[str, ...]  # of the columns of values
+    seconds: np.ndarray  # since 1970, increasing: float64 [n]
+    values: np.ndarray  # float64 [n c], not a number where there is none
+    empty: int = 0  # rows without any value, which are left out
+
+    @property
+    def sha256(self) -> str:
+        """A fingerprint of all that it holds."""
+        return hashlib.sha256(repr(self.titles).encode() + self.seconds.tobytes() + self.values.tobytes()).hexdigest()
+
+
+def read(source: str, time: str = "", values: Sequence[str] = (), unit: str = "seconds") -> Series:
+    """The series in a .csv or .tsv, perhaps packed.
+
+    Args:
+        source: Its path.
+        time: The column of times, by name, or by number from 1 on where the first line has no names; the first by default.
+            Times are ISO 8601, as their own clocks show them (with offsets from UTC: as that of the first row shows them),
+            or numbers.
+        values: The columns of values; all others by default. Empty cells, and NaN, NA, null, none, - and ? are missing.
+        unit: Of times that are numbers, and count from the beginning of 1970.
+
+    Raises:
+        ValueError: Where there is no such table or column, or a row is broken (with file, line and column).
+    """
+    expect("unit", unit, UNITS)
+    found = None
+    for name, blocks in () if source.startswith("hf:") else find(source, tables=True).read(raw=False):
+        if PurePosixPath(name).suffix.lower() in (".csv", ".tsv"):
+            if found is not None:
+                raise ValueError(f"data: expected one table, got more in {source}; name one file")
+            found = _read(source, name, _cells(name, lines_of(name, blocks)), time, values, unit)
+    if found is None:
+        raise ValueError(f"data: expected a table that ends with .csv or .tsv, got {source}")
+    return found
+
+
+def _cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """The number and the cells of each line that has some, as many as the first has."""
+    csv.field_size_limit(FIELD)
+    plain, width = name.lower().endswith(".tsv"), 0
+    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise wrong(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
+        if cells is None:
+            return
+        if cells and width not in (0, len(cells)):
+            raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
+        if cells:
+            width = len(cells)
+            yield reader.line_num, [cell.strip() for cell in cells]
+
+
+def _read(
+    source: str, name: str, lines: Iterator[tuple[int, list[str]]], time: str, values: Sequence[str], unit: str
+) -> Series:
+    at, places, titles, first = -1, list[int](), list[str](), None
+    seconds, rows, empty = list[float](), list[list[float]](), 0
+    for line, cells in lines:
+        if not places:
+            titles = [str(n) for n in range(1, len(cells) + 1)]
+            bare = _moment(cells[place_of(name, titles, time or "1")]) if (time or "1") in titles else None
+            titles = cells if bare is None else titles
+            at = place_of(name, titles, time) if time else 0
+            places = [place_of(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
+            if at in places or not places:
+                raise ValueError(f"values: expected columns beside that of times, {titles[at]}, got {', '.join(titles)}")
+            if bare is None:
+                continue
+        moment = _moment(cells[at])
+        if moment is None or type(moment) is not type(first or moment):
+            kind = "a number" if isinstance(first, float) else "an ISO time"
+            what = "an ISO time or a number" if first is None else f"{kind}, as the first"
+            raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
+        first = moment if first is None else first
+        now = _seconds(moment, first, UNITS[unit])
+        if now is None or (seconds and now <= seconds[-1]):
+            what = "an offset from UTC for all times or for none" if now is None else "a time after the one above"
+            raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
+        found = [_value(name, line, titles[place], cells[place], place + 1) for place in places]
+        if all(map(math.isnan, found)):
+            empty += 1
+        else:
+            seconds.append(now)
+            rows.append(found)
+    if not rows:
+        raise ValueError(f"data: expected rows with a time and a value, got none in {name}")
+    return Series(source, tuple(titles[place] for place in places), np.array(seconds), np.array(rows), empty)
+
+
+def _moment(text: str) -> float | datetime | None:
+    """A time, as a number or as ISO 8601; None where it is neither."""
+    try:
+        return number if math.isfinite(number := float(text)) else None
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _seconds(moment: float | datetime, first: float | datetime, unit: int) -> float | None:
+    """Seconds since 1970 by the clock of the first time; None where only one of the two has an offset from UTC."""
+    if not isinstance(moment, datetime) or not isinstance(first, datetime):
+        return float(moment) * unit if isinstance(moment, float) else None
+    if (moment.tzinfo is None) is not (first.tzinfo is None):
+        return None
+    own = moment if first.tzinfo is None else moment.astimezone(first.tzinfo)
+    return (own.replace(tzinfo=UTC) - EPOCH).total_seconds()
+
+
+def _value(name: str, line: int, title: str, text: str, column: int) -> float:
+    if text.lower() in MISSING:
+        return math.nan
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise wrong(name, line, f"{title}: expected a number or nothing, got {text[:40]!r}; --values names columns", column)
+    return value
+
+
+def drawn(seed: int = 0, count: int = 5000) -> Series:
+    """Load and temperature at irregular times, from Monday, 1 January 2024 on: a function of the arguments.
+
+    Half an hour to an hour and a half lie between two rows, and every hundredth time a gap of 6 to 48 hours, too. Both have
+    a day, the load a week as well, a trend and an answer to cold; both have noise that is forgotten in 8 hours. Of each a
+    fiftieth is missing.
+
+    Examples:
+        >>> series = drawn()
+        >>> series.values.shape, series.titles, round((series.seconds[-1] - series.seconds[0]) / 86400)
+        ((4998, 2), ('load', 'temperature'), 270)
+    """
+    random = np.random.default_rng(seed)
+    gaps = np.where(random.random(count) < 0.01, random.uniform(6, 48, count), 0)
+    hours = np.cumsum(random.uniform(0.5, 1.5, count) + gaps)
+    day, week = 2 * np.pi * hours / 24, hours // 24 % 7
+    kept, noise = np.exp(-np.diff(hours, prepend=hours[0]) / 8)[:, None], random.standard_normal((count, 2))
+    for n in range(1, count):
+        noise[n] = kept[n] * noise[n - 1] + np.sqrt(1 - kept[n] ** 2) * noise[n]
+    temperature = 10 - 6 * np.cos(2 * np.pi * hours / 8766) - 4 * np.cos(day - 2 * np.pi * 3 / 24) + 1.5 * noise[:, 0]
+    shape = -np.cos(day - 2 * np.pi * 2 / 24) - 0.5 * np.cos(2 * day - 2 * np.pi * 4 / 24)
+    load = 50 + 0.002 * hours + 10 * np.where(week < 5, 1, 0.3) * shape - 5 * (week >= 5)
+    load += 0.5 * np.maximum(0, 12 - temperature) + 1.5 * noise[:, 1]
+    values = np.stack((load, temperature), -1)
+    values[random.random(values.shape) < 0.02] = np.nan
+    kept = ~np.isnan(values).all(1)
+    start = (datetime(2024, 1, 1, tzinfo=UTC) - EPOCH).total_seconds()
+    titles = ("load", "temperature")
+    return Series("load and temperature, drawn", titles, start + 3600 * hours[kept], values[kept], int((~kept).sum()))

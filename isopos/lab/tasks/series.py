@@ -1,0 +1,287 @@
+"""Time series: values at future times from those before, at the times when they were measured."""
+
+import base64
+import io
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from isopos.lab.tasks.samples import Samples
+from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from isopos.lab.data.series import Series
+    from isopos.lab.recipes import Recipe
+    from isopos.models import Forecaster
+
+__all__ = ["Forecast", "Spans"]
+
+NOTE = "of standardised values, over the horizon"
+HOUR = 3600
+PARTS = (0.8, 0.9)  # where the rows of validation and of the test begin
+
+
+@dataclass(frozen=True)
+class Forecast(Task):
+    """What a forecaster sees: rows before, with their values, and the times of the rows after, whose values it is to find.
+
+    Times stay what they are. A clock reads day, week and absolute time, a scheme on a line the time in steps, of which one
+    is the median of the training part, or numbers of rows.
+    """
+
+    data: str = ""
+    """A .csv or .tsv of times that increase and of values; by default a load and a temperature are drawn. docs/data.md says
+    more."""
+    time: str = ""  # Column of times: its name, or its number from 1 on where the first line has no names; empty: the first.
+    values: tuple[str, ...] = ()  # Columns of values, likewise; by default all others.
+    time_unit: Literal["seconds", "minutes", "hours", "days"] = "seconds"  # Of times that are numbers, since 1970.
+    positions: Literal["time", "index"] = "time"  # What schemes on a line see.
+    context: int = 168  # Rows before the forecast.
+    horizon: int = 24  # Rows to forecast.
+    season: float = 24.0
+    """Hours after which the naive forecast repeats what was, at the nearest time that is known; 0: the last value."""
+    channels: int = 0  # Values of a row; 0: as many as the data has.
+    validation_rows: int = 0  # At most so many held-out forecasts are scored; 0: all.
+
+    name = "series"
+    schemes = "none,learned,rope,clock"
+    edits = MappingProxyType({"steps": 300, "batch": 16, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
+    unit = "forecasts"
+    limits = (("context horizon", 1, 10**6), ("channels validation_rows", 0, 10**9))
+    settled = ("channels",)
+    metrics = (
+        Metric("MAE", "mae", note=f"MAE, MSE: absolute and squared error {NOTE}"),
+        Metric("MSE", "mse"),
+        Metric("to naive", "naive", note="to naive: MAE, one of the seasonal-naive forecast = 1"),
+    )
+
+    @property
+    def more(self) -> tuple[Metric, ...]:
+        return (Metric("scored", "values", "higher", ",.0f"),)
+
+    @property
+    def loss_unit(self) -> str:
+        return "squared error"
+
+    @property
+    def rows(self) -> int:
+        """Of a sample."""
+        return self.context + self.horizon
+
+    def setting(self, recipe: "Recipe") -> str:
+        return f"A forecaster of {self.horizon} rows from {self.context} before them, at their {self.positions}."
+
+    @property
+    def fits(self) -> dict[str, object]:
+        return {"scale": 1.0, "length": self.rows, "reach": self.rows}  # tokens of standardised values vary about as much
+
+    def check(self, recipe: "Recipe") -> list[str]:
+        import torch
+
+        from isopos.lab.tasks.build import build_scheme
+
+        expect("season", self.season, "hours from 0 on", 0 <= self.season < float("inf"))
+        scheme = build_scheme(recipe)
+        on_clock, on_line = _seen(scheme)
+        if not on_clock and not on_line:
+            raise ValueError(
+                f"schemes: expected positions on a line or a clock, which series have, but {recipe.scheme} takes those of a "
+                f"{scheme.group.noun}"
+            )
+        if scheme.max_length is not None and scheme.max_length < self.rows:
+            raise ValueError(
+                f"context: expected at most {scheme.max_length} rows with the horizon, for which {recipe.scheme} has "
+                f"positions, got {self.rows}"
+            )
+        model, rows = self.model(recipe), torch.zeros(1, self.rows, self.channels or 1)
+        with torch.no_grad():
+            model(rows, _places(recipe, self.positions, np.arange(self.rows)[None] * float(HOUR), 0.0, HOUR))
+        numbers = not on_clock and on_line != "real" and self.positions == "time"
+        return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
+
+    def model(self, recipe: "Recipe") -> "Forecaster":
+        from isopos.lab.tasks.build import build_model
+        from isopos.models import Forecaster
+
+        return build_model(recipe, Forecaster, self.channels or 1)
+
+    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Spans":
+        from isopos.lab.data import series
+
+        return Spans(self, series.read(self.data, self.time, self.values, self.time_unit) if self.data else series.drawn())
+
+
+class Spans(Samples):
+    """Rows of a series, `context` and then `horizon` of them, to train on and to score.
+
+    The last fifth is held out, half for the test. Values are standardised by the training part. Forecasts that are scored
+    stand side by side, and what they are made from may lie in the part before, as it does when a forecast is wanted.
+    """
+
+    unit = "forecasts"
+    splits = ("validation", "test")
+
+    def __init__(self, task: Forecast, series: "Series"):
+        self.task, self.series, self.name, self.sha256 = task, series, series.name, series.sha256
+        count = len(series.seconds)
+        ends = [int(share * count) for share in PARTS]
+        train = series.values[: ends[0]]
+        if ends[0] <= task.rows or min(ends[1] - ends[0], count - ends[1]) < task.horizon:
+            least = max(task.rows / PARTS[0], 10 * task.horizon)
+            raise ValueError(
+                f"data: expected more than {least:.0f} rows, for a context of {task.context} and a horizon of "
+                f"{task.horizon}, got {count} in {series.name}; shorten both"
+            )
+        known = (~np.isnan(train)).sum(0)
+        for title, rows in zip(series.titles, known, strict=True):
+            if rows < 2:
+                raise ValueError(f"data: expected values of {title} in the first {ends[0]} rows, to train on, got {rows}")
+        spread = np.nanstd(train, axis=0)
+        self.values = (series.values - np.nanmean(train, axis=0)) / np.where(spread > 0, spread, 1)
+        self.step = float(np.median(np.diff(series.seconds[: ends[0]])))
+        last = {
+            "train": (task.context, ends[0], 1),
+            "validation": (*ends, task.horizon),
+            "test": (ends[1], count, task.horizon),
+        }
+        # rows where forecasts begin
+        self.begins = {split: np.arange(low, high - task.horizon + 1, by) for split, (low, high, by) in last.items()}
+        self.sizes = {split: np.full(len(rows), task.rows) for split, rows in self.begins.items()}
+        lacking, gaps = int(np.isnan(series.values).sum()), int((np.diff(series.seconds) > 3 * self.step).sum())
+        self.summary = (
+            f"{ends[0]} + {ends[1] - ends[0]} + {count - ends[1]} rows of {', '.join(series.titles)[:200]}, "
+            f"a step of {self.step / HOUR:.3g} hours, {gaps} gaps of more than 3"
+            + f", {lacking} values missing" * (lacking > 0)
+            + f", {series.empty} rows without any left out" * (series.empty > 0)
+        )
+
+    def settle(self, recipe: "Recipe") -> "Recipe":
+        there, given = len(self.series.titles), self.task.channels
+        expect("channels", given, f"0, or the {there} of the data", given in (0, there))
+        recipe = recipe.edit(channels=there)
+        recipe.task.check(recipe)
+        return super().settle(recipe)
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+        """Values ``[b t c]``, NaN where unknown, positions ``[t 1]`` or ``[b t c]``, and answers ``[b horizon c]``."""
+        import torch
+
+        chosen = self.begins[split][rows][:, None] + np.arange(-self.task.context, self.task.horizon)
+        values = torch.from_numpy(self.values[chosen]).float()
+        positions = _places(
+            recipe, self.task.positions, self.series.seconds[chosen], float(self.series.seconds[0]), self.step
+        )
+        answers = values[:, self.task.context :].clone()
+        values[:, self.task.context :] = torch.nan
+        return values, positions, answers
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        """The mean over forecasts of the mean squared error of those of their values that are known."""
+        values, positions, answers = batch
+        known = ~answers.isnan()
+        errors = model(values, positions)[:, -answers.shape[1] :] - answers.where(known, 0)
+        sums = (errors.square() * known).flatten(1).sum(1)
+        return (sums / known.flatten(1).sum(1).clamp_min(1)).mean()
+
+    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+        """Errors of standardised values, "naive", the share of them that the naive forecast has, and how many "values"."""
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        limit, found = self.task.validation_rows if view.limit < 0 else view.limit, []
+        for rows in self.rounds(view.split, limit):
+            guesses, answers = self.answers(model, recipe, view.split, rows)
+            errors = np.stack((guesses - answers, self.naive(self.begins[view.split][rows]) - answers))
+            found.append(errors.reshape(2, -1).T)
+        errors = np.concatenate(found)
+        errors = errors[~np.isnan(errors).any(1)]
+        if not len(errors):
+            return Scored(reason=f"split: expected values in {view.split}, got none")
+        mae, naive = np.abs(errors).mean(0).tolist()
+        figures = {"mae": mae, "mse": float(np.square(errors[:, 0]).mean()), "naive": mae / naive if naive else float("inf")}
+        return Scored(figures | {"values": len(errors)})
+
+    def answers(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What a model in evaluation mode finds and what was, ``[n horizon c]``, of samples of a split."""
+        import torch
+
+        device = next(model.parameters()).device
+        values, positions, answers = (tensor.to(device) for tensor in self.tensors(split, rows, recipe))
+        with torch.no_grad():
+            found = model(values, positions)[:, self.task.context :]
+        return found.cpu().double().numpy(), answers.cpu().double().numpy()
+
+    def naive(self, begins: np.ndarray) -> np.ndarray:
+        """What was a season ago, or several where that is not known yet, at the nearest time: ``[n horizon c]``."""
+        times, season = self.series.seconds, self.task.season * HOUR
+        wanted, last = times[begins[:, None] + np.arange(self.task.horizon)], times[begins - 1][:, None]
+        past = wanted - season * np.ceil((wanted - last) / season) if season else np.broadcast_to(last, wanted.shape)
+        found = np.empty((*wanted.shape, self.values.shape[1]))
+        for channel, values in enumerate(self.values.T):
+            own = np.flatnonzero(~np.isnan(values))
+            most = np.searchsorted(own, begins)[:, None] - 1  # the last that is known before the forecast
+            after = np.searchsorted(times[own], past)
+            pair = np.stack((after - 1, after)).clip(0, most.clip(0))
+            nearest = np.abs(times[own][pair] - past).argmin(0)
+            guesses = values[own][np.take_along_axis(pair, nearest[None], 0)[0]]
+            found[..., channel] = np.where(most < 0, np.nan, guesses)
+        return found
+
+    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+        rows = self.some("validation", count)
+        guesses, _ = self.answers(model, recipe, "validation", rows)
+        begins = self.begins["validation"][rows]
+        return [
+            {"from": str(np.datetime64(round(float(self.series.seconds[begin])), "s"))}
+            | {title: self._drawn(begin, guess[:, n], naive[:, n], n) for n, title in enumerate(self.series.titles[:2])}
+            for begin, guess, naive in zip(begins.tolist(), guesses, self.naive(begins), strict=True)
+        ]
+
+    def _drawn(self, begin: int, guess: np.ndarray, naive: np.ndarray, channel: int) -> str:
+        """A forecast beside what was and the naive one, by hours from its beginning, as the address of a PNG."""
+        from matplotlib.figure import Figure
+
+        figure, file, horizon = Figure(figsize=(4.5, 1.8), dpi=100, layout="constrained"), io.BytesIO(), len(guess)
+        axes, shown = figure.subplots(), slice(begin - min(self.task.context, 2 * horizon), begin + horizon)
+        hours = (self.series.seconds - self.series.seconds[begin]) / HOUR
+        axes.plot(hours[shown], self.values[shown, channel], ".-", color="0.6", markersize=3, label="was")
+        axes.plot(hours[begin : begin + horizon], naive, ":", color="C1", label="naive")
+        axes.plot(hours[begin : begin + horizon], guess, color="C0", label="model")
+        axes.legend(fontsize=6, frameon=False, loc="upper left")
+        axes.tick_params(labelsize=6)
+        figure.savefig(file, format="png", metadata={"Software": None})
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _seen(scheme: Any) -> tuple[bool, str]:
+    """Whether positions are a clock's; and on a line which numbers they may be, "real" or "whole", or nothing."""
+    from isopos.biases import RelativeBias
+    from isopos.embeddings import Embedding
+    from isopos.positions import Line
+    from isopos.schemes import REGISTRY, Scheme
+
+    parts = [part for part in scheme.modules() if isinstance(part, Scheme | Embedding | RelativeBias)]
+    if not all(isinstance(part.group, Line) for part in parts):
+        return scheme.group == REGISTRY["clock"](6).group, ""
+    return False, "real" if all(getattr(part.group, "real", False) for part in parts) else "whole"
+
+
+def _places(recipe: "Recipe", kind: str, seconds: np.ndarray, start: float, step: float) -> "Tensor":
+    """Positions of rows at times ``[b t]``, as the scheme has them: ``[b t 3]`` of a clock, ``[b t 1]``, or ``[t 1]``."""
+    import torch
+
+    from isopos.lab.tasks.build import scheme_of
+    from isopos.positions import sequence, timestamps
+
+    on_clock, on_line = _seen(scheme_of(recipe))
+    if on_clock:
+        return timestamps(torch.from_numpy(seconds), start=datetime.fromtimestamp(start, UTC))
+    if on_line == "whole" or kind == "index":
+        return sequence(seconds.shape[1])
+    return torch.from_numpy((seconds - seconds[:, :1]) / step)[..., None]

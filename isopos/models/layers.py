@@ -1,0 +1,106 @@
+"""A scheme a layer: layers without positions among others, decays of their own, linear attention beside softmax."""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Self
+
+from torch import nn
+
+from isopos.embeddings import Embedding
+from isopos.paths import Path
+from isopos.positions import Group
+from isopos.scheme import Scheme
+
+__all__ = ["PerLayer"]
+
+
+class PerLayer(nn.Module):
+    """Schemes of the layers of a model, in their order. One that several layers share is there once, and evaluated once.
+
+    All see the same positions, but for those without any, which fit with all. Only the first may add an embedding to the
+    tokens. Models make it of a list of schemes.
+
+    Args:
+        schemes: One a layer.
+
+    Raises:
+        ValueError: For no scheme, for positions of several kinds, and for an embedding after the first layer.
+
+    Examples:
+        >>> import torch
+        >>> import isopos
+        >>> rope, none = isopos.rope(8, 4), isopos.none(8, 4)
+        >>> model = isopos.models.Decoder(256, 32, 4, [rope, rope, rope, none])  # no positions in every fourth layer
+        >>> model(torch.arange(10)[None]).shape, len(model.scheme.parts)
+        (torch.Size([1, 10, 256]), 2)
+    """
+
+    def __init__(self, schemes: Sequence[Scheme]):
+        super().__init__()
+        if not schemes or not all(isinstance(scheme, Scheme) for scheme in schemes):
+            raise ValueError(f"scheme: expected a Scheme, or a list of one for each layer, got {schemes}")
+        distinct = list(dict.fromkeys(schemes))
+        self.parts, self.order = nn.ModuleList(distinct), tuple(distinct.index(scheme) for scheme in schemes)
+        seeing = [scheme for scheme in schemes if not scheme.blind]
+        if len(nouns := dict.fromkeys(scheme.group.noun for scheme in seeing)) > 1:
+            raise ValueError(f"scheme: expected positions of one kind in all layers, got those of a {', a '.join(nouns)}")
+        if any(scheme.embedding is not None and scheme is not schemes[0] for scheme in schemes):
+            raise ValueError("scheme: expected an embedding, which is added to tokens, in the first layer alone, got others")
+
+    @property
+    def each(self) -> tuple[Scheme, ...]:
+        """That of each layer."""
+        parts: Any = self.parts
+        return tuple(parts[n] for n in self.order)
+
+    @property
+    def group(self) -> Group:
+        """Whose positions all take: where some want whole numbers, those."""
+        groups = [scheme.group for scheme in self.each if not scheme.blind] or [self.each[0].group]
+        return next((group for group in groups if not getattr(group, "real", False)), groups[0])
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """Of the first layer."""
+        return self.each[0].embedding
+
+    @property
+    def path(self) -> tuple[Path, ...]:
+        """What reads steps from keys, in any layer."""
+        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.path))
+
+    @property
+    def attention(self) -> str:
+        """The costlier kind that there is."""
+        return "softmax" if any(scheme.attention == "softmax" for scheme in self.each) else "linear"
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions from 0 on that all take, where their number is limited."""
+        return min((scheme.max_length for scheme in self.each if scheme.max_length is not None), default=None)
+
+    @property
+    def outside(self) -> int:
+        """Number of first tokens outside the positions."""
+        return max(scheme.outside for scheme in self.each)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Those of the schemes, each value once."""
+        every = [scheme.choices for scheme in self.each]
+        return {name: " + ".join(dict.fromkeys(choices[name] for choices in every)) for name in every[0]}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the schemes' fingerprints, in the order of layers."""
+        return hashlib.sha256("".join(scheme.fingerprint for scheme in self.each).encode()).hexdigest()
+
+    def extend(self, name: str, **options: Any) -> Self:
+        """`Scheme.extend` of each that sees positions, or a ValueError where one of them has no such frequencies."""
+        seeing = [scheme for scheme in dict.fromkeys(self.each) if not scheme.blind] or [self.each[0]]
+        for scheme in (*copy.deepcopy(seeing), *seeing):  # where one is refused nothing is changed
+            scheme.extend(name, **options)
+        vars(self).pop("fingerprint", None)
+        return self

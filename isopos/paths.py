@@ -1,0 +1,139 @@
+"""Paths that depend on content: every token takes a step that is read from its key, and a weight sees those after its key.
+
+    p_t = step(k_1) + ... + step(k_t),    weight_ts sees p_t - p_s = step(k_{s+1}) + ... + step(k_t)
+
+Steps are log gates (`Forget`) or angles (`Turn`): the real and the imaginary part of one exponent, exp(p_t - p_s). They take
+the place of positions where attention is causal. Products are float32 or wider, steps and their sums float64.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.catalog import at_least
+from isopos.exact import ExactModule, Weight, constant, full_precision, wide
+from isopos.maps import Rotation
+from isopos.ops.rotate import rotation_table
+
+__all__ = ["Forget", "Path", "Turn", "along", "parts"]
+
+LEAST = -1000.0  # of a log gate: exp(-1000) is zero in every dtype, and sums of many keep their digits
+
+
+class Path(ExactModule, ABC):
+    """Steps that tokens take by their content, <w, k> + b and what a subclass makes of it: w ``[h c d]``, b ``[h c]``.
+
+    Content is the head's own key, ahead of feature map and encoding, so that layers that share a scheme have steps of their
+    own. A key is k = W x of a layer's input x, and <w, k> = <W^T w, x> a linear function of it, as in the papers. At the
+    start w is zero.
+
+    Args:
+        features: d of keys.
+        bias: b at the start ``[h c]``.
+    """
+
+    def __init__(self, features: int, bias: Tensor):
+        super().__init__()
+        heads, columns = bias.shape
+        self.features, self.heads, self.columns = at_least("features", features), heads, columns
+        self.parametrise("weight", torch.zeros(heads, columns, features, device="cpu", dtype=torch.float64), learned=True)
+        self.bias = Weight(bias)
+
+    def forward(self, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Steps float64 ``[*b h t c]`` of keys ``[*b h t d]``; zero where a mask ``[*b t]`` is False."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        k = torch.where(k.isfinite(), k, 0).to(dtype)  # NaN of a token must not reach those that do not see it
+        with full_precision(k.device):
+            content = k @ self.parameter.to(dtype).mT + self.bias.parameter.to(dtype)[:, None]
+            steps = self.steps(wide(content))
+        return steps if mask is None else torch.where(mask[..., None, :, None].to(steps.device), steps, 0)
+
+    @abstractmethod
+    def steps(self, content: Tensor) -> Tensor:
+        """Steps of <w, k> + b, float64 ``[*b h t c]``."""
+
+
+class Forget(Path):
+    """Forget gates, a log decay that depends on content: log f = log sigmoid(<w, k> + b), one a head and token.
+
+    softmax attention:  logit_ts = <q_t, k_s> + sum_{s < m <= t} log f_m
+    linear attention:   state_t = f_t state_{t-1} + k_t v_t^T
+
+    At the start b is zero, as in the authors' code, and f is 1/2.
+
+    Args:
+        features: d of keys.
+        heads: h.
+
+    References:
+        - Forgetting Transformer: Softmax Attention with a Forget Gate (Lin et al. 2025), section 3, where gates read the
+          layer's input. https://arxiv.org/abs/2503.02130
+        - Gated Linear Attention Transformers with Hardware-Efficient Training (Yang et al. 2024) and Mamba-2 (Dao and Gu
+          2024) for linear attention. https://arxiv.org/abs/2312.06635
+
+    Examples:
+        >>> forget = Forget(4, 1)
+        >>> forget(torch.randn(1, 3, 4)).exp().flatten().tolist()
+        [0.5, 0.5, 0.5]
+    """
+
+    def __init__(self, features: int, heads: int):
+        super().__init__(features, torch.zeros(heads, 1, device="cpu", dtype=torch.float64))
+
+    def steps(self, content: Tensor) -> Tensor:
+        return F.logsigmoid(content).clamp_min(LEAST)
+
+
+class Turn(Path):
+    """Rotations by content: the angle of a pair of features at token t is the sum of what the tokens up to t turn it by.
+
+    angle_t = sum_{m <= t} frequency (<w, k_m> + b)
+
+    b starts at one, so that at first it is rope at consecutive positions.
+
+    Args:
+        features: d of queries and keys, even.
+        heads: h.
+        frequency: ``[d/2]``, radians.
+
+    References:
+        Selective Rotary Position Embedding (Movahedi et al. 2025). The authors' code, whose temperatures are the frequencies
+        here, reads the layer's input with length one, through a matrix of low rank and a convolution over four tokens.
+        https://arxiv.org/abs/2511.17388
+
+    Examples:
+        >>> turn = Turn(4, 1, torch.tensor([1.0, 0.1]))
+        >>> turn(torch.randn(1, 3, 4)).cumsum(-2).tolist()
+        [[[1.0, 0.1], [2.0, 0.2], [3.0, 0.30000000000000004]]]
+    """
+
+    def __init__(self, features: int, heads: int, frequency: Tensor):
+        if 2 * len(frequency) != features:
+            raise ValueError(f"frequency: expected one of each pair of {features} features, got {len(frequency)}")
+        super().__init__(features, torch.ones(heads, len(frequency), device="cpu", dtype=torch.float64))
+        self.frequency = constant(frequency)
+
+    def steps(self, content: Tensor) -> Tensor:
+        return wide(self.frequency, content.device) * content
+
+
+def along(path: Sequence[Path], k: Tensor, mask: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    """Where tokens are on all paths, after their own step: float64 ``[*b h t c]``, from that `before` ``[*b h c]`` on."""
+    total = torch.cat([own(k, mask) for own in path], -1).cumsum(-2)
+    return total if before is None else before.unsqueeze(-2) + total
+
+
+def parts(
+    path: Sequence[Path], total: Tensor, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Rotation | None]:
+    """The log decay ``[*b h t]`` and the rotation, with a table in `dtype`, of tokens at `total` ``[*b h t c]``."""
+    decay = angle = None
+    for own, place in zip(path, total.split([own.columns for own in path], -1), strict=True):
+        if isinstance(own, Forget):
+            decay = place[..., 0] if decay is None else decay + place[..., 0]
+        else:
+            angle = place if angle is None else angle + place
+    return decay, None if angle is None else Rotation(rotation_table(angle, dtype).to(device))

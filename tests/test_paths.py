@@ -1,0 +1,265 @@
+"""Steps that keys take, by their definition: each weight sees the tokens after its key up to its query, and no others."""
+
+import dataclasses
+import math
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ATTENTION, HEAD_DIM, HEADS, close, gradients, inputs, perturb, stream
+
+import isopos
+from isopos import encodings, laws, models, schemes
+from isopos.attention import Steps, absorb, naive_linear_attention
+from isopos.bases import OddEven
+from isopos.decays import Decay
+from isopos.encodings import rope_frequencies
+from isopos.paths import Forget, Path, Turn
+from isopos.positions import sequence
+from isopos.scheme import Scheme
+
+T = 12
+both = pytest.mark.parametrize("kind", ATTENTION)
+every = pytest.mark.parametrize("name", ["fox", "selective", "selective:forget"])
+
+
+def made(name, kind, size=0.5, **more):
+    name, _, decay = name.partition(":")
+    return perturb(
+        schemes.REGISTRY[name](HEAD_DIM, HEADS, attention=kind, **({"decay": decay} if decay else {}), **more), size
+    )
+
+
+def between(steps):
+    """The sum of the steps ``[b h t c]`` of tokens m with s < m <= t: ``[b h t s c]``; zero where there are none."""
+    row = torch.arange(steps.shape[-2])
+    part = (row > row[:, None]) & (row <= row[:, None, None])  # [t s m]
+    return torch.einsum("tsm,...mc->...tsc", part.to(steps.dtype), steps)
+
+
+def by_pairs(scheme, q, k, v):
+    """Attention with every pair of tokens by itself: log gates and angles are those between, nothing is cumulative."""
+    linear, causal = scheme.attention == "linear", torch.ones(q.shape[-2], q.shape[-2]).tril() > 0
+    a, b = (scheme.feature_map(x) for x in (q, k)) if linear else (q, k)
+    plain = weight = a @ b.mT
+    if (turn := scheme.turn) is not None:
+        content = torch.einsum("bhtd,hfd->bhtf", k, turn.weight) + turn.bias.weight[:, None]
+        angle = between(turn.frequency * content)
+        (x, y), (u, w) = ((z[..., ::2], z[..., 1::2]) for z in (a, b))
+        x, y, u, w = x[..., :, None, :], y[..., :, None, :], u[..., None, :, :], w[..., None, :, :]
+        weight = ((x * u + y * w) * angle.cos() + (x * w - y * u) * angle.sin()).sum(-1)
+    log_gate = torch.zeros(())
+    if (forget := scheme.forget) is not None:
+        gate = torch.sigmoid(torch.einsum("bhtd,hcd->bhtc", k, forget.weight) + forget.bias.weight[:, None])
+        log_gate = between(gate.log())[..., 0]
+    if linear:
+        weight, plain = (torch.where(causal, x * log_gate.exp(), 0) for x in (weight, plain))
+        return weight @ v / plain.sum(-1, keepdim=True)
+    return (weight / HEAD_DIM**0.5 + log_gate).masked_fill(~causal, -torch.inf).softmax(-1) @ v
+
+
+@both
+@every
+def test_attention_is_that_of_every_pair_with_all_gradients(name, kind):
+    scheme, content = made(name, kind), inputs(2, t=T, requires_grad=True)
+    out, expected = scheme(*content, sequence(T), causal=True), by_pairs(scheme, *content)
+    close(out, expected)
+    leaves = [*content, *scheme.parameters()]
+    for fast, slow in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
+        close(fast, slow)
+        assert slow.any()
+    at = scheme.at(sequence(T), dtype=torch.float64)
+    if kind == "linear":
+        close(naive_linear_attention(*content, **at, causal=True), expected)
+
+
+@both
+def test_at_the_start_gates_are_one_half_and_angles_those_of_rope(kind):
+    content, x = inputs(2, t=T, dtype=torch.float32), sequence(T)
+    half = Decay(torch.full((HEADS,), math.log(2)))
+    none, rope = schemes.none(HEAD_DIM, HEADS, attention=kind, decay=half), schemes.rope(HEAD_DIM, HEADS, attention=kind)
+    for name, same in (("fox", none), ("selective", rope)):
+        close(*(s(*content, x, causal=True) for s in (schemes.REGISTRY[name](HEAD_DIM, HEADS, attention=kind), same)))
+
+
+@both
+def test_gates_and_positions_are_independent(kind):
+    """FoX with RoPE: rotations by positions, which need not be consecutive, and gates by content."""
+    scheme, content = perturb(schemes.rope(HEAD_DIM, HEADS, attention=kind, decay="forget"), 0.5), inputs(2, t=T)
+    x = 3 * sequence(T) + 5
+    g = F.logsigmoid(content[1] @ scheme.forget.weight.mT + scheme.forget.bias.weight[:, None])[..., 0].cumsum(-1)
+    at = scheme.at(x, dtype=torch.float64)
+    given = {name: value for name, value in at.items() if name != "path"} | {"decay": g}
+    close(ATTENTION[kind](*content, **at, causal=True), ATTENTION[kind](*content, **given, causal=True))
+
+
+@both
+@every
+def test_a_stream_is_exact_however_far_its_path(name, kind):
+    """The same tokens behind a state whose path is 10^8 nats and radians long give the same, since sums are float64."""
+    scheme, content = made(name, kind), inputs(2, t=T)
+    x, cut = sequence(T), 7
+    whole = scheme(*content, x, causal=True)
+    start, state = stream(scheme, [a[..., :cut, :] for a in content], x, (0, cut))
+    assert state["path"].dtype == torch.float64
+    columns = state["path"].shape[-1]
+    assert columns == (scheme.forget is not None) + (0 if scheme.turn is None else HEAD_DIM // 2)
+    far = 2 * torch.pi * 10**7  # whole turns
+    moved = {n: a - far if n in ("path", "decay", "decays") else a for n, a in state.tensors.items()}
+    for tensors in (dict(state.tensors), moved):
+        after = dataclasses.replace(state, tensors=MappingProxyType(tensors))
+        rest, _ = stream(scheme, [a[..., cut:, :] for a in content], x[cut:], (0, 2, T - cut), state=after)
+        close(torch.cat((start, rest), -2), whole, roundings=1e8)  # 10^-16 of the length
+    close(torch.cat((start, rest), -2), whole, dtype=torch.float32, roundings=1)
+
+
+@both
+def test_gates_that_forget_all_leave_the_token_itself(kind):
+    """Logits down to -10^38 in float32, and -60,000 in float16: nothing overflows."""
+    scheme = schemes.fox(HEAD_DIM, HEADS, attention=kind)
+    with torch.no_grad():
+        scheme.forget.bias.weight.fill_(-3e38)
+    q, k, v = inputs(1, t=300, dtype=torch.float32, requires_grad=True)
+    out = scheme(q, k, v, sequence(300), causal=True)
+    close(out, v)
+    assert all(grad.isfinite().all() for grad in gradients(out, [q, k, v, *scheme.parameters()]))
+    with torch.no_grad():
+        scheme.forget.bias.weight.fill_(-60000)
+    half = [x.detach().half() for x in (q, k, v)]
+    close(scheme(*half, sequence(300), causal=True), half[2], roundings=4)
+
+
+@both
+@every
+def test_other_segments_and_masked_tokens_take_no_steps(name, kind):
+    """NaN and infinity of theirs included, and no gradient comes from them."""
+    scheme, (q, k, v) = made(name, kind), inputs(1, t=T)
+    ids, at = torch.tensor([[0] * 5 + [1] * (T - 5)]), scheme.at(sequence(T), dtype=torch.float64)
+    broken = k.clone()
+    broken[..., 2, :], broken[..., 3, 0] = torch.nan, torch.inf
+    alone = scheme(*(a[..., 5:, :] for a in (q, k, v)), sequence(T - 5), causal=True)
+    for key in (k, broken):
+        found = ATTENTION[kind](q, key, v, **at, causal=True, segment_ids=ids)[..., 5:, :]
+        close(found, alone)
+        grads = gradients(found, list(scheme.parameters()))
+        for grad, own in zip(grads, gradients(alone, list(scheme.parameters())), strict=True):
+            close(grad, own)
+    mask = torch.tensor([[True, True, False, False, True] + [True] * (T - 5)])
+    found = ATTENTION[kind](q, broken, v, **at, causal=True, mask=mask)
+    close(found[..., mask[0], :], scheme(*(a[..., mask[0], :] for a in (q, k, v)), sequence(T - 2), causal=True))
+
+
+@both
+@every
+def test_steps_of_query_heads_that_share_a_key(name, kind):
+    scheme, (q, _, _), (_, k, v) = made(name, kind), inputs(2, t=T, heads=2), inputs(2, t=T, heads=1)
+    many = [x.expand(-1, 2, -1, -1) for x in (k, v)]
+    close(scheme(q, k, v, sequence(T), causal=True), scheme(q, *many, sequence(T), causal=True))
+    four = schemes.REGISTRY[name.partition(":")[0]](HEAD_DIM, 4, attention=kind)
+    four, (q, _, _), (_, k, v) = perturb(four), inputs(2, t=T, heads=4), inputs(2, t=T, heads=2)
+    many = [x.repeat_interleave(2, 1) for x in (k, v)]
+    close(four(q, k, v, sequence(T), causal=True), four(q, *many, sequence(T), causal=True))
+
+
+@both
+@every
+def test_a_decoder_reads_and_writes_streams(name, kind):
+    scheme = made(name, kind)
+    model, tokens = perturb(models.Decoder(11, HEAD_DIM * HEADS, 2, scheme)), torch.randint(11, (2, T))
+    whole = model(tokens)
+    whole.square().sum().backward()
+    assert all(p.grad.any() for p in scheme.parameters())
+    with torch.no_grad():
+        _, state = model.prefill(tokens[:, :5])
+        steps = model.steps(state)
+        for n in range(5, T):
+            logits, state = model.step(tokens[:, n], state)
+            close(logits, whole[:, n])
+            close(steps(tokens[:, n]), whole[:, n])
+    assert steps.length == T
+
+
+def test_steps_go_the_long_way_in_float32():
+    scheme = schemes.fox(HEAD_DIM, HEADS)
+    with torch.no_grad():
+        scheme.forget.weight.normal_()
+    content = inputs(1, t=T, dtype=torch.float32)
+    steps = Steps(scheme)
+    with torch.no_grad():
+        out = torch.cat([steps(*(a[..., n : n + 1, :] for a in content)) for n in range(T)], -2)
+        close(out, scheme(*content, sequence(T), causal=True))
+
+
+# What they are, and what is refused
+
+
+class _Mean(Path):
+    """Steps that all tokens of a sequence decide: no path."""
+
+    def steps(self, content):
+        return F.logsigmoid(content.mean(-2, keepdim=True).expand_as(content))
+
+
+def test_a_path_that_sees_other_tokens_breaks_its_law():
+    def subject(gate):
+        scheme = schemes.fox(HEAD_DIM, HEADS)
+        scheme.forget = gate(HEAD_DIM, torch.zeros(HEADS, 1)) if gate is _Mean else gate(HEAD_DIM, HEADS)
+        return scheme
+
+    assert laws.check(subject(Forget)).holds
+    report = laws.check(subject(_Mean))
+    assert "path" in report.broken
+    assert report["path"].figure > 1e-3
+
+
+@both
+@every
+def test_both_ways_are_refused_before_any_work(name, kind, monkeypatch):
+    scheme, content = made(name, kind), inputs(2, t=T)
+    monkeypatch.setattr(Path, "forward", None)
+    with pytest.raises(ValueError, match="causal: expected True beside a path that tokens make"):
+        scheme(*content, sequence(T))
+    with pytest.raises(ValueError, match="path: expected no more queries than keys"):
+        scheme(content[0], *(a[..., 1:, :] for a in content[1:]), sequence(T), sequence(T - 1), causal=True)
+    for model in (models.Encoder, lambda *more: models.Seq2Seq(5, *more)):
+        with pytest.raises(ValueError, match="scheme: expected positions, since tokens here see later ones"):
+            model(5, HEAD_DIM * HEADS, 1, scheme)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v = inputs(1, t=3)
+    for path, error in (
+        (Forget(4, 2), r"path: expected one of 8 features and 2 heads, .* got one of 4 and 2"),
+        (Forget(8, 3), r"path: expected one of 8 features and 2 heads, .* got one of 8 and 3"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            isopos.linear_attention(q, k, v, path=(path,), causal=True)
+    with pytest.raises(TypeError, match=r"path: expected those of isopos\.paths, got str"):
+        isopos.softmax_attention(q, k, v, path="fox", causal=True)
+    turn = Turn(8, 2, rope_frequencies(4))
+    with pytest.raises(ValueError, match="turn: expected none beside Rotary, with whose maps"):
+        Scheme(schemes.rope(8).encoding, 2, turn=turn)
+    with pytest.raises(ValueError, match="turn: expected steps read from keys of 8 features and 4 heads, got 8 and 2"):
+        Scheme(encodings.Identity(8), 4, turn=turn)
+    with pytest.raises(ValueError, match="frequency: expected one of each pair of 8 features, got 3"):
+        Turn(8, 2, rope_frequencies(3))
+    with pytest.raises(TypeError, match=r"path: expected those of isopos\.paths, got Tensor"):
+        isopos.linear_attention(q, k, v, path=torch.ones(1), causal=True)
+    basis = encodings.InBasis(schemes.rope(8).encoding, OddEven(8))
+    with pytest.raises(ValueError, match="scheme: expected none whose steps read keys"):
+        absorb(Scheme(basis, 2, attention="softmax", decay="forget"), torch.nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="decay: expected 'none' beside clipped keys"):
+        schemes.horn_clipped(8, 2, decay="forget")
+    with pytest.raises(ValueError, match="head size: expected an even number"):
+        schemes.selective(7, 2)
+    scheme, state = schemes.selective(8, 2), isopos.State()
+    _, state = scheme(q, k, v, sequence(3), state=state, causal=True)
+    with pytest.raises(ValueError, match="state: expected one of 1 paths, got one of 4"):
+        isopos.linear_attention(q, k, v, path=(Forget(8, 2),), causal=True, state=state)
+
+
+def test_paths_know_what_they_are():
+    assert [type(own) for own in schemes.selective(8, 2, decay="forget").path] == [Forget, Turn]
+    assert schemes.rope(8, 2, decay="retnet").path == ()
+    assert "path" not in schemes.rope(8, 2).at(sequence(3))

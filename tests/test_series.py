@@ -1,0 +1,252 @@
+"""Time series: tables that are read and refused, positions that are times, forecasts that see nothing of the future."""
+
+import gzip
+import json
+import pickle
+from datetime import datetime
+
+import numpy as np
+import pytest
+import torch
+
+import isopos
+from isopos.lab.data.series import Series, drawn, read
+from isopos.lab.recipes import Recipe
+from isopos.lab.tasks.series import Forecast, Spans
+from isopos.lab.tasks.task import View
+from isopos.positions import timestamps
+
+SMALL = {"context": 8, "horizon": 3, "batch": 4, "layers": 1, "model_dim": 24, "heads": 2}
+MONDAY = 1704067200  # 1 January 2024, in seconds
+
+
+def ready(scheme="clock", series=None, **edits):
+    recipe = Recipe(task=Forecast()).edit(scheme=scheme, **SMALL | edits)
+    assert isinstance(recipe.task, Forecast)
+    data = Spans(recipe.task, drawn(count=200) if series is None else series)
+    return data.settle(recipe), data
+
+
+def written(tmp_path, text, name="power.csv"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("times", "unit"),
+    [
+        (("2024-01-01", "2024-01-01T06:30", "2024-01-02 00:00:30"), "seconds"),
+        (("2024-01-01T00:00Z", "2024-01-01T07:30+01:00", "2024-01-02T00:00:30+00:00"), "seconds"),
+        (("1704067200", "1704090600.0", "1704153630"), "seconds"),
+        (("19723", f"{19723 + 6.5 / 24!r}", f"{19724 + 30 / 86400!r}"), "days"),
+    ],
+)
+@pytest.mark.parametrize("name", ["power.csv", "power.tsv", "power.csv.gz"])
+def test_times_are_what_they_are(tmp_path, times, unit, name):
+    rows = zip(("load", "1.5", "", "-2e1"), ("at", *times), ("note", "3", "NA", "null"), strict=True)
+    text = "\n".join(("\t" if "tsv" in name else ",").join(row) for row in rows)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    found = read(str(path), "at", unit=unit)
+    assert found.titles == ("load", "note")
+    assert found.empty == 1
+    np.testing.assert_allclose(found.seconds - MONDAY, [0, 86430], atol=1e-3)
+    np.testing.assert_array_equal(found.values, [[1.5, 3], [-20, np.nan]])
+    assert read(str(path), "at", ("note",), unit).values.tolist() == [[3]]
+
+
+def test_columns_without_names_go_by_numbers(tmp_path):
+    path = written(tmp_path, "7,2024-01-01,5\n8,2024-01-02,6\n")
+    assert read(path, "2").titles == ("1", "3")
+    assert read(path, "2", ("3",)).values.tolist() == [[5], [6]]
+
+
+def test_offsets_from_utc_are_those_of_the_first_row(tmp_path):
+    """So that time goes on evenly where clocks are put back: three hours of a night have three different times."""
+    found = read(written(tmp_path, "2024-10-27T01:30+02:00,1\n2024-10-27T02:30+02:00,2\n2024-10-27T02:30+01:00,3\n"))
+    assert np.diff(found.seconds).tolist() == [3600, 3600]
+    assert timestamps(torch.from_numpy(found.seconds))[:, 0].tolist() == [1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("2024-01-01,1\nyesterday,2", "line 3, column 1: a: expected an ISO time, as the first, got 'yesterday'"),
+        ("nan,1", "line 2, column 1: a: expected an ISO time or a number, got 'nan'"),
+        ("2024-01-01,1\n1704067200,2", "line 3, column 1: a: expected an ISO time, as the first, got '1704"),
+        ("1,1\n2024-01-01,2", "line 3, column 1: a: expected a number, as the first, got '2024-01-01'"),
+        ("2024-01-02,1\n\n2024-01-02,2", "line 4, column 1: a: expected a time after the one above, got '2024"),
+        ("2024-01-01,1\n2024-01-02T00:00Z,2", "line 3, column 1: a: expected an offset from UTC for all times"),
+        ("2024-01-01,1\n2024-01-02,x", "line 3, column 2: b: expected a number or nothing, got 'x'; --values"),
+        ("2024-01-01,inf", "line 2, column 2: b: expected a number or nothing, got 'inf'"),
+        ("2024-01-01,1,2", "line 2: expected 2 columns, as the first line has, got 3"),
+        ('2024-01-01,"1', "line 2: expected CSV, got unexpected end of data"),
+    ],
+)
+def test_broken_rows_are_named(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=r"^data: .*power.csv, line") as error:
+        read(written(tmp_path, f"a,b\n{rows}"))
+    assert f"power.csv, {message}" in str(error.value)
+
+
+def test_what_is_no_series_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^data: expected a table that ends with .csv or .tsv, got hf:any"):
+        read("hf:any")
+    with pytest.raises(ValueError, match=r"^data: expected rows with a time and a value, got none in .*power.csv$"):
+        read(written(tmp_path, "a,b\n2024-01-01,\n"))
+    with pytest.raises(ValueError, match=r"^values: expected columns beside that of times, a, got a, b$"):
+        read(written(tmp_path, "a,b\n2024-01-01,1\n"), values=("a",))
+    with pytest.raises(ValueError, match=r"^unit: "):
+        read(written(tmp_path, "1,2\n"), unit="years")
+    for time, values in (("c", ()), ("a", ("c",))):
+        with pytest.raises(ValueError, match=r"^data: .*power.csv, line 1: expected a column c, got a, b"):
+            read(written(tmp_path, "a,b\n2024-01-01,1\n"), time, values)
+    written(tmp_path, "1\t2\n", "more.tsv")
+    with pytest.raises(ValueError, match=r"^data: expected one table, got more in"):
+        read(str(tmp_path))
+    for name, value, message in (
+        ("context", 190, "^data: expected more than 241 rows, .* got 200 in"),
+        ("channels", 3, "^channels: expected 0, or the 2 of the data, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ready(**{"scheme": "clock", name: value})
+    rows = np.full((200, 2), np.nan)
+    rows[:, 0], rows[190:, 1] = 1, 1
+    with pytest.raises(ValueError, match=r"^data: expected values of b in the first 160 rows, to train on, got 0$"):
+        ready(series=Series("late", ("a", "b"), np.arange(200.0), rows))
+
+
+def test_schemes_see_times_and_whole_ones_numbers_of_rows():
+    _, data = ready()
+    rows = np.array([0, 5])
+    seconds = data.series.seconds[data.begins["train"][rows][:, None] + np.arange(-8, 3)]
+    for scheme, edits, wanted in (
+        ("clock", {}, timestamps(torch.from_numpy(seconds), start=datetime(2024, 1, 1, 1))),
+        ("rope", {}, torch.from_numpy((seconds - seconds[:, :1]) / data.step)[..., None]),
+        ("rope", {"positions": "index"}, isopos.sequence(11)),
+        ("learned", {}, isopos.sequence(11)),
+        ("t5:attention=softmax", {}, isopos.sequence(11)),
+    ):
+        recipe, own = ready(scheme, **edits)
+        _, positions, _ = own.tensors("train", rows, recipe)
+        away = positions - wanted
+        away[..., 2:] -= away[..., :1, 2:].clone()  # where absolute time begins is of no consequence
+        torch.testing.assert_close(away, torch.zeros_like(away), atol=1e-9, rtol=0)
+        notes = recipe.task.check(recipe)
+        assert bool(notes) == (wanted.ndim == 2 and not edits), scheme
+
+
+@pytest.mark.parametrize(
+    ("scheme", "edits", "message"),
+    [
+        ("ape-tree", {}, "^schemes: expected positions on a line or a clock, .* but ape-tree takes those of a tree"),
+        ("mrope", {}, "^schemes: expected positions on a line or a clock, .* grid of 3 axes"),
+        ("learned:length=10", {}, "^context: expected at most 10 rows with the horizon, .* learned:length=10 .* got 11"),
+        ("rope", {"season": -1.0}, "^season: expected hours from 0 on, got -1.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_data_is_read(scheme, edits, message):
+    recipe = Recipe(task=Forecast(data="nowhere")).edit(scheme=scheme, **SMALL | edits)
+    with pytest.raises(ValueError, match=message):
+        recipe.task.check(recipe)
+
+
+def test_nothing_of_the_future_is_seen():
+    """Other values from a time on change no input, no scale and no naive forecast before it, only answers."""
+    recipe, data = ready()
+    first = drawn(count=200)
+    begin = int(data.begins["validation"][2])
+    values = first.values.copy()
+    values[begin:] = 1e6
+    _, other = ready(series=Series("other", first.titles, first.seconds, values))
+    for split, rows in (("train", np.arange(20)), ("validation", np.arange(3))):
+        (seen, at, answers), (same, there, others) = (one.tensors(split, rows, recipe) for one in (data, other))
+        assert torch.equal(at, there)
+        torch.testing.assert_close(seen, same, rtol=0, atol=0, equal_nan=True)
+        assert seen[:, -3:].isnan().all()
+        assert torch.equal(answers.nan_to_num(), others.nan_to_num()) == (split == "train")
+    begins = data.begins["validation"][:3]
+    np.testing.assert_array_equal(data.naive(begins), other.naive(begins))
+
+
+def test_parts_are_in_order_and_each_forecast_once():
+    _, data = ready()
+    count, ends = len(data.series.seconds), [int(0.8 * len(data.series.seconds)), int(0.9 * len(data.series.seconds))]
+    assert data.begins["train"].tolist() == [*range(8, ends[0] - 2)]
+    assert data.begins["validation"].tolist() == [*range(ends[0], ends[1] - 2, 3)]
+    assert data.begins["test"].tolist() == [*range(ends[1], count - 2, 3)]
+    own = data.values[: ends[0]]
+    np.testing.assert_allclose([np.nanmean(own, 0), np.nanstd(own, 0)], [[0, 0], [1, 1]], atol=1e-12)
+
+
+def test_the_naive_forecast_is_what_was_a_season_ago():
+    series = drawn(count=200)
+    for season in (0.0, 5.0, 24.0):
+        _, data = ready(season=season)
+        begins = data.begins["train"][::7]
+        for begin, row in zip(begins, data.naive(begins), strict=True):
+            for n in range(3):
+                for channel in range(2):
+                    known = [i for i in range(begin) if not np.isnan(series.values[i, channel])]
+                    wanted = series.seconds[begin + n]
+                    while season and wanted > series.seconds[begin - 1]:
+                        wanted -= season * 3600
+                    wanted = wanted if season else series.seconds[begin - 1]
+                    nearest = min(known, key=lambda i, wanted=wanted: abs(series.seconds[i] - wanted), default=None)
+                    assert np.array_equal(
+                        row[n, channel], np.nan if nearest is None else data.values[nearest, channel], True
+                    )
+
+
+def test_batches_are_functions_of_their_step_and_ranks_share_the_loss():
+    recipe, data = ready()
+    model = recipe.task.model(recipe).double()
+    again = pickle.loads(pickle.dumps(data))
+    for step in (0, 3, 60, 3):
+        whole, same = data.batch(recipe, step), again.batch(recipe, step)
+        for a, b in zip(whole, same, strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        parts = [data.loss(model, *(x.double() for x in data.batch(recipe, step, rank, 2))) for rank in range(2)]
+        torch.testing.assert_close(data.loss(model, *(x.double() for x in whole)), sum(parts) / 2)
+
+
+def test_scores_are_errors_of_what_is_known():
+    recipe, data = ready("rope", validation_rows=4)
+    model = recipe.task.model(recipe)
+    scored = data.measure(model, recipe, View())
+    guesses, answers = data.answers(model, recipe, "validation", data.some("validation", 4))
+    errors = guesses - answers
+    assert scored.figures["mae"] == pytest.approx(np.nanmean(np.abs(errors)))
+    assert scored.figures["mse"] == pytest.approx(np.nanmean(errors**2))
+    assert scored.figures["values"] == (~np.isnan(errors)).sum()
+    naive = data.naive(data.begins["validation"][data.some("validation", 4)]) - answers
+    assert scored.figures["naive"] == pytest.approx(np.nanmean(np.abs(errors)) / np.nanmean(np.abs(naive)))
+    assert data.measure(model, recipe, View("test")).figures["values"] > scored.figures["values"]
+    assert data.measure(model, recipe, View("train")).reason.startswith("split: expected one of validation, test")
+
+
+def test_unknown_values_are_not_seen():
+    torch.manual_seed(0)
+    model = isopos.models.Forecaster(2, 16, 2, isopos.rope(8, 2))
+    rows = torch.randn(1, 6, 2)
+    rows[:, 4] = torch.nan
+    found = model(rows)
+    assert found.isfinite().all()
+    rows[:, 4] = 0.0
+    assert not torch.allclose(model(rows), found)  # zero is a value
+
+
+def test_a_series_of_ones_own_is_compared(isopos, tmp_path):
+    rows = (f"{3 * n + n % 3},{np.sin(n / 4):.3f},{'' if n % 9 == 5 else n % 5}" for n in range(120))
+    path = written(tmp_path, "hour,load,other\n" + "\n".join(rows))
+    sizes = ["--layers=1", "--model-dim=24", "--heads=2", "--steps=2", "--batch=4", "--context=12", "--horizon=4"]
+    task = ["--task", "series", "--data", path, "--time-unit", "hours", "--schemes", "clock", "--device=cpu"]
+    status, out, _ = isopos("compare", *task, *sizes, "--name", "own")
+    said = "96 + 12 + 12 rows of load, other, a step of 4 hours, 0 gaps of more than 3, 13 values missing"
+    assert status == 0
+    assert said in " ".join(out.split())
+    (example, *_) = json.loads((tmp_path / "runs" / "own" / "clock-seed0" / "examples.json").read_text())
+    assert [*example] == ["from", "load", "other"]
+    assert example["from"].startswith("1970-01-13")
+    assert example["load"] in (tmp_path / "runs" / "own" / "report.html").read_text()
