@@ -24,14 +24,15 @@ _NAMES = {
     "catalog": ("CATALOG",),
     "models": ("Decoder",),
     "ops.linear": ("Clamped",),
-    "positions": ("forest", "grid", "packed", "product", "ring", "sequence", "tree"),
+    "positions": ("forest", "graph", "grid", "packed", "product", "ring", "sequence", "tree"),
     "scheme": ("Scheme", "parameter_groups"),
     "state": ("State",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
-    *("attention", "bases", "biases", "catalog", "couplings", "decays", "embeddings", "encodings", "feature_maps"),
-    *("generators", "laws", "lengths", "maps", "models", "ops", "paths", "positions", "schemes", "state", "terms"),
+    *("attention", "bases", "biases", "catalog", "contragredient", "couplings", "decays", "embeddings", "encodings"),
+    *("feature_maps", "generators", "laws", "lengths", "maps", "models", "ops", "paths", "poses", "positions"),
+    *("schemes", "state", "terms"),
 )
 
 

@@ -3,6 +3,7 @@ from isopos import attention as attention
 from isopos import bases as bases
 from isopos import biases as biases
 from isopos import catalog as catalog
+from isopos import contragredient as contragredient
 from isopos import couplings as couplings
 from isopos import decays as decays
 from isopos import embeddings as embeddings
@@ -15,6 +16,7 @@ from isopos import maps as maps
 from isopos import models as models
 from isopos import ops as ops
 from isopos import paths as paths
+from isopos import poses as poses
 from isopos import positions as positions
 from isopos import schemes as schemes
 from isopos import state as state
@@ -27,6 +29,7 @@ from isopos.catalog import CATALOG as CATALOG
 from isopos.models import Decoder as Decoder
 from isopos.ops.linear import Clamped as Clamped
 from isopos.positions import forest as forest
+from isopos.positions import graph as graph
 from isopos.positions import grid as grid
 from isopos.positions import packed as packed
 from isopos.positions import product as product
@@ -49,6 +52,8 @@ from isopos.schemes.axes import mrope as mrope
 from isopos.schemes.axes import rope_axial as rope_axial
 from isopos.schemes.axes import rope_golden as rope_golden
 from isopos.schemes.axes import rope_mixed as rope_mixed
+from isopos.schemes.axes import wire as wire
+from isopos.schemes.cameras import prope as prope
 from isopos.schemes.clock import clock as clock
 from isopos.schemes.commuting import comrope as comrope
 from isopos.schemes.commuting import grape as grape
@@ -72,6 +77,7 @@ from isopos.schemes.permutation import permuteformer as permuteformer
 from isopos.schemes.permutation import permuteformer_2d as permuteformer_2d
 from isopos.schemes.polar import pope as pope
 from isopos.schemes.rotary import cosformer as cosformer
+from isopos.schemes.rotary import jordan as jordan
 from isopos.schemes.rotary import p_rope as p_rope
 from isopos.schemes.rotary import retnet as retnet
 from isopos.schemes.rotary import rope as rope

@@ -1,4 +1,4 @@
-"""Couplings that are no unitary representations: what each gives up is in its first lines.
+"""Couplings that are no representations: what each gives up is in its first lines.
 
 A coupling maps queries and keys apart. Constant channels beside the features add a term to scores; an absolute position acts
 on one side only; stochastic encodings are relative in expectation, and exponentials of generators that do not commute along
@@ -7,7 +7,7 @@ lines through the origin. Polar coordinates are relative, and isometric in magni
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Never
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,30 +17,19 @@ from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Weight, constant, full_precision, narrow, normal, wide, wide_device
 from isopos.feature_maps import FeatureMap
 from isopos.lengths import Extension, Linear
-from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, Scaling, TokenMap
+from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotation_table, rotations, skew_exponential
 from isopos.positions import Line, lines
 
 Side = Literal["query", "key"]
 
-__all__ = ["Absolute", "Constrained", "ConvSPE", "Lie", "Polar", "SineSPE", "TransformerXL", "XPos"]
+__all__ = ["Absolute", "Constrained", "ConvSPE", "Lie", "Polar", "SineSPE", "TransformerXL"]
 
 SOFTPLUS = FeatureMap("softplus", torch.nn.functional.softplus)
 
 
-class _Apart(Coupling, ABC):
-    """A coupling whose queries and keys have maps of their own, so that it is no map itself."""
-
-    def forward(self, *_: Any, **__: Any) -> Never:
-        name = type(self).__name__
-        raise TypeError(
-            f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them apart, "
-            "or the arguments of attention, scheme.at(x); got encoding(x)"
-        )
-
-
-class _Sided(_Apart, ABC):
+class _Sided(Coupling, ABC):
     """One rule for both sides."""
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
@@ -79,7 +68,7 @@ class Absolute(_Sided):
         return self.encoding(x if side == self.side else self.group.origin(*x.shape[:-1], device=x.device), dtype)
 
 
-class Constrained(_Apart):
+class Constrained(Coupling):
     """Horn's scheme 1: sinusoids u in further channels, with a projection that keeps their product relative.
 
     <(q, u_x W*), (k, u_y)> = <q, k> + sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)),
@@ -140,7 +129,7 @@ class Constrained(_Apart):
         return angle.sin() * inside, angle.cos() * inside
 
 
-class TransformerXL(_Apart):
+class TransformerXL(Coupling):
     """Four terms of content and relative sinusoids: (q_x + u)^T k_y + (q_x + v)^T W p_{y-x}.
 
     p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y:
@@ -181,50 +170,7 @@ class TransformerXL(_Apart):
         return Append(rotations(x, self.frequency, dtype).flatten(-2))
 
 
-class XPos(_Sided):
-    """Rotations with a decay of each frequency: pairs of features shrink by zeta_i^((x - y) / length).
-
-    zeta_i = (2 i / d + gamma) / (1 + gamma) with gamma = 0.4. Relative, no isometry, for causal attention: weights of later
-    keys would grow. Each side's scale is a power of the position itself, about a fixed zero: nothing moves with the
-    sequence, and cached keys stay valid; positions from +-max_length on, where a scale would leave float32, are refused
-    (on the CPU and outside a compiler, where looking is free).
-
-    Args:
-        frequency: ``[f]``, radians a step.
-        length: Steps in which the pairs shrink by zeta_i.
-
-    References:
-        A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1. https://arxiv.org/abs/2212.10554
-    """
-
-    is_causal = extensible = True
-
-    def __init__(self, frequency: Tensor, *, length: float = 512.0):
-        super().__init__()
-        if not length > 0:
-            raise ValueError(f"length: expected a positive number of steps, got {length}")
-        self.group = Line(real=True)
-        self.features = self.out_features = 2 * len(frequency)
-        self.frequency = constant(frequency)[None, None]
-        share = torch.arange(len(frequency), device="cpu", dtype=torch.float64) / len(frequency)  # 2 i / d
-        self.log_scale = ((share + 0.4) / 1.4).log().repeat_interleave(2) / length
-        self.max_length = 1 + int(40 / self.log_scale.abs().max())  # exp(+-40): long sums of two stay inside float32
-
-    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        limit = self.max_length or 0
-        if not torch.compiler.is_compiling() and x.device.type == "cpu" and (x.abs() >= limit).any():
-            raise ValueError(
-                f"positions: expected magnitudes below {limit}, beyond which scales leave float32, "
-                f"got {x.abs().max().item()}; use rope with decay='retnet' for longer sequences"
-            )
-        sign = 1 if side == "query" else -1  # queries shrink with x, keys grow
-        factor = torch.exp(sign * wide(self.log_scale, x.device) * wide(x))[..., None, :, :]
-        return Composed(
-            Rotation(rotations(x, self.extended(self.frequency), dtype)), Scaling(narrow(factor, dtype, x.device))
-        )
-
-
-class Polar(_Apart):
+class Polar(Coupling):
     """Magnitudes of features at phases of positions: sum_i m(q_i) m(k_i) cos(w_i (y - x) + phase_i), m = softplus.
 
     The unitary lift of LRPE on magnitudes, keys ahead by learned phases, which tell direction. The paper keeps phases within

@@ -65,6 +65,13 @@ class Coupling(ExactModule, ABC):
         """Why a rule has no meaning for its frequencies, or nothing."""
         return ""
 
+    def forward(self, *_: Any, **__: Any) -> Any:
+        name = type(self).__name__
+        raise TypeError(
+            f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them apart, "
+            "or the arguments of attention, scheme.at(x); got encoding(x)"
+        )
+
     @abstractmethod
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """The map of queries at positions x ``[*b t c]``."""
@@ -442,16 +449,17 @@ class DirectSum(Encoding):
         if shared and len({part.group for part in parts}) > 1:
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared
-        self.widths = tuple(part.features for part in parts)
+        self.widths, self.returned = (tuple(getattr(part, name) for part in parts) for name in ("features", "out_features"))
         orders = [part.order for part in parts]
         self.order = math.inf if math.inf in orders else math.lcm(*map(int, orders))
         self.group = parts[0].group if shared else Product(tuple(part.group for part in parts))
-        self.features, self.out_features = sum(self.widths), sum(part.out_features for part in parts)
+        self.features, self.out_features = sum(self.widths), sum(self.returned)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         columns = (x,) * len(self.parts) if self.shared else self.group.split(x)  # pyright: ignore[reportAttributeAccessIssue]
-        return BlockSum(tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True)), self.widths)
+        parts = tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True))
+        return BlockSum(parts, self.widths, self.returned)
 
 
 class Partial(Encoding):
@@ -471,4 +479,5 @@ class Partial(Encoding):
         self.features, self.out_features = features, encoding.out_features + self.rest
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        return BlockSum((self.encoding(x, dtype), maps.Identity()), (self.encoding.features, self.rest))
+        inner, rest = self.encoding, self.rest
+        return BlockSum((inner(x, dtype), maps.Identity()), (inner.features, rest), (inner.out_features, rest))

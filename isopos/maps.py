@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Self, dataclass_transform
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.exact import broadcast, full_precision, shown
@@ -61,6 +62,9 @@ class TokenMap(ABC):
     isometric: ClassVar[bool] = False
     """Whether it keeps inner products."""
 
+    cancels: ClassVar[bool] = False
+    """Whether it adds features of very different sizes, which cancel in products."""
+
     _axes: ClassVar[dict[str, Axes | None]]  # of every field; of maps and options None
     _tensors: ClassVar[tuple[tuple[str, Axes], ...]]  # fields that are tensors
     _maps: ClassVar[tuple[str, ...]]  # fields that may be maps, or tuples of them
@@ -90,6 +94,11 @@ class TokenMap(ABC):
     def linear(self) -> bool:
         """Whether it has an `adjoint`, and so have the maps that it is made of."""
         return self._has_adjoint and (not self._maps or all(part.linear for part in self._parts()))
+
+    @property
+    def delicate(self) -> bool:
+        """Whether products of what it returns may be much smaller than their terms, so that it wants float32."""
+        return self.cancels or any(part.delicate for part in self._parts())
 
     def part(self, place: Place) -> Self:
         """The part for some tokens of some heads and samples."""
@@ -353,18 +362,33 @@ class OnPairs(Isometry):
         return None if self.on.features is None else 2 * self.on.features
 
 
-class BlockSum(Isometry):
-    """Isometries side by side, each on its own slice of the features."""
-
-    parts: tuple[Isometry, ...]
+class _SideBySide(TokenMap, ABC):
+    parts: tuple[TokenMap, ...]
     widths: tuple[int, ...]
+    returned: tuple[int, ...] = ()  # widths of what the parts return, where these are others
 
     def apply(self, x: Tensor) -> Tensor:
         return _join([part.apply(a) for part, a in zip(self.parts, x.split(self.widths, -1), strict=True)])
 
+    def adjoint(self, x: Tensor) -> Tensor:
+        widths = self.returned or self.widths
+        return _join([part.adjoint(a) for part, a in zip(self.parts, x.split(widths, -1), strict=True)])
+
     @property
     def features(self) -> int:
         return sum(self.widths)
+
+
+class BlockSum(_SideBySide, Isometry):
+    """Isometries side by side, each on its own slice of the features."""
+
+    parts: tuple[Isometry, ...]
+    widths: tuple[int, ...]
+    returned: tuple[int, ...] = ()
+
+
+class Blocks(_SideBySide):
+    """Maps side by side, each on its own slice of the features."""
 
 
 class _Composition(TokenMap, ABC):
@@ -417,6 +441,65 @@ class Scaling(TokenMap):
 
     def adjoint(self, x: Tensor) -> Tensor:
         return x * self.factor
+
+
+class Shear(TokenMap):
+    """exp(s N) by steps s a token ``[*b h t 1]``: N takes each of `order` equal groups of features to the one before it.
+
+    With `transposed` it is exp(s N^T), by N^T to the one after. Jordan blocks of that order lie side by side in it.
+    """
+
+    steps: Tensor = axes("*b h t 1")
+    order: int
+    transposed: bool = False
+
+    cancels = True
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._sheared(x, self.transposed)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        return self._sheared(x, not self.transposed)
+
+    def _sheared(self, x: Tensor, transposed: bool) -> Tensor:
+        x = term = x.to(torch.promote_types(x.dtype, self.steps.dtype))
+        width = x.shape[-1] // self.order
+        for n in range(1, self.order):  # N^order = 0
+            moved = F.pad(term[..., :-width], (width, 0)) if transposed else F.pad(term[..., width:], (0, width))
+            term = moved * (self.steps / n)
+            x = x + term
+        return x
+
+
+class Tiles(TokenMap):
+    """A small matrix a token ``[*b h t n n]``, on each n features in a row."""
+
+    matrix: Tensor = axes("*b h t n n")
+
+    cancels = True
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._tiled(x, self.matrix)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        return self._tiled(x, self.matrix.mT)
+
+    def _tiled(self, x: Tensor, matrix: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, matrix.dtype)
+        rows = x.to(dtype).unflatten(-1, (-1, matrix.shape[-1]))
+        return torch.einsum("...ij,...rj->...ri", matrix.to(dtype), rows).flatten(-2)
+
+
+class Adjoint(TokenMap):
+    """The adjoint of a linear map, which returns as many features as it takes."""
+
+    of: TokenMap
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.of.adjoint(x)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        return self.of.apply(x)
 
 
 class Affine(TokenMap):

@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
+from isopos.graphs import graph
 from isopos.trees import INTEGER_DTYPES, depths, forest, name_row, parents_of, renumber, tree, tree_distance, tree_labels
 
 __all__ = ["Group", "Line", "Product", "Ring", "Tree"]
-__all__ += ["forest", "grid", "lines", "packed", "product", "ring", "sequence", "timestamps", "tree", "tree_labels"]
+__all__ += ["forest", "graph", "grid", "lines", "packed", "product", "ring", "sequence", "timestamps", "tree", "tree_labels"]
 
 REAL_DTYPES = (torch.float32, torch.float64)
 
 
 class Group(ABC):
     """A group whose elements are rows of ``columns`` coordinates. Encodings name theirs; nothing guesses geometry."""
+
+    real = False  # whether its coordinates may be floats
 
     @property
     def columns(self) -> int:
@@ -93,7 +96,7 @@ class Group(ABC):
                 one = self.columns == 1
                 build = "x[..., None] makes a column of them" if one else f"torch.stack(columns, -1) joins columns; {build}"
             raise ValueError(f"positions: expected [*b t {self.columns}] for {self}, got {got}; {build}")
-        real = any(isinstance(leaf, Line | Ring) and leaf.real for leaf in self.leaves)
+        real = any(leaf.real for leaf in self.leaves)
         if x.dtype not in INTEGER_DTYPES + REAL_DTYPES * real:
             kind = "integers (int64, int32)" + ", float32 or float64" * real
             raise ValueError(

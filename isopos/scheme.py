@@ -18,7 +18,7 @@ from isopos.encodings import Coupling
 from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.lengths import Extension, extension
-from isopos.maps import Mapped
+from isopos.maps import Adjoint, Mapped, TokenMap
 from isopos.paths import Forget, Path, Turn
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -110,6 +110,9 @@ class Scheme(nn.Module):
         metric: Of that distance: steps of the group by default, or "euclidean", straight over a grid and rounded down.
         inside: Whether the coupling acts ahead of the feature map.
         width: Features of queries and keys are so many times the head size, by wider projections.
+        transport: Whether values are seen from the queries' positions, as keys are: v_j -> rho(x_i^-1 y_j) v_j, for values
+            that have a direction (Miyato et al. 2024, GTA; Li et al. 2025, PRoPE). Values are mapped as keys, outputs by the
+            adjoint of the queries' map.
 
     Examples:
         >>> import isopos
@@ -128,6 +131,7 @@ class Scheme(nn.Module):
     forget: Forget | None
     turn: Turn | None
     origin: tuple[str, dict[str, Any]] | None = None  # the registered scheme, and the arguments of its function
+    transport = False
 
     def __init__(
         self,
@@ -146,6 +150,7 @@ class Scheme(nn.Module):
         metric: str | None = None,
         inside: bool = False,
         width: int = 1,
+        transport: bool = False,
     ):
         super().__init__()
         names = choices_of()
@@ -160,6 +165,8 @@ class Scheme(nn.Module):
         self.turn = turn
         self.scale, self.locality, self.inside, self.width, self.metric = scale, locality, inside, width, metric
         self.extension: Extension | None = None
+        if transport:  # an attribute of those alone: it is part of fingerprints
+            self.transport = True
         self._check_parts()
         if attention == "softmax":
             for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
@@ -202,6 +209,14 @@ class Scheme(nn.Module):
             raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale: expected a positive number, got {self.scale}")
+        if self.transport and self.turn is not None:
+            raise ValueError("transport: expected False beside turns by content, which values do not follow, got True")
+        if self.transport and (self.inside or self.width != 1 or self.encoding.features != self.encoding.out_features):
+            name = type(self.encoding).__name__
+            raise ValueError(
+                f"transport: expected False beside {name}, whose maps do not return as many features as values have, "
+                "got True"
+            )
         if self.inside and (self.attention == "softmax" or self.bias is not None):
             what = "softmax attention, which has no feature map" if self.attention == "softmax" else "a relative bias"
             raise ValueError(f"inside: expected False beside {what}, got True")
@@ -398,6 +413,8 @@ class Scheme(nn.Module):
             query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
             rho = query if shared else (query, self.encoding.key(y, dtype))
         found: dict[str, Any] = {"isometry": rho, "decay": None}
+        if self.transport:
+            found["transport"] = _transport(*(rho if isinstance(rho, tuple) else (rho, rho)))
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
         if path := self.path:
@@ -441,10 +458,21 @@ class Scheme(nn.Module):
         rho, decay = found["isometry"], found["decay"]
         query, key = rho if isinstance(rho, tuple) else (rho, rho)
         changes: dict[str, Any] = {"isometry": (query.last(new), key.last(new))}
+        if self.transport:
+            changes["transport"] = _transport(*changes["isometry"])
         if rows and self.locality is not None:
             changes["locality"] = found["locality"][..., places.shape[-2] - new :, :]
         changes["decay"] = decay[0] if isinstance(decay, tuple) else decay
         return Arguments(found | changes, state=own.stamped(self.fingerprint, places))
+
+
+def _transport(query: TokenMap, key: TokenMap) -> tuple[TokenMap, TokenMap]:
+    """Maps of values and of outputs."""
+    if not (query.linear and key.linear):
+        raise ValueError(
+            f"transport: expected linear maps of queries and keys, got {type(query).__name__}; build it without"
+        )
+    return key, Adjoint(query)
 
 
 def _decay(name: str, features: int, heads: int) -> Decay | Forget | None:

@@ -199,6 +199,7 @@ SCHEMES = [
     *_rows("rope-golden", ("", {}), ("3d", {"axes": 3})),
     *_rows("mrope", ("", {}), ("interleaved", {"sections": "2+1+1", "interleaved": True, "layout": "half"})),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
+    *_rows("jordan", ("", {}), ("growth", {"order": 3, "growth": 0.5, "length": 400.0, "decay": "none"})),
     *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
     *_rows(
         "lrpe-unitary",
@@ -219,6 +220,8 @@ SCHEMES = [
     ),
     *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
     *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long", "length": 2})),
+    *_rows("wire", ("", {}), ("fixed", {"axes": 3, "learned": False})),
+    *_rows("prope", ("", {}), ("scores", {"transport": False})),
     *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
@@ -280,6 +283,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "ape-tree": {"encoding.generator"},
 }
 STORED = {  # of options
+    "wire": {"encoding.frequency"},
     "rope-learned": {"encoding.frequency"},
     "string-circulant": {"encoding.generator"},
     "comrope-axial": {"encoding.generator"},

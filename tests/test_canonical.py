@@ -44,7 +44,7 @@ def made(case, kind=None, **more):
 def weights(scheme, q, k, x, y=None):
     """Each query's weights ``[1 h t s]``: outputs where each key has a value of its own; undivided in linear attention."""
     v = torch.eye(k.shape[-2], dtype=torch.float64).expand(1, scheme.heads, -1, -1)
-    at = scheme.at(x, y, dtype=torch.float64)
+    at = scheme.at(x, y, dtype=torch.float64) | {"transport": None}  # of values, which are no part of scores
     if scheme.attention == "linear":
         return linear_attention(q, k, v, **at | {"denominator": None})
     terms = tuple(term for term in at.get("terms", ()) if term.side != "value")  # rows of values are no part of scores
@@ -192,7 +192,7 @@ def test_kernels_are_representations(case):
         close(W.mT @ W, unit.expand_as(W), roundings=ROUNDINGS)
 
 
-@pytest.mark.parametrize("case", EXACT, ids=ids)
+@pytest.mark.parametrize("case", [case for case in EXACT if case.name != "prope"], ids=ids)  # whose matrices are rounded
 def test_matrices_see_relative_positions_only(case):
     scheme = made(case)
     x = case.positions(t=8)

@@ -20,7 +20,7 @@ TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16",
 class _Page(HTMLParser):
     """The ids of a page, what it loads, and whether its tags are balanced."""
 
-    VOID = ("meta", "br", "img", "link")
+    VOID = ("meta", "br", "img", "link", "input")
 
     def __init__(self, text):
         super().__init__()

@@ -10,7 +10,7 @@ from cases import HEAD_DIM, HEADS, close, generator, inputs, perturb
 import isopos
 from isopos import couplings, laws
 from isopos.attention import linear_attention
-from isopos.couplings import Absolute, Constrained, ConvSPE, Lie, Polar, SineSPE, TransformerXL, XPos
+from isopos.couplings import Absolute, Constrained, ConvSPE, Lie, Polar, SineSPE, TransformerXL
 from isopos.encodings import Exponential, Rotary, rope_frequencies
 from isopos.feature_maps import Favor
 from isopos.maps import Mapped
@@ -261,40 +261,6 @@ def test_transformer_xl_is_equation_7():
     close(scores(coupling, q, k), expected_scores(score))
 
 
-# xPos
-
-
-def test_xpos_turns_and_shrinks_with_the_offset():
-    """Algorithm 1: pair i shrinks by zeta_i = (2i / d + 0.4) / 1.4 in `length` steps."""
-    (q, k, _), frequency = inputs(2, t=T, s=S), rope_frequencies(HEAD_DIM // 2, 50.0)
-    coupling = XPos(frequency, length=20.0)
-
-    def score(b, h, i, j):
-        total, steps = 0.0, X[i].item() - Y[j].item()
-        for n, w in enumerate(frequency.tolist()):
-            a, c = (complex(*z[2 * n : 2 * n + 2]) for z in (q[b, h, i], k[b, h, j]))
-            zeta = (2 * n / HEAD_DIM + 0.4) / 1.4
-            total += (a.conjugate() * c * complex(math.cos(w * steps), -math.sin(w * steps))).real * zeta ** (steps / 20)
-        return total
-
-    close(scores(coupling, q, k), expected_scores(score))
-
-
-def test_xpos_keys_stay_valid_and_far_positions_are_refused():
-    coupling, (q, k, _) = XPos(rope_frequencies(4)), inputs(1, t=9)
-    whole = coupling.key(sequence(9))(k)
-    assert torch.equal(coupling.key(sequence(5))(k[..., :5, :]), whole[..., :5, :])
-    limit = coupling.max_length
-    assert 16000 < limit < 17000
-    for x in (limit - 1, 1 - limit):
-        near, far = torch.tensor([[x]]), torch.tensor([[x + (1 if x > 0 else -1)]])
-        ends = coupling.query(near)(q[..., :1, :].float()), coupling.key(near)(k[..., :1, :].float())
-        assert all(end.isfinite().all() and (end != 0).all() for end in ends)
-        for side in (coupling.query, coupling.key):
-            with pytest.raises(ValueError, match=f"positions: expected magnitudes below {limit}"):
-                side(far)
-
-
 # Stochastic encodings
 
 DRAWS = 600
@@ -427,7 +393,6 @@ def test_every_class_is_tested():
         "Polar",
         "SineSPE",
         "TransformerXL",
-        "XPos",
     }
 
 
@@ -450,8 +415,6 @@ def test_what_acts_ahead_of_a_feature_map_maps_once():
         (lambda: Constrained(8, 2, torch.ones(1, 3), outside=-1), "outside: expected a number of tokens, got -1"),
         (lambda: TransformerXL(8, 2, 5), "width: expected an even number of sinusoids, got 5"),
         (lambda: TransformerXL(8, 2, 0), "width: expected an even number of sinusoids, got 0"),
-        (lambda: XPos(torch.ones(2), length=0.0), "length: expected a positive number of steps, got 0"),
-        (lambda: XPos(torch.ones(2), length=math.nan), "length: expected a positive number"),
         (lambda: SineSPE(8, 2, sines=0), "sines: expected an integer of at least 1, got 0"),
         (lambda: SineSPE(8, 2, realizations=0), "realizations: expected an integer of at least 1, got 0"),
         (lambda: ConvSPE(8, 2, realizations=0), "realizations: expected an integer of at least 1, got 0"),

@@ -18,7 +18,8 @@ LEARN |= {
 }  # and what else is true by default
 NUMBERS = {
     ("rope_frequencies", "base"): 10000.0,
-    ("XPos", "length"): 512.0,
+    ("Jordan", "order"): 1,
+    ("Jordan", "length"): 1024.0,
     ("T5", "buckets"): 32,
     ("T5", "max_distance"): 128,
     ("DeBERTa", "buckets"): 256,

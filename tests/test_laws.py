@@ -5,11 +5,12 @@ import torch
 from cases import COMPOSED, SCHEMES, ids, scheme_case, tree_generator
 
 import isopos
-from isopos import couplings, encodings, laws, maps
+from isopos import contragredient, couplings, encodings, laws, maps
 from isopos.attention import problem
 from isopos.positions import Line, Ring, Tree
 
 OF_SCORES = {"width", "relative", "precision", "batch", "gradient"}
+OF_PAIRS = OF_SCORES | {"homomorphism", "identity", "decomposable"}
 OF_ENCODINGS = OF_SCORES | {"bounded", "unitary", "homomorphism", "identity", "decomposable"}
 PROPERTIES = {"directional", "periodic", "positive"}
 
@@ -39,9 +40,12 @@ def test_every_scheme_obeys_what_it_promises(case):
         assert names == OF_ENCODINGS | {"attention"} | ({"exact"} if scheme.group.is_grid else set())
         if scheme.embedding is scheme.bias is None and case.both_ways:
             assert report["directional"].holds == case.directed
+    elif isinstance(scheme.encoding, contragredient.Contragredient):
+        assert names == OF_PAIRS | {"attention"}
+        assert not report["unitary"].holds
     else:
         assert names == OF_SCORES | {"attention"}
-    assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen", "path"}
+    assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen", "path", "unitary"}
 
 
 @pytest.mark.parametrize("case", [case for case in SCHEMES if len(case.kinds) == 2], ids=ids)

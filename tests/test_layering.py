@@ -15,16 +15,17 @@ ROOT = Path(isopos.__file__).parent
 # From the bottom up: a room knows those of earlier lines, and none beside it; a longer name is a room of its own.
 LAYERS = """
 exact trees catalog
+graphs
 lengths
 feature_maps
 ops
 positions
-maps terms state
+poses maps terms state
 bases decays embeddings biases
 paths
 encodings
-couplings generators
-attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax
+contragredient couplings generators
+attention.clipped+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax+attention.tensors
 scheme
 schemes
 attention

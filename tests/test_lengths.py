@@ -27,6 +27,7 @@ EXTENDED = {
     "rope-mixed": {},
     "rope-golden": {},
     "mrope": {},
+    "wire": {},
     "string": {"axes": 2},
     "string-circulant": {"axes": 2, "variant": "circulant"},
     "comrope": {},
@@ -34,6 +35,7 @@ EXTENDED = {
     "pope": {},
     "retnet": {},
     "xpos": {},
+    "jordan": {"decay": "none"},
     "lrpe-unitary": {},
     "lrpe-unitary-complex": {"complex": True},
     "lrpe-orthogonal": {"identity": 2},
@@ -65,7 +67,7 @@ def test_a_factor_of_one_changes_nothing(name):
     assert rule("longrope", 1.0).attention_factor == 1
 
 
-@pytest.mark.parametrize("name", [name for name in EXTENDED if name not in ("xpos", "retnet", "ape-product")])
+@pytest.mark.parametrize("name", [name for name in EXTENDED if name not in ("xpos", "jordan", "retnet", "ape-product")])
 def test_linear_is_interpolation_of_positions(name):
     scheme = perturb(built(name))
     q, k, _ = inputs(t=6)

@@ -9,8 +9,10 @@ import isopos
 from isopos import maps
 from isopos.encodings import Permutation
 from isopos.maps import (
+    Adjoint,
     Affine,
     Append,
+    Blocks,
     BlockSum,
     Chain,
     Composed,
@@ -26,6 +28,8 @@ from isopos.maps import (
     Reflection,
     Rotation,
     Scaling,
+    Shear,
+    Tiles,
     TokenMap,
 )
 from isopos.ops.place import Place
@@ -75,7 +79,7 @@ ISOMETRIES = {
     "chain": lambda: Chain(matrix(), rotation()),
     "chain-back": lambda: Chain(gather(), reflection()),
     "block-sum": lambda: BlockSum((rotation(4), Identity()), (4, 2)),
-    "block-sum-lifted": lambda: BlockSum((Identity(), rotation(4, lifted=True)), (2, 4)),
+    "block-sum-lifted": lambda: BlockSum((Identity(), rotation(4, lifted=True)), (2, 4), (2, 8)),
     "operators": lambda: Operators(torch.linalg.qr(random(B, H, T, D, D)).Q),
     "on-pairs": lambda: OnPairs(Matrix(torch.linalg.qr(random(H, D // 2, D // 2)).Q)),
 }
@@ -88,6 +92,11 @@ OTHERS = {
     "append": lambda: Append(random(H, T, 3)),
     "append-made": lambda: Append(Composed(Affine(random(H, 1, D), random(H, 4, D)), rotation(4)), Affine(random(H, 1, D))),
     "append-shared": lambda: Append(random(1, T, 3)),
+    "shear": lambda: Shear(random(B, 1, T, 1), 3),
+    "shear-transposed": lambda: Shear(random(1, T, 1), 2, True),
+    "tiles": lambda: Tiles(random(B, 1, T, 3, 3)),
+    "adjoint": lambda: Adjoint(Shear(random(1, T, 1), 3)),
+    "blocks": lambda: Blocks((Tiles(random(1, T, 4, 4)), rotation(2, lifted=True)), (4, 2), (4, 4)),
     "mapped": lambda: Mapped(rotation(), torch.exp),
 }
 

@@ -122,7 +122,7 @@ def test_linear_attention_is_quadratic(monkeypatch, case, shape):
     scheme = made(case)
     if shape == SHAPES["cross"] and scheme.decay is not None:
         scheme = made(case, decay="none")
-    leaves = inputs_of(scheme, 2, t=t, s=s, e=5, requires_grad=True)
+    leaves = inputs_of(scheme, 2, t=t, s=s, requires_grad=True, **({} if scheme.transport else {"e": 5}))
     if t == s:
         arguments = at(scheme, case.positions(2, t=t))
     else:
@@ -222,7 +222,7 @@ def test_samples_have_positions_of_their_own(case, kind):
 @with_kinds(PRESETS)
 def test_a_prefix_keeps_its_outputs(case, kind):
     scheme, x = made(case, kind), case.positions(2, t=30)
-    if not case.group.is_grid and not isinstance(case.group, Ring):
+    if case.group.refers_to_rows:
         nodes = tree([-1, *(n // 2 for n in range(29))])  # parents first, so that a prefix is a tree
         x = nodes if case.group.columns == 2 else torch.cat((sequence(30), nodes), -1)
     content = inputs_of(scheme, 2, t=30)
@@ -245,7 +245,7 @@ def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
             assert (heads != 0).all()
 
 
-ANGLES = ("lrpe-unitary", "lrpe-orthogonal", "rope-mixed")  # they learn them by default
+ANGLES = ("lrpe-unitary", "lrpe-orthogonal", "rope-mixed", "wire")  # they learn them by default
 
 
 @every
@@ -351,7 +351,8 @@ def test_low_precision_inputs(case, kind):
 
 @presets
 def test_other_sizes(case):
-    for head_dim, heads in ((6 if case.name == "clock" else 4, 1), (6, 3), (64, 2)):  # a pair each of three parts
+    least = {"clock": 6, "prope": 8}.get(case.name, 4)  # a pair each of three parts, or of four
+    for head_dim, heads in ((least, 1), (max(6, least), 3), (64, 2)):
         scheme = case.build(head_dim, heads)
         leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
         out = FUNCTIONS[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)), causal=not case.both_ways)
@@ -684,7 +685,8 @@ def test_only_limited_schemes_have_a_max_length():
     for case in SCHEMES:
         limit = case.build().max_length
         limits = {"learned": 256, "cosformer": case.options.get("length", 2048)}
-        assert 3000 < limit < 20000 if case.name == "xpos" else limit == limits.get(case.name)
+        near = {"xpos": (3000, 20000), "jordan": (900, 9000)}.get(case.name)
+        assert near[0] < limit < near[1] if near else limit == limits.get(case.name)
     assert schemes.learned(HEAD_DIM, HEADS).max_length == 2048
 
 
@@ -785,6 +787,9 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.xpos(7), r"head size: expected an even number"),
         (lambda: schemes.xpos(8, length=0), r"length: expected a positive number of steps, got 0"),
         (lambda: schemes.xpos(8, base=0.0), r"base: expected a positive number"),
+        (lambda: schemes.jordan(8, 2, order=5), r"order: expected at most the 4 pairs of a head, got 5"),
+        (lambda: schemes.jordan(8, 2, order=0), r"order: expected an integer of at least 1, got 0"),
+        (lambda: schemes.jordan(8, 2, length=0.0), r"length: expected a positive number of steps, got 0"),
         (lambda: schemes.lrpe_unitary(7, 1, complex=True), r"head size: expected an even number"),
         (lambda: schemes.lrpe_unitary(8, 1, theta="d"), r"theta: expected one of a, b, c, got 'd'"),
         (lambda: schemes.lrpe_unitary(8, 1, theta="b", length=0), r"length: expected an integer of at least 1, got 0"),
@@ -1129,6 +1134,9 @@ DEFAULTS = """
     p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    wire: linear elu+1 plain none, axes=8 learned=True seed=0
+    prope: linear elu+1 plain none, base=100.0 transport=True
+    jordan: linear elu+1 plain retnet, order=2 growth=0.0 base=10000.0 length=1024.0
     cosformer: linear relu encoded none, length=2048
     spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
     clock: linear elu+1 plain none, base=10000.0

@@ -80,6 +80,12 @@ AUTHORS = {
         "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
     ),
     "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
+    "wire": Code("no code"),
+    "prope": Code(
+        "liruilong940607/prope",
+        "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as `cameras` does "
+        "with a size; columns come before rows; softmax attention only",
+    ),
     "fox": Code(
         "zhixuan-lin/forgetting-transformer",
         "gates read the layer's input, not the head's key, with weights of standard deviation 0.02 at first; softmax "
@@ -136,6 +142,7 @@ AUTHORS = {
     "xpos": Code(
         "microsoft/torchscale", "scales are powers of the distance to the middle of each call, so that cached keys age"
     ),
+    "jordan": Code("no code"),
     "cosformer": Code(
         "OpenNLPLab/cosFormer",
         "M is the longer of both lengths of each call; features are max(x, 0) without the 0.001; denominators from 1e-6 on",

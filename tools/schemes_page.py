@@ -15,6 +15,7 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG, Entry
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.kernels import fill_zeros, panels
+from isopos.poses import Projective
 from isopos.positions import Group, Product, Tree, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
 from isopos.state import State
@@ -77,6 +78,35 @@ positions is left, and is not here:
 - Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): a weight is sigmoid(<q, k>) of what the scores of later keys
   leave.
 """
+COMPLETE = """\
+What sees the offset t = y - x of two positions on a line, and factors into finitely many features of x and of y, is
+always of one kind, which the schemes above are members of.
+
+**Representations.** A continuous homomorphism rho from the line to invertible n x n matrices is exp(t A): the integral of
+rho(s + t) = rho(s) rho(t) over a small interval of s, on which that of rho(s) is invertible, shows that rho is smooth, and
+its derivative is rho'(t) = rho'(0) rho(t). With A = P J P^-1 and J in real Jordan form, q^T rho(x)^-1 rho(y) k =
+(P^T q)^T exp(t J) (P^-1 k): P and P^-1 move into the projections of queries and keys. So up to a basis every representation
+is a row of Jordan blocks of order m, growth g and frequency w (`isopos.contragredient.Jordan`, several of them by `Beside`),
+and a score is a sum of t^n / n! e^(g t) cos(w t) and t^n / n! e^(g t) sin(w t) with n < m.
+
+**Nothing else factors.** Let a score be relative and factor: q^T a(x)^T b(y) k = q^T W(y - x) k for all q and k, with n rows
+in a and in b, all continuous. Each row of W moved by any x, W(. - x) = a(x)^T b(.), is a combination of the n rows of b. The
+span E of all moved rows has at most n dimensions, and moves take it to itself, so that on E they are a representation
+exp(s A) of the line, by the paragraph above. A row is what its moved copies are at 0, W_i(s) = (exp(s A) W_i)(0). With the
+rows of W as elements of E for C, and evaluation at 0 for B, this is W(s) = C exp(s A) B: a contragredient pair of at most n
+features between constant maps of q and of k, which projections absorb as well.
+
+**Members.** Isometries are the blocks that stay bounded for all t: g = 0 and m = 1, rotations, so that RoPE is all there is
+of them on a line. xPos is m = 1 with a growth g > 0 of each pair; RetNet's decay is one g of all features, taken out of
+them so that it is exact at any length. ALiBi's logits are m = 2 with g = w = 0: the generator [[0, 1], [0, 0]] between the
+features (slope, 0) of a query and (0, 1) of a key has the score slope t. What sees the distance |t|, both ways, is none of
+them: decays, and ALiBi without `causal`, are two of these, one for each side. Biases that are other functions of t (T5,
+KERPLE, DeBERTa) do not factor.
+
+`isopos check jordan` measures what holds: relative, homomorphism, identity and decomposable do, unitary and bounded are
+given up. In place of |q| |k| a score is bounded by |exp(t A)| |q| |k|. Tables are what limits positions: where scales leave
+float32, or powers of a position its precision, they are refused.
+"""
 CRITERIA = """\
 Those of *Algebraic Positional Encodings*, section 5, after Dufter et al. 2022. **injection**: what changes; embeddings,
 queries and keys are content, adjusted outside the attention function; scores, weights and values are inside it.
@@ -138,6 +168,7 @@ def page() -> str:
         *_section("Defaults and options", _options(schemes)),
         *_section("Beside the authors' code", _code()),
         *_section("What does not fit", [ABSENT.rstrip()]),
+        *_section("Every exactly relative score of a line", [COMPLETE.rstrip()]),
         *_section("The nine criteria", _criteria(schemes)),
     )
     return "\n".join(sections)
@@ -354,6 +385,8 @@ def _unbounded(measured: _Measured, notes: _Notes) -> str:
 def _far(group: Group) -> Tensor:
     if isinstance(group, Product):
         return torch.cat([_far(part) for part in group.parts], -1)
+    if isinstance(group, Projective):  # as far from the world's origin
+        return group.origin(1000) + FAR * torch.eye(16)[3]
     return tree(list(range(-1, 999))) if isinstance(group, Tree) else torch.full((1000, 1), FAR)
 
 

@@ -26,9 +26,9 @@ PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 API = {  # a page, and the modules of isopos on it
     "schemes": ("scheme", "schemes"),
     "attention": ("attention", "state", "ops.linear"),
-    "encodings": ("encodings", "generators", "couplings", "maps", "bases", "lengths"),
+    "encodings": ("encodings", "generators", "contragredient", "couplings", "maps", "bases", "lengths"),
     "biases": ("decays", "biases", "terms", "embeddings"),
-    "positions": ("positions",),
+    "positions": ("positions", "poses", "graphs"),
     "features": ("feature_maps",),
     "laws": ("laws",),
     "models": ("models",),

@@ -14,6 +14,7 @@ from isopos.attention.problem import (
     Layout,
     LinearOptions,
     Problem,
+    TransportPair,
     check_common,
     check_denominator,
     check_feature_map,
@@ -59,6 +60,7 @@ def linear_attention(
     attn_mask: Tensor | None = None,
     window: int | None = None,
     segment_ids: Tensor | None = None,
+    transport: TransportPair = None,
     layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
@@ -92,6 +94,8 @@ def linear_attention(
             exported with a dynamic length.
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys; tokens of one id are next to each other.
+        transport: A pair of maps, of values at their keys' positions and of outputs at their queries': values that have a
+            direction, seen from each query's place, as `Scheme` with transport gives them.
         layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
@@ -125,7 +129,7 @@ def linear_attention(
         refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "path": path}
-    options |= {"segment_ids": segment_ids, "layout": layout, "state": state}
+    options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
     problem = segmented(check_linear(q, k, v, options, streams=return_state))
     with full_precision(q.device):
         if problem.empty:
@@ -138,7 +142,7 @@ def linear_attention(
         else:
             total = with_terms(linear.linear(sums_of(problem)), problem)
             out, after = _divided(total, problem), State()
-    out = restored(out.to(q.dtype), problem)
+    out = restored(out, problem).to(q.dtype)
     return (out, after) if return_state else out
 
 

@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple, Never, TypedDict, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.attention.reference import divides_out
+from isopos.attention.tensors import broadcasts, check_inputs, check_tensor
 from isopos.catalog import at_least, expect
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
@@ -18,11 +18,13 @@ from isopos.paths import Path, along, parts
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "check_linear", "check_softmax", "group", "refuse", "restored"]
+__all__ = ["LinearOptions", "Problem", "SoftmaxOptions", "TransportPair", "check_linear", "check_softmax", "group", "refuse"]
+__all__ += ["restored"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
+TransportPair = tuple[TokenMap, TokenMap] | None
 Layout = Literal["bhtd", "bthd"]
 
 
@@ -37,6 +39,7 @@ class Options(TypedDict, total=False):
     mask: Tensor | None
     attn_mask: Tensor | None
     window: int | None
+    transport: TransportPair
     layout: Layout
     state: State | None
 
@@ -83,6 +86,7 @@ class Problem(NamedTuple):
         g: Log decays of queries and keys that the sums have; those of segments are not those given.
         before: That of the token before, in a stream.
         path: Where the last token is on the paths of content ``[*b h c]``.
+        outward: Of transported values, the map of outputs; the values are mapped here.
     """
 
     q: Tensor
@@ -109,6 +113,7 @@ class Problem(NamedTuple):
     before: Tensor | None = None
     path: Tensor | None = None
     denominator: str | None = None
+    outward: TokenMap | None = None
 
     @property
     def empty(self) -> bool:
@@ -176,6 +181,7 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, 
 def restored(out: Tensor, problem: Problem) -> Tensor:
     """An output with the heads, and in the layout, of the queries that were given."""
     out = out if problem.groups == 1 else out.movedim(0, -3).flatten(-4, -3)
+    out = out if problem.outward is None else problem.outward(out)
     return out if problem.layout == "bhtd" else out.transpose(-3, -2)
 
 
@@ -195,7 +201,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     before = None if state is None else state["decay"]
     if segments is None:
         _check_order(decay, causal, before)
-    phi, problem = identity if phi is None else phi, group(problem)
+    phi, problem = identity if phi is None else phi, group(_carried(problem, options.get("transport")))
     phi = phi if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(phi)
     if state is None:
         q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (problem.q, problem.k, problem.v))
@@ -234,7 +240,9 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
         raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
     if locality is not None or attn_mask is not None or dropout:
         problem = problem._replace(locality=locality, attn_mask=attn_mask, dropout=dropout)
-    problem = group(problem)
+    if problem.rho_q.delicate or problem.rho_k.delicate:
+        problem = _at_least_float32(problem)
+    problem = group(_carried(problem, options.get("transport")))
     if problem.state is None:
         return problem
     kind = _kind("softmax", problem, () if window is None else (f"window {window}",))
@@ -274,6 +282,7 @@ def check_common(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
     problem, window = Problem(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, identity), None
+    _check_transport(options.get("transport"), q, v, batch)
     if options.get("layout", "bhtd") != "bhtd":
         problem = problem._replace(layout=options["layout"])
     if options.get("window") is not None:
@@ -377,6 +386,41 @@ def _check(
     return batch, rho_q or Identity(), rho_k or Identity()
 
 
+def _check_transport(transport: TransportPair, q: Tensor, v: Tensor, batch: torch.Size) -> None:
+    """TypeError or ValueError where maps of values and of outputs do not fit."""
+    if transport is None:
+        return
+    if not isinstance(transport, tuple) or not all(isinstance(rho, TokenMap) for rho in transport) or len(transport) != 2:
+        got = type(transport).__name__
+        raise TypeError(f"transport: expected a pair of maps, of values and of outputs, as scheme.at gives them, got {got}")
+    for name, rho, x, leading in (("v", transport[0], v, v.shape[:-2]), ("q", transport[1], q, batch)):
+        for tensor in rho.tensors():
+            check_tensor("transport", tensor, q)
+        if rho.features not in (None, v.shape[-1]) or rho.length not in (None, x.shape[-2]):
+            got = f"{v.shape[-1]} features of values, {x.shape[-2]} tokens of {name}"
+            raise ValueError(f"transport: expected {got}, got maps of {rho.features} features, {rho.length} tokens")
+        if not broadcasts(rho.leading, leading):
+            raise ValueError(
+                f"transport: expected leading dimensions that broadcast to {list(leading)} of {name}, got "
+                f"{list(rho.leading)}; maps of a head each need as many heads of values as of queries"
+            )
+
+
+def _carried(problem: Problem, transport: TransportPair) -> Problem:
+    """The problem with values at the places of their keys, and the map that brings outputs to those of their queries."""
+    if transport is None:
+        return problem
+    problem = problem if transport[0].isometric else _at_least_float32(problem)
+    mask, v = problem.mask_of_keys, problem.v
+    v = transport[0](v if mask is None else torch.where(mask, v, 0))  # what is masked may hold anything
+    return problem._replace(v=v, outward=transport[1])
+
+
+def _at_least_float32(problem: Problem) -> Problem:
+    q, k, v = (x if x.dtype.itemsize >= 4 else x.float() for x in (problem.q, problem.k, problem.v))
+    return problem._replace(q=q, k=k, v=v)
+
+
 def _shared(leading: torch.Size, heads: int, own: int) -> torch.Size:
     """Leading dimensions ``[*b h]`` of keys, with the heads of the queries that share them."""
     return leading if leading[-1] in (1, heads) or leading[-1] != own else torch.Size((*leading[:-1], heads))
@@ -427,30 +471,6 @@ def _check_decay(decay: DecayPair, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
                 f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}{remedy}"
             )
     return pair
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """`check_tensor` of queries, keys and values."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, q)
-
-
-def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = None) -> None:
-    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one.
-
-    Log decays, which are float64, are on another device where q's has none.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    device = q.device if device is None else device
-    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == device and not x.is_nested:
-        return
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested one" if x.is_nested else str(x.layout)
-        raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
-    if x.device != device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
-        own, of_q = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
-        raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
 
 
 def check_feature_map(phi: Phi | None) -> None:
@@ -518,7 +538,7 @@ def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
     """Which attention writes a state: all that must be the same for the next tokens."""
     q, v, given = problem.q, problem.v, (("decay", problem.decay), ("path", problem.path), ("segment_ids", problem.segments))
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
-    parts += [name for name, x in given if x is not None]
+    parts += [name for name, x in (*given, ("transport", problem.outward)) if x is not None]
     return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
 
 
@@ -563,8 +583,3 @@ def _check_order(pair: tuple[Tensor, Tensor] | None, causal: bool, before: Tenso
             f"decay: expected queries {where} the keys of their index{'' if causal else ' and the next'}, counted from the "
             "end, or weights would grow with distance; softmax_attention takes any positions"
         )
-
-
-def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a shape broadcasts to another without changing it."""
-    return len(shape) <= len(to) and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(to), strict=False))

@@ -1,15 +1,16 @@
 """Attention by its definition: every weight is formed. What tests and benchmarks measure the fast functions by.
 
-    y_i = sum_j w_ij (v_j + row_ij) / sum_j w_ij
+    y_i = o_i (sum_j w_ij (c_j v_j + row_ij) / sum_j w_ij)
 
     linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
     softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij + attn_mask_ij - |g_i - g_j|)
 
-Sums are over the keys j that take part: those that are not masked, of the query's segment, where it is causal not after the
-query, and less than a window away from it, the last query aligned with the last key. A plain denominator sums weights
-without rho; a complex one takes pairs of features as complex numbers. Time and memory are quadratic, the dtype is that of
-the inputs, and every operation is differentiable any number of times. What no mask hides must be finite: zero times NaN is
-NaN. Arguments are those of `linear_attention` and `softmax_attention`, which check them; nothing does here.
+with c_j and o_i the maps of values and of outputs, where `transport` gives them. Sums are over the keys j that take part:
+those that are not masked, of the query's segment, where it is causal not after the query, and less than a window away from
+it, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs of
+features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
+differentiable any number of times. What no mask hides must be finite: zero times NaN is NaN. Arguments are those of
+`linear_attention` and `softmax_attention`, which check them; nothing does here.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ def linear(
     mask: Tensor | None = None,
     window: int | None = None,
     segment_ids: Pair = None,
+    transport: tuple[TokenMap, TokenMap] | None = None,
 ) -> Tensor:
     """Linear attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]``: ``[*b h t e]``.
 
@@ -55,6 +57,7 @@ def linear(
         True
     """
     k, v = (_without(x, mask) for x in (k, v))
+    v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
     if path:
         rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
@@ -69,13 +72,13 @@ def linear(
         real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor
         imaginary = (a[0] @ b[1].mT - a[1] @ b[0].mT) * factor
         x, y = (weight.sum(-1, keepdim=True) for weight in (real, imaginary))
-        return (real @ v * x + imaginary @ v * y) / (x.square() + y.square()).clamp_min(LEAST**2)
+        return outward((real @ v * x + imaginary @ v * y) / (x.square() + y.square()).clamp_min(LEAST**2))
     added = sum(scores(term, q, k, phi) for term in terms)
     weight = (rho_q(q) @ rho_k(k).mT + added) * factor
     if denominator is None:
-        return weight @ v
+        return outward(weight @ v)
     total = (weight if denominator == "encoded" else (q @ k.mT + added) * factor).sum(-1, keepdim=True)
-    return weight @ v / torch.where(total.abs() < LEAST, torch.full_like(total, LEAST).copysign(total), total)
+    return outward(weight @ v / torch.where(total.abs() < LEAST, torch.full_like(total, LEAST).copysign(total), total))
 
 
 def softmax(
@@ -94,9 +97,11 @@ def softmax(
     attn_mask: Tensor | None = None,
     window: int | None = None,
     segment_ids: Pair = None,
+    transport: tuple[TokenMap, TokenMap] | None = None,
 ) -> Tensor:
     """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
     k, v = (_without(x, mask) for x in (k, v))
+    v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
     if path:
         rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
@@ -117,7 +122,7 @@ def softmax(
     logits = torch.where(part, logits, -torch.inf)
     weight = (logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)).exp()
     weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
-    return weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value")
+    return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
 def _along(path: Sequence[Path], rho_q: TokenMap, rho_k: TokenMap, decay: Pair, k: Tensor, mask: Tensor | None, t: int):

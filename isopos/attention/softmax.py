@@ -14,6 +14,7 @@ from isopos.attention.problem import (
     Problem,
     SegmentPair,
     SoftmaxOptions,
+    TransportPair,
     check_softmax,
     refuse,
     restored,
@@ -56,6 +57,7 @@ def softmax_attention(
     window: int | None = None,
     segment_ids: SegmentPair = None,
     dropout: float = 0.0,
+    transport: TransportPair = None,
     layout: Layout = "bhtd",
     state: State | None = None,
     return_state: bool = False,
@@ -86,6 +88,7 @@ def softmax_attention(
         segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
             take part. Queries have the ids of the last keys, or of their own where this is a pair.
         dropout: Probability with which a weight is dropped; the others are divided by what is left. Always on where given.
+        transport: Of `linear_attention`: maps of values and of outputs.
         layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
         state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
         return_state: Also return the state after these tokens.
@@ -124,11 +127,11 @@ def softmax_attention(
         refuse("softmax", list(others))
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
-    options |= {"dropout": dropout, "layout": layout, "state": state, "path": path}
+    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "path": path}
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale))
-    out = restored(out, problem)
+    out = restored(out, problem).to(q.dtype)
     return (out, after) if return_state else out
 
 

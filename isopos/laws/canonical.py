@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos import bases, biases, couplings, encodings, feature_maps, generators
+from isopos import bases, biases, contragredient, couplings, encodings, feature_maps, generators
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import constant, shown
 from isopos.feature_maps import Phi, undivided
+from isopos.poses import Projective
 from isopos.positions import Group, Line, Product, Ring, Tree
 from isopos.scheme import Scheme
 
 __all__ = ["Primitive", "canonical", "score"]
 
-# x^-1 y: a number on a line or ring, a reduced word ((branch, 1 or -1), ...) in a tree, a tuple of these in a product
+# x^-1 y: a number on a line or ring, a reduced word ((branch, 1 or -1), ...) in a tree, the 16 numbers of a matrix between
+# cameras, a tuple of these in a product
 Relative = Any
 Kernel = Callable[[Relative], Tensor]  # a matrix [h d1 d2] of one relative position; h = 1 where heads are alike
 Side = tuple[Tensor, Tensor]  # A [h d1 d] and a [h d1], or B and b
@@ -170,6 +172,8 @@ def _rows(group: Group, x: Tensor) -> list[Any]:
     match group:
         case Line() | Ring():
             return x[:, 0].tolist()
+        case Projective():
+            return [tuple(row) for row in x.tolist()]
         case Tree():
             nodes = x.tolist()
             return [_word(nodes, row) for row in range(len(nodes))]
@@ -191,6 +195,9 @@ def _between(group: Group, a: Any, b: Any) -> Relative:
     match group:
         case Ring():
             return (b - a) % group.period
+        case Projective():
+            start, end = (torch.tensor(z, dtype=torch.float64).view(4, 4) for z in (a, b))
+            return tuple((torch.linalg.inv(start) @ end).flatten().tolist())
         case Tree():
             common = 0
             while common < min(len(a), len(b)) and a[common] == b[common]:
@@ -208,6 +215,8 @@ def _length(group: Group, t: Relative) -> float:
             return min(t, group.period - t)
         case Tree():
             return len(t)
+        case Projective():
+            return group.distance(group.origin(1), torch.tensor([t], dtype=torch.float64)).item()
         case Product():
             return sum(_length(part, a) for part, a in zip(group.parts, t, strict=True))
     return abs(t)
@@ -229,9 +238,8 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
     match coupling:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling))]
-        case couplings.XPos():  # (Sun et al., Algorithm 1) a complex frequency: each pair rotates and shrinks
-            complex_frequency = _skew(coupling.extended(coupling.frequency)[0]) - torch.diag(coupling.log_scale)
-            return [Primitive(group, *content, *content, lambda t: _exp(t * complex_frequency))]
+        case contragredient.Contragredient():
+            return [Primitive(group, *content, *content, _of_pair(coupling))]
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
             angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
@@ -256,6 +264,26 @@ def _of_coupling(coupling: Coupling) -> list[Primitive]:
                 "alone, whose scores are a function of that position, not of x^-1 y (LRPE, Eq. 6)"
             )
     raise TypeError(f"coupling: expected one of isopos.encodings or isopos.couplings, got {type(coupling).__name__}")
+
+
+def _of_pair(pair: Coupling) -> Kernel:
+    """W(t) = rho(1)^-1 rho(t) of a representation that need not be unitary, ``[h d d]``."""
+    match pair:
+        case contragredient.Jordan():  # (Sun et al., Algorithm 1, and the real Jordan form)
+            links = torch.ones(pair.features - pair.features // pair.order, dtype=torch.float64) / pair.length
+            generator = torch.diag(pair.growth) + torch.diag(links, pair.features // pair.order)
+            if pair.frequency is not None:
+                generator = generator + _skew(pair.extended(pair.frequency)[0])
+            return lambda t: _exp(t * generator)
+        case contragredient.Projection():  # (Li et al. 2025)
+            unit = _eye(pair.features // 4)[0]
+            return lambda t: torch.kron(unit, torch.tensor(t, dtype=torch.float64).view(4, 4))[None]
+        case contragredient.Beside():
+            parts = [_of_pair(part) for part in pair.parts]  # pyright: ignore[reportArgumentType]
+            return lambda t: _blocks([part(t if pair.shared else t[n]) for n, part in enumerate(parts)])
+        case Encoding():
+            return _of_encoding(pair)
+    raise TypeError(f"coupling: expected one of isopos.contragredient, got {type(pair).__name__}")
 
 
 def _of_encoding(encoding: Coupling) -> Kernel:

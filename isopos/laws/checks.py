@@ -15,11 +15,12 @@
     path          weights of some tokens are the same alone and amid others, where steps that keys take are the positions
     seen          a layer's sums, or what it learns from them, are others at other positions, or without such steps
 
-An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. Where
-scores are not relative, the weaker law that a coupling or a bias names stands beside the error. A law that an encoding's own
-code keeps from being measured, by an exception, does not hold. Some properties are choices, and reported beside the laws:
-whether scores tell direction, whether denominators are positive (PermuteFormer, Property 3), and after how many positions an
-encoding repeats itself.
+An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. A
+contragredient pair owes those of a representation besides, homomorphism, identity and decomposable, with the transposed map
+of queries for rho(x)^-1; whether it is unitary is a property. Where scores are not relative, the weaker law that a coupling
+or a bias names stands beside the error. A law that an encoding's own code keeps from being measured, by an exception, does
+not hold. Some properties are choices, and reported beside the laws: whether scores tell direction, whether denominators are
+positive (PermuteFormer, Property 3), and after how many positions an encoding repeats itself.
 """
 
 import copy
@@ -36,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
+from isopos.contragredient import Contragredient
 from isopos.encodings import Coupling, Encoding
 from isopos.maps import TokenMap
 from isopos.positions import Group
@@ -178,6 +180,8 @@ def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> di
     laws: dict[str, Callable[[], Finding]] = {"relative": lambda: _relative(probe, lambda x, y: probe.scores(x, y)[0])}
     if isinstance(coupling, Encoding):
         laws = _laws_of_encoding(coupling, probe)
+    if isinstance(coupling, Contragredient):
+        laws |= _laws_of_pair(coupling, probe)
     laws |= {"precision": lambda: _precision(probe, dtype), "batch": lambda: _batch(probe)}
     if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.path):
         laws["directional"] = lambda: _direction(probe)
@@ -313,6 +317,37 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
     return laws
 
 
+def _laws_of_pair(pair: Contragredient, probe: _Probe) -> dict[str, Callable[[], Finding]]:
+    """Of a representation W, which is the keys' map; that of the queries, transposed, is its inverse."""
+    group, x, y = probe.group, probe.x, probe.y
+
+    def w(a: Tensor) -> Tensor:
+        return _matrices(pair.key(a, torch.float64), pair.features)
+
+    def inverse(a: Tensor) -> Tensor:
+        return _matrices(pair.query(a, torch.float64), pair.features).mT
+
+    def unit() -> Tensor:
+        return torch.eye(pair.features, dtype=torch.float64)
+
+    @torch.no_grad()
+    def law(name: str, note: str, found: Tensor, expected: Tensor) -> Finding:
+        return _law(name, _most(found - expected) / max(1.0, _most(expected)), note)
+
+    def unitary() -> Finding:
+        error = _most(w(x).mT @ w(x) - unit())
+        return Finding("unitary", error <= TOLERANCE, error, "largest change of a norm, which a pair may have", is_law=False)
+
+    products = "largest |W(x) W(y) - W(xy)|, relative", "largest |W(x)^-1 W(y) - W(x^-1 y)|, relative"
+    between = group.compose(group.inverse(x), y)
+    return {
+        "homomorphism": lambda: law("homomorphism", products[0], w(x) @ w(y), w(group.compose(x, y))),
+        "identity": lambda: law("identity", "largest |W(x)^-1 W(x) - I|", inverse(x) @ w(x), unit()),
+        "decomposable": lambda: law("decomposable", products[1], inverse(x) @ w(y), w(between)),
+        "unitary": torch.no_grad()(unitary),
+    }
+
+
 @torch.no_grad()
 def _direction(probe: _Probe) -> Finding:
     error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
@@ -325,8 +360,13 @@ def _direction(probe: _Probe) -> Finding:
 def _operator(encoding: Encoding, x: Tensor) -> Tensor:
     """Dense operators ``[h t d' d]`` at positions ``[t c]``: of the last TOKENS, or of fewer."""
     count = min(len(x), TOKENS)
-    unit = torch.eye(encoding.features, dtype=torch.float64)[:, None, None].expand(-1, 1, count, -1)
-    return encoding(x, torch.float64).last(count)(unit).permute(1, 2, 3, 0)
+    return _matrices(encoding(x, torch.float64).last(count), encoding.features, count)
+
+
+def _matrices(rho: TokenMap, features: int, count: int = TOKENS) -> Tensor:
+    """A map of so many tokens as dense matrices ``[h t d' d]``."""
+    unit = torch.eye(features, dtype=torch.float64)[:, None, None].expand(-1, 1, count, -1)
+    return rho(unit).permute(1, 2, 3, 0)
 
 
 def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
@@ -508,7 +548,7 @@ def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) ->
     if (denominator := at.get("denominator")) in ("plain", "encoded"):
         numerator = at | {"denominator": None}
         weights = numerator if denominator == "encoded" else numerator | {"isometry": None}
-        runs = [(v, numerator), (torch.ones_like(v[..., :1]), weights)]
+        runs = [(v, numerator), (torch.ones_like(v[..., :1]), weights | {"transport": None})]
     return [attend(q, k, values, **options)[..., extra:, :] for values, options in runs]
 
 

@@ -1,4 +1,4 @@
-"""Rotations of feature pairs by frequencies over several axes: axial, mixed, golden, and the sections of M-RoPE."""
+"""Rotations of feature pairs by frequencies over several axes: axial, mixed, golden, sections of M-RoPE, WIRE of graphs."""
 
 import math
 from collections.abc import Sequence
@@ -150,6 +150,31 @@ def mrope(
                 raise ValueError(f"sections: expected at most {room} pairs for axis {n}, {turns}, got {_text(sections)}")
     own = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
     return compose(laid_out(encodings.Rotary((own * rope_frequencies(count, base))[None]), layout), heads, choices)
+
+
+@register(
+    summary="rotation by learned angles over a graph's eigenvectors",
+    citation="Reid et al. 2025, WIRE, arXiv 2509.22259",
+    equation="<q, R(<w, t>) k>, t = u_y - u_x of eigenvectors u",
+    cost="t d, and n^3 once for n nodes",
+    extends="any real coordinates",
+    learns="w, a vector a pair and head",
+)
+def wire(
+    head_dim: int, heads: int, *, axes: int = 8, learned: bool = True, seed: int = 0, **choices: Unpack[Choices]
+) -> Scheme:
+    """WIRE: rotations by positions of a graph's nodes, the lowest eigenvectors of its Laplacian (Reid et al. 2025).
+
+    Positions are `isopos.graph` of edges. Each pair of each head has a frequency on each eigenvector, normal at first; near
+    nodes turn alike. Scores see differences of eigenvectors, which leave their signs, and rotations among those of equal
+    eigenvalues, to chance: see `isopos.graph`.
+
+    Args:
+        axes: Eigenvectors of a position.
+        learned: Learn the frequencies.
+    """
+    frequency = normal(seed, heads, at_least("axes", axes), even(head_dim) // 2) / axes**0.5
+    return compose(encodings.Rotary(frequency, learned=learned), heads, choices)
 
 
 def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:

@@ -1,12 +1,13 @@
-"""Rotations of feature pairs with fixed frequencies: RoPE, p-RoPE, RetNet, xPos, and cosFormer's single angle."""
+"""Rotations of feature pairs with fixed frequencies: RoPE, p-RoPE, RetNet, xPos, Jordan blocks, cosFormer's single angle."""
 
 import math
 from typing import Literal, Unpack
 
 import torch
 
-from isopos import couplings, encodings
+from isopos import encodings
 from isopos.catalog import at_least, expect
+from isopos.contragredient import Beside, Jordan
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import Layout, compose, even, laid_out, register
@@ -132,7 +133,55 @@ def xpos(
         length: Steps in which pair i shrinks by (2i/d + 0.4) / 1.4.
     """
     frequency = rope_frequencies(even(head_dim) // 2, base)
-    return compose(couplings.XPos(frequency, length=length), heads, choices, {"denominator": "encoded"})
+    if not length > 0:
+        raise ValueError(f"length: expected a positive number of steps, got {length}")
+    share = torch.arange(len(frequency), device="cpu", dtype=torch.float64) / len(frequency)  # 2 i / d
+    growth = -((share + 0.4) / 1.4).log() / length
+    return compose(Jordan(growth, frequency), heads, choices, {"denominator": "encoded"})
+
+
+@register(
+    summary="Jordan blocks: rotations with powers of the offset",
+    citation="real Jordan forms, which hold Sun et al. 2022 and Press et al. 2022",
+    equation="<q, exp(t A) k>, A of Jordan blocks: t^n / n! e^((g + i w) t)",
+    cost="t d m for blocks of order m",
+    extends="grids, by direct sum",
+    fits={"length": "reach"},
+)
+def jordan(
+    head_dim: int,
+    heads: int,
+    *,
+    order: int = 2,
+    growth: float = 0.0,
+    base: float = 10000.0,
+    length: float = 1024.0,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """exp(t A) of real Jordan blocks, of one order, growth and rope's frequencies: every kind of relative score of a line.
+
+    It is relative exactly, and no isometry: rope is order 1, xpos order 1 with a growth of each pair, ALiBi's term order 2
+    without a rotation (see `isopos.contragredient.Jordan`). Features of a block see powers of the offset up to order - 1, in
+    units of `length`, which RetNet's decay a head outgrows by default. Float32 is exact to 2e-6 up to 8 times the length
+    from zero, for order 2; positions beyond are refused.
+
+    Args:
+        order: m, pairs of a block; those that are left over only turn.
+        growth: Nats in `length` steps by which weights of earlier keys shrink, and those of later ones grow: for causal
+            attention. A decay does the first at any length, and either way.
+        length: Steps in which the offset counts one: of the longest sequence, about.
+    """
+    count, rest = divmod(even(head_dim) // 2, at_least("order", order))
+    if not count:
+        raise ValueError(f"order: expected at most the {head_dim // 2} pairs of a head, got {order}")
+    if not length > 0:
+        raise ValueError(f"length: expected a positive number of steps, got {length}")
+    frequency = rope_frequencies(count + rest, base)
+    rate = torch.full_like(frequency, growth / length)
+    encoding = Jordan(rate[:count], frequency[:count], order=order, length=length)
+    if rest:
+        encoding = Beside([encoding, Jordan(rate[count:], frequency[count:])], shared=True)
+    return compose(encoding, heads, choices, {"decay": "retnet"})
 
 
 @register(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isopos.attention import linear_attention, softmax_attention
+from isopos.poses import Projective
 from isopos.positions import Group, Product, Ring, Tree, depths, grid, sequence
 from isopos.schemes import Scheme
 
@@ -24,7 +25,7 @@ REACH, LONGEST_RING, SIDE, NODES = 64, 1024, 12, 40  # steps of a line, elements
 class Panel(NamedTuple):
     """Scores at all pairs of positions of one part of a group, while those of other parts stay at the origin."""
 
-    group: Group  # the part: a line, a ring, a tree, or a product of lines and rings
+    group: Group  # the part: a line, a ring (of cameras around a point, too), a tree, or a product of lines and rings
     position: Tensor  # [t c], of this part; on lines and rings the middle one is where offsets count from
     score: Tensor  # [h t t], query by key; see `scores`
 
@@ -56,9 +57,11 @@ def panels(scheme: Scheme, *, reach: int = REACH, seed: int = 0) -> Iterator[Pan
     """What there is to draw: `reach` steps of a line either way, a period of a ring, two axes of a grid, a small tree."""
     for first, group in _parts(scheme.group):
         position = _positions(group, reach, scheme.max_length)
+        cameras = isinstance(group, Projective)
+        places = group.arrange(len(position)) if cameras else position
         x = scheme.group.origin(len(position))
-        x[:, first : first + position.shape[1]] = position
-        yield Panel(group, position, scores(scheme, x, seed))
+        x[:, first : first + places.shape[1]] = places
+        yield Panel(Ring(len(position)) if cameras else group, position, scores(scheme, x, seed))
 
 
 @torch.no_grad()
@@ -85,6 +88,7 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
         q, k = (a + scheme.embedding(x, torch.float64) for a in (q, k))
     q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in (q, k))
     at: dict[str, Any] = {**scheme.at(x, dtype=torch.float64), "causal": bool(scheme.path)}
+    at.pop("transport", None)  # values here are not a model's
     v = torch.eye(len(x), dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     if scheme.attention == "linear":
         at["denominator"] = None
@@ -124,7 +128,7 @@ def _parts(group: Group) -> Iterator[tuple[int, Group]]:
     """First column and group of each panel: two axes of a grid are one."""
     if not isinstance(group, Product):
         yield 0, group
-    elif len(group.parts) > 1 and not group.refers_to_rows:
+    elif len(group.parts) > 1 and not any(isinstance(leaf, Tree | Projective) for leaf in group.leaves):
         yield 0, Product(group.parts[:2])
     else:
         first = 0
@@ -136,6 +140,8 @@ def _parts(group: Group) -> Iterator[tuple[int, Group]]:
 def _positions(group: Group, reach: int, longest: int | None) -> Tensor:
     if isinstance(group, Tree):
         return _complete_tree(group.branches)
+    if isinstance(group, Projective):
+        return sequence(2 * SIDE + 1)
     if isinstance(group, Product):
         return grid(*(2 * SIDE + 1 for _ in group.parts))
     count = 2 * (min(group.period, LONGEST_RING) // 2 if isinstance(group, Ring) else reach) + 1

@@ -1,0 +1,101 @@
+"""Positions of the nodes of a graph: the lowest eigenvectors of its Laplacian, and a reader of edge lists."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isopos.catalog import at_least
+
+__all__ = ["edges", "graph"]
+
+
+def graph(source: Tensor | Sequence[Sequence[int]] | str | Path, axes: int = 8, *, nodes: int | None = None) -> Tensor:
+    """Positions of the nodes of an undirected, connected graph, for `isopos.wire`: float64 ``[n axes]``.
+
+    Column k is the eigenvector of the k-th smallest eigenvalue of the Laplacian D - A after the constant one, with a mean
+    square of 1, so that positions do not shrink with the graph; zero where the graph has fewer. On a path it is about
+    cos(pi k x / n).
+
+    An eigenvector is determined up to its sign, and where eigenvalues are equal, as in rings, grids of equal sides or other
+    symmetric graphs, up to a rotation among them, so that no rule of numbers alone can name them. Here the first of its
+    largest entries is positive; symmetric nodes are told apart by their numbers then, and other numbers of the nodes may
+    give other positions. Positions of different graphs, and of one that changed, are not to be compared.
+
+    Args:
+        source: A file of `edges`, or integers ``[m 2]``: a row an edge, whose nodes are 0 to n - 1. Repeated edges count
+            once, loops not at all.
+        axes: Eigenvectors.
+        nodes: n; one more than the largest number by default.
+
+    Raises:
+        ValueError: For what is no graph, and for one that is not connected: each part has eigenvectors of its own, and no
+            position relative to the others.
+
+    References:
+        Rotary Position Encodings for Graphs (Reid et al. 2025), WIRE. https://arxiv.org/abs/2509.22259
+
+    Examples:
+        >>> graph([[0, 1], [1, 2]], 2).round(decimals=3).abs().tolist()
+        [[1.225, 0.707], [0.0, 1.414], [1.225, 0.707]]
+    """
+    pairs = edges(source) if isinstance(source, str | Path) else torch.as_tensor(source)
+    if pairs.ndim != 2 or pairs.shape[-1] != 2 or pairs.dtype not in (torch.int64, torch.int32) or not len(pairs):
+        raise ValueError(f"graph: expected edges as integers [m 2], got {pairs.dtype} {list(pairs.shape)}")
+    at_least("axes", axes)
+    pairs, largest = pairs.detach().to("cpu", torch.int64), int(pairs.max())
+    count = largest + 1 if nodes is None else at_least("nodes", nodes, 2)
+    if int(pairs.min()) < 0 or largest >= count:
+        raise ValueError(f"graph: expected nodes from 0 to {count - 1}, got {int(pairs.min())} to {largest}")
+    adjacency = torch.zeros(count, count, dtype=torch.float64)
+    adjacency[pairs[:, 0], pairs[:, 1]] = adjacency[pairs[:, 1], pairs[:, 0]] = 1
+    adjacency.fill_diagonal_(0)
+    if (alone := int((~_reached(adjacency)).sum())) > 0:
+        raise ValueError(
+            f"graph: expected a connected one, got {alone} of {count} nodes that no path joins with node 0; take its parts "
+            "one by one"
+        )
+    vectors = torch.linalg.eigh(adjacency.sum(-1).diag() - adjacency).eigenvectors[:, 1 : axes + 1]
+    size = vectors.abs()
+    first = (size > size.amax(0) * (1 - 1e-6)).int().argmax(0)
+    vectors = vectors * vectors.gather(0, first[None]).sign() * math.sqrt(count)
+    return torch.nn.functional.pad(vectors, (0, axes - vectors.shape[-1]))
+
+
+def _reached(adjacency: Tensor) -> Tensor:
+    """The nodes that paths join with node 0: bool ``[n]``."""
+    reached = torch.zeros(len(adjacency), dtype=torch.bool)
+    reached[0], new = True, torch.tensor([0])
+    while len(new):
+        found = (adjacency[new] > 0).any(0) & ~reached
+        reached |= found
+        new = found.nonzero()[:, 0]
+    return reached
+
+
+def edges(path: str | Path) -> Tensor:
+    """The edges that a text file lists, a line each: int64 ``[m 2]``.
+
+    A line is two numbers of nodes from 0 on, between spaces, a tab or a comma; empty lines and those from "#" or "%" on are
+    skipped.
+
+    Raises:
+        ValueError: For a line that is no edge, and for a file that has none.
+        OSError: For a file that cannot be read.
+    """
+    found = []
+    with Path(path).open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            words = line.replace(",", " ").split()
+            if not words or words[0][0] in "#%":
+                continue
+            if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
+                raise ValueError(
+                    f"{path}, line {number}: expected two numbers of nodes from 0 on, got {line.strip()[:80]!r}"
+                )
+            found.append([int(word) for word in words])
+    if not found:
+        raise ValueError(f"{path}: expected a line an edge, two numbers of nodes, got none")
+    return torch.tensor(found)

@@ -1,0 +1,197 @@
+"""Cameras as positions: 4 x 4 matrices, which take points of an image, with their depth, to the world."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isopos.catalog import at_least
+from isopos.positions import Group
+
+__all__ = ["Projective", "cameras"]
+
+WORST = 1e4  # condition numbers from which on float32 tables lose more than 6e-4
+
+
+@dataclass(frozen=True)
+class Projective(Group):
+    """The invertible 4 x 4 matrices, row by row: cameras, as `cameras` makes them of poses and intrinsics.
+
+    A shift multiplies from the left: another frame of the world, in which x^-1 y, the way from one image to another, stays.
+
+    Examples:
+        >>> group = Projective()
+        >>> x = group.random(5)
+        >>> torch.allclose(group.compose(group.inverse(x), x), group.origin(5))
+        True
+    """
+
+    real = True  # float32 and float64 positions are taken
+
+    @property
+    def columns(self) -> int:
+        return 16
+
+    @property
+    def noun(self) -> str:
+        return "set of cameras"
+
+    def arrange(self, t: int) -> Tensor:
+        """On a circle, evenly around a point that they all see."""
+        turn = 2 * math.pi / max(t, 1) * torch.arange(t, dtype=torch.float64)
+        rows = torch.stack((turn.cos(), 0 * turn, -turn.sin(), turn.sin(), 0 * turn, turn.cos()), -1).view(t, 2, 3)
+        pose = torch.eye(4, dtype=torch.float64).repeat(t, 1, 1)
+        pose[:, :3, 0], pose[:, :3, 2], pose[:, :3, 3] = rows[:, 0], rows[:, 1], -rows[:, 1]
+        return cameras(pose)
+
+    def compose(self, x: Tensor, y: Tensor) -> Tensor:
+        return (_matrices(x) @ _matrices(y)).flatten(-2)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        return _inverses(_matrices(x)).flatten(-2)
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """log(1 + |x^-1 y - I|), or that of y^-1 x where it is larger: a metric, the same from any frame of the world."""
+        a, b = _matrices(x)[..., :, None, :, :], _matrices(y)[..., None, :, :, :]
+        ways = _inverses(_matrices(x))[..., :, None, :, :] @ b, _inverses(_matrices(y))[..., None, :, :, :] @ a
+        unit = torch.eye(4, dtype=torch.float64, device=x.device)
+        return torch.stack([(way - unit).norm(dim=(-1, -2)).log1p() for way in ways]).amax(0)
+
+    def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
+        """Cameras within a step or so of the origin, of focal lengths about one."""
+        draw = torch.randn(*shape, 3, 5, generator=generator, dtype=torch.float64)
+        pose = torch.eye(4, dtype=torch.float64).repeat(*shape, 1, 1)
+        turned = torch.linalg.qr(draw[..., :3]).Q
+        pose[..., :3, :3], pose[..., :3, 3] = turned * torch.linalg.det(turned)[..., None, None], draw[..., 3] / 2
+        K = torch.diag_embed(torch.exp(draw[..., 4] / 4))
+        return cameras(pose, K / K[..., 2:, 2:])
+
+    def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
+        return torch.eye(4, dtype=torch.float64, device=device).flatten().repeat(*shape, 1)
+
+    def check(self, x: Tensor) -> None:
+        """Matrices must be invertible, and not nearly singular; on the CPU and outside a compiler."""
+        super().check(x)
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            _inverses(_matrices(x.detach()))
+
+
+def cameras(
+    pose: Tensor,
+    intrinsics: Tensor | None = None,
+    *,
+    size: tuple[float, float] | None = None,
+    patches: tuple[int, int] | None = None,
+) -> Tensor:
+    """Positions of cameras, of `Projective`, or of the patches of their images, of `isopos.prope`: float64.
+
+    A camera is pose K^-1, row by row: the inverse of its projection K pose^-1 of the world, with K lifted to 4 x 4. Scores
+    are the same from any frame of the world, up to rounding: float32 wants its origin near the cameras, in units of their
+    distances.
+
+    Args:
+        pose: ``[*b n 4 4]``, camera to world, [R t; 0 0 0 1] with a rotation R: the inverse of what are called view
+            matrices, or extrinsics.
+        intrinsics: K ``[*b n 3 3]``, or one ``[3 3]`` for all, [fx s cx; 0 fy cy; 0 0 1]; none counts as the identity,
+            which leaves relative poses alone.
+        size: Width and height of images in the unit of K, pixels: K then counts in images, from their middle. Without it K
+            is taken as it is.
+        patches: Rows and columns of the patches of each image, whose places are two columns more:
+            ``[*b n*rows*columns 18]``, camera by camera and row by row.
+
+    Raises:
+        ValueError: Where matrices are none of cameras.
+
+    Source: Cameras as Relative Positional Encoding (Li et al. 2025), section 3. https://arxiv.org/abs/2507.10496
+
+    Examples:
+        >>> pose = torch.eye(4).expand(5, 4, 4)
+        >>> K = torch.tensor([[320.0, 0, 320], [0, 320, 240], [0, 0, 1]])
+        >>> cameras(pose, K, size=(640, 480)).shape, cameras(pose, patches=(12, 16)).shape
+        (torch.Size([5, 16]), torch.Size([960, 18]))
+    """
+    _check_pose(pose)
+    matrix = pose.double()
+    if intrinsics is not None:
+        K = _in_images(intrinsics, size)
+        if K.ndim > 2 and K.shape[:-2] != pose.shape[:-2]:
+            raise ValueError(f"intrinsics: expected [3 3] or {[*pose.shape[:-2], 3, 3]}, got {list(K.shape)}")
+        matrix = matrix @ torch.linalg.inv(torch.nn.functional.pad(K, (0, 1, 0, 1)) + _corner(K))
+    elif size is not None:
+        raise ValueError("size: expected none without intrinsics, whose unit it is, got one")
+    rows = matrix.flatten(-2)
+    if patches is None:
+        return rows
+    high, wide = (at_least("patches", number) for number in patches)
+    place = torch.stack(torch.meshgrid(*(torch.arange(n, device=pose.device) for n in (high, wide)), indexing="ij"), -1)
+    place = place.flatten(0, 1).double().expand(*rows.shape[:-1], -1, -1)
+    return torch.cat((rows[..., None, :].expand(*place.shape[:-1], -1), place), -1).flatten(-3, -2)
+
+
+def _check_pose(pose: Tensor) -> None:
+    if not isinstance(pose, Tensor) or pose.ndim < 3 or pose.shape[-2:] != (4, 4) or not pose.is_floating_point():
+        got = f"{pose.dtype} {list(pose.shape)}" if isinstance(pose, Tensor) else type(pose).__name__
+        raise ValueError(f"pose: expected floats [*b n 4 4], camera to world, got {got}")
+    exact = pose.detach().double()
+    rotation, corner = exact[..., :3, :3], torch.tensor([0.0, 0, 0, 1], dtype=torch.float64, device=pose.device)
+    if not exact.isfinite().all() or not (exact[..., 3, :] - corner).abs().max() < 1e-6:
+        raise ValueError(
+            "pose: expected finite matrices whose last row is (0, 0, 0, 1), got others; transposed ones need .mT"
+        )
+    error = (rotation @ rotation.mT - corner.new_ones(3).diag()).abs().amax((-1, -2))
+    if not error.max() < 1e-3:
+        where = torch.unravel_index(error.argmax(), error.shape)
+        raise ValueError(
+            f"pose: expected rotations [R t; 0 1] without a scale, got R R^T off the identity by {error.max():.1g} in "
+            f"camera {', '.join(f'{int(n)}' for n in where)}"
+        )
+
+
+def _in_images(intrinsics: Tensor, size: tuple[float, float] | None) -> Tensor:
+    """K in float64; counted in images from their middle, with a size."""
+    if not isinstance(intrinsics, Tensor) or intrinsics.ndim < 2 or intrinsics.shape[-2:] != (3, 3):
+        got = list(intrinsics.shape) if isinstance(intrinsics, Tensor) else type(intrinsics).__name__
+        raise ValueError(f"intrinsics: expected [*b n 3 3] or [3 3], got {got}")
+    K = intrinsics.double()
+    exact = K.detach()
+    lower = torch.stack((exact[..., 1, 0], exact[..., 2, 0], exact[..., 2, 1], exact[..., 2, 2] - 1), -1)
+    focal = exact.diagonal(dim1=-2, dim2=-1)[..., :2]
+    if not exact.isfinite().all() or not (lower == 0).all() or not (focal > 0).all():
+        raise ValueError(
+            "intrinsics: expected [fx s cx; 0 fy cy; 0 0 1] with positive focal lengths, got others; transposed ones need "
+            ".mT"
+        )
+    if size is None:
+        return K
+    if len(size) != 2 or not min(size) > 0:
+        raise ValueError(f"size: expected a positive width and height, got {size}")
+    width, height = (float(side) for side in size)
+    scale = torch.tensor([[1 / width, 0, -0.5], [0, 1 / height, -0.5], [0, 0, 1]], dtype=torch.float64, device=K.device)
+    return scale @ K
+
+
+def _corner(like: Tensor) -> Tensor:
+    """1 in the last place of a 4 x 4 matrix."""
+    return torch.tensor([0.0, 0, 0, 1], dtype=torch.float64, device=like.device).diag()
+
+
+def _inverses(matrix: Tensor) -> Tensor:
+    """Of matrices ``[*b t 4 4]``; ValueError where one is nearly singular, on the CPU and outside a compiler."""
+    if matrix.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.linalg.inv(matrix)
+    found, info = torch.linalg.inv_ex(matrix)
+    size = (matrix.detach().norm(dim=(-1, -2)) * found.detach().norm(dim=(-1, -2))).where(info == 0, torch.inf)
+    if not (size < WORST).all():
+        row = (~(size < WORST)).nonzero()[0].tolist()
+        raise ValueError(
+            f"positions: expected invertible 4 x 4 matrices g with |g| |g^-1| below {WORST:,.0f}, from which on float32 "
+            f"loses scores, got {size[tuple(row)]:.3g} in row {', '.join(map(str, row))}; put the world's origin near the "
+            "cameras, in units of their distances"
+        )
+    return found
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """Those of projective positions ``[*b t 16]``: float64 ``[*b t 4 4]``."""
+    return x.double().unflatten(-1, (4, 4))

@@ -1,0 +1,109 @@
+"""Positions of graphs: eigenvectors by their equation, edge lists, and what is no graph."""
+
+import math
+
+import pytest
+import torch
+from cases import ATTENTION, HEADS, close, inputs
+
+import isopos
+from isopos import graph, laws
+from isopos.graphs import edges
+
+RANDOM = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4], [4, 0], [1, 4], [4, 5], [5, 6], [2, 6], [6, 7]])
+
+
+def laplacian(pairs, n):
+    L = torch.zeros(n, n, dtype=torch.float64)
+    for a, b in pairs.tolist():
+        L[a, b] = L[b, a] = -1
+    return L - L.sum(-1).diag()
+
+
+def test_positions_are_the_lowest_eigenvectors():
+    x, L = graph(RANDOM, 4), laplacian(RANDOM, 8)
+    assert x.shape == (8, 4)
+    assert x.dtype == torch.float64
+    values = torch.linalg.eigvalsh(L)[1:5]
+    close(L @ x, x * values)
+    close(x.mT @ x / 8, torch.eye(4, dtype=torch.float64))
+    close(x.sum(0), torch.zeros(4, dtype=torch.float64))
+    largest = x.gather(0, x.abs().argmax(0)[None])
+    assert (largest > 0).all()
+
+
+def test_a_path_has_cosines():
+    n, x = 9, graph([[i, i + 1] for i in range(8)], 3)
+    wave = torch.cos(math.pi * torch.arange(1, 4).double() * (torch.arange(n).double()[:, None] + 0.5) / n) * 2**0.5
+    close(x.abs(), wave.abs())
+
+
+def test_edges_need_neither_order_nor_direction_and_a_small_graph_has_zeros():
+    x = graph(RANDOM, 9)
+    messy = torch.cat((RANDOM.flip(0, 1), RANDOM[:3], torch.tensor([[2, 2]])))
+    assert torch.equal(graph(messy, 9), x)
+    assert torch.equal(graph(RANDOM.int(), 9), x)
+    assert (x[:, 7:] == 0).all()
+    assert (x[:, :7] != 0).any(0).all()
+
+
+def test_other_numbers_of_nodes_move_positions_along_where_eigenvalues_differ():
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    close(graph(order[RANDOM], 4)[order].abs(), graph(RANDOM, 4).abs())
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_wire_turns_by_differences_of_eigenvectors(kind):
+    scheme, x = isopos.wire(8, HEADS, axes=3, attention=kind), graph(RANDOM, 3)
+    (q, k, v), w = inputs(t=8), scheme.encoding.frequency.double()
+    angle = torch.einsum("hcf,tsc->htsf", w, x[None] - x[:, None])
+    a, b = (torch.view_as_complex(z.unflatten(-1, (-1, 2))) for z in (q, k))
+    rho = scheme.encoding(x, torch.float64)
+    close(rho(q) @ rho(k).mT, torch.einsum("htf,htsf,hsf->hts", a.conj(), torch.exp(1j * angle), b).real)
+    y = scheme(q, k, v, x)
+    close(scheme(*(z.flip(-2) for z in (q, k, v)), x.flip(0)), y.flip(-2))  # nodes in any order
+    assert laws.check(scheme).holds
+
+
+def test_an_edge_list_is_read(tmp_path):
+    path = tmp_path / "edges.txt"
+    rows = [f"{a}{' ' if n % 2 else ','}{b}" for n, (a, b) in enumerate(RANDOM.tolist())]
+    path.write_text("# a graph\n\n" + "\n".join(rows) + "\n% end\n", encoding="utf-8-sig")
+    assert torch.equal(edges(path), RANDOM)
+    assert torch.equal(graph(path, 2), graph(RANDOM, 2))
+    assert torch.equal(graph(str(path), 2), graph(RANDOM, 2))
+
+
+@pytest.mark.parametrize("line", ["0 x", "0", "0 1 2", "-1 2", "1.5 2", "٣ 4"])
+def test_a_malformed_line_names_file_and_line(tmp_path, line):
+    path = tmp_path / "edges.txt"
+    path.write_text(f"0 1\n\n{line}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"edges.txt, line 3: expected two numbers of nodes from 0 on, got"):
+        graph(path)
+    path.write_text("# nothing\n")
+    with pytest.raises(ValueError, match=r"edges.txt: expected a line an edge, two numbers of nodes, got none"):
+        graph(path)
+    with pytest.raises(FileNotFoundError):
+        graph(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: graph([[0, 1], [2, 3], [3, 4]]),
+            "expected a connected one, got 3 of 5 nodes that no path joins with node 0",
+        ),
+        (lambda: graph([[0, 1]], nodes=3), "expected a connected one, got 1 of 3 nodes"),
+        (lambda: graph([[0, 3]], nodes=3), "expected nodes from 0 to 2, got 0 to 3"),
+        (lambda: graph([[0, -1]]), "expected nodes from 0 to 0, got -1 to 0"),
+        (lambda: graph([[0.0, 1.0]]), r"expected edges as integers \[m 2\], got torch.float32"),
+        (lambda: graph([[0, 1, 2]]), r"expected edges as integers \[m 2\], got torch.int64 \[1, 3\]"),
+        (lambda: graph(torch.empty(0, 2, dtype=torch.int64)), r"expected edges as integers"),
+        (lambda: graph([[0, 1]], 0), "axes: expected an integer of at least 1, got 0"),
+        (lambda: isopos.wire(8, 2, axes=2).at(graph(RANDOM, 3)), r"positions: expected \[\*b t 2\]"),
+    ],
+)
+def test_what_is_no_graph_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
