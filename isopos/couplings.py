@@ -241,8 +241,8 @@ class Lie(_Sided):
         return f"expected linear for generators that do not commute, and so have no frequencies, got {rule.name}"
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        x = wide(x) if self.extension is None else wide(x) / self.extension.factor
-        total = torch.einsum("...tc,hcij->...htij", x, wide(self.parameter, x.device))
+        places = wide(x) if self.extension is None else wide(x) / self.extension.factor
+        total = torch.einsum("...tc,hcij->...htij", places, wide(self.parameter, x.device))
         return Operators(narrow(skew_exponential(total.contiguous()), dtype, x.device))
 
 

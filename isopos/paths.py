@@ -105,7 +105,7 @@ class Turn(Path):
         https://arxiv.org/abs/2511.17388
 
     Examples:
-        >>> turn = Turn(4, 1, torch.tensor([1.0, 0.1]))
+        >>> turn = Turn(4, 1, torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> turn(torch.randn(1, 3, 4)).cumsum(-2).tolist()
         [[[1.0, 0.1], [2.0, 0.2], [3.0, 0.30000000000000004]]]
     """

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
+from isopos.exact import wide
 from isopos.positions import Group
 
 __all__ = ["Projective", "cameras"]
@@ -55,7 +56,7 @@ class Projective(Group):
         """log(1 + |x^-1 y - I|), or that of y^-1 x where it is larger: a metric, the same from any frame of the world."""
         a, b = _matrices(x)[..., :, None, :, :], _matrices(y)[..., None, :, :, :]
         ways = _inverses(_matrices(x))[..., :, None, :, :] @ b, _inverses(_matrices(y))[..., None, :, :, :] @ a
-        unit = torch.eye(4, dtype=torch.float64, device=x.device)
+        unit = torch.eye(4, dtype=torch.float64, device=a.device)
         return torch.stack([(way - unit).norm(dim=(-1, -2)).log1p() for way in ways]).amax(0)
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
@@ -194,4 +195,4 @@ def _inverses(matrix: Tensor) -> Tensor:
 
 def _matrices(x: Tensor) -> Tensor:
     """Those of projective positions ``[*b t 16]``: float64 ``[*b t 4 4]``."""
-    return x.double().unflatten(-1, (4, 4))
+    return wide(x).unflatten(-1, (4, 4))

@@ -14,6 +14,11 @@ WIDE = (torch.float64, torch.complex128)
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}  # what may have tensors of two devices
 
 
+def narrow(x: Tensor) -> Tensor:
+    """Positions that the device can hold."""
+    return x.float() if x.dtype in WIDE else x
+
+
 class There(Tensor):
     """A tensor on the pretended device, which holds the one on the CPU."""
 

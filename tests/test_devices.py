@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import ATTENTION, ENCODINGS, PRESETS, SCHEMES, close, ids, inputs, with_kinds
-from pretend import DEVICE, There, WithoutFloat64
+from pretend import DEVICE, There, WithoutFloat64, narrow
 from torch import Tensor
 
 import isopos
@@ -56,7 +56,7 @@ def test_the_device_refuses_float64():
 @with_kinds(SCHEMES)
 def test_schemes_give_what_they_give_on_the_cpu(case, kind):
     scheme = case.build(attention=kind)
-    x = case.positions(2, t=T)
+    x = narrow(case.positions(2, t=T))
     here = scheme.at(x)
     embedded = None if scheme.embedding is None else scheme.embedding(x)
     scheme = moved(scheme)
@@ -127,7 +127,7 @@ def test_modules_are_initialised_there():
 @pytest.mark.parametrize("causal", [True, False])
 @with_kinds([case for case in PRESETS if case.name != "horn-clipped"])  # whose linear sums are float64 on q's device
 def test_attention_takes_what_schemes_give(case, kind, causal):
-    scheme, x = case.build(attention=kind), case.positions(1, t=T)
+    scheme, x = case.build(attention=kind), narrow(case.positions(1, t=T))
     content = inputs(1, t=T, d=scheme.encoding.features, dtype=torch.float32)
     with torch.no_grad():
         here = ATTENTION[kind](*content, **scheme.at(x), causal=causal)

@@ -154,7 +154,7 @@ def test_recipes_of_papers_are_what_the_papers_say():
 
 
 DECLARED = """
-    Recipe: task=language scheme=rope seed=0 data= tokenizer=bytes vocabulary=0 length=256 cutoffs=()
+    Recipe: task=language scheme=rope seed=0 data= tokenizer=bytes vocabulary=0 length=256 cutoffs=() start=
         tied=False validation_tokens=32768 layers=3 model_dim=96 heads=4 hidden_dim=0 dropout=0.0 recompute=False steps=250
         activation=relu norm=layer stochastic_depth=0.0
         attention_dropout=0.0 batch=8 accumulate=1 optimizer=adamw learning_rate=0.003 schedule=cosine power=1.0 warmup=-1

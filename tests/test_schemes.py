@@ -928,9 +928,9 @@ def test_a_scheme_and_a_decay_from_outside(registries):
         schemes.build("toy", 8, 2, more, model={"length": 7}).encoding.initial[0, 0, 1] for more in ({}, {"base": "20"})
     ]
     assert [float(f) for f in first] == pytest.approx([7**-0.25, 20**-0.25])
-    assert schemes.options_of("toy")["decay"] == ("none", *decays.RATES)
+    assert schemes.options_of("toy")["decay"] == ("none", *decays.RATES, "forget")
     assert isinstance(schemes.rope(8, 2, decay="half").decay, Decay)
-    with pytest.raises(ValueError, match=r"decay: expected one of none, .*half, got 'hafl'; did you mean half\?"):
+    with pytest.raises(ValueError, match=r"decay: expected one of none, .*half, forget, got 'hafl'; did you mean half\?"):
         schemes.rope(8, 2, decay="hafl")
     with pytest.raises(ValueError, match="scheme: expected a new name, got 'toy', which test_schemes has"):
         schemes.register(**TOY)(toy)
@@ -1144,6 +1144,8 @@ DEFAULTS = """
     comrope: linear elu+1 plain none, variant=linear axes=2 base=10000.0 seed=0
     grape: linear elu+1 plain none, axes=1 planes=1 base=10000.0 seed=0
     liere: linear elu+1 plain none, axes=2 base=10000.0 seed=0
+    fox: linear elu+1 plain forget
+    selective: linear elu+1 plain none, base=10000.0
     kerple: softmax softmax softmax none, kernel=log seed=0
     fire: softmax softmax softmax none, width=32 length=512.0 seed=0
     pope: linear elu+1 plain none, base=10000.0

@@ -68,6 +68,12 @@ AUTHORS = {
         "pairs (i, i + d/2) (`layout=half`); Qwen2-VL's default is base 10^6 (`base=1000000`), Qwen3-VL's is 5 10^5 "
         "(`base=500000`), and its axes take turns (`interleaved=true`)",
     ),
+    "wire": Code("no code"),
+    "prope": Code(
+        "liruilong940607/prope",
+        "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as "
+        "isopos.poses.cameras does with a size; columns come before rows; softmax attention only",
+    ),
     "clock": Code("no code"),
     "string": Code("no code"),
     "comrope": Code(
@@ -80,12 +86,6 @@ AUTHORS = {
         "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
     ),
     "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
-    "wire": Code("no code"),
-    "prope": Code(
-        "liruilong940607/prope",
-        "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as `cameras` does "
-        "with a size; columns come before rows; softmax attention only",
-    ),
     "fox": Code(
         "zhixuan-lin/forgetting-transformer",
         "gates read the layer's input, not the head's key, with weights of standard deviation 0.02 at first; softmax "

@@ -531,6 +531,8 @@ def _formulas() -> Iterator[tuple[str, str, str, str]]:
         fill_zeros(scheme)
         if scheme.embedding is not None or "absolute" in name:
             figure = "- (an absolute one has no canonical form)"
+        elif scheme.path:
+            figure = "- (steps are read from keys)"
         elif scheme.encoding.is_random:
             figure = "- (equal in expectation only)"
         elif weaker := scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law):
@@ -548,7 +550,9 @@ def by_formula(scheme: Any, tokens: int = 9) -> float:
     v = torch.eye(tokens, dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     at = scheme.at(x, dtype=torch.float64)
     if scheme.attention == "linear":
-        found = linear_attention(q, k, v, **at | {"denominator": None})
+        found = linear_attention(
+            q, k, v, **at | {"denominator": None, "transport": None}
+        )  # the weights, not what they carry
         phi_q, phi_k = sides(scheme.feature_map)
         return error(found, score(canonical(scheme), phi_q(q), phi_k(k), x, x))
     terms = tuple(term for term in at.get("terms", ()) if term.side != "value")  # rows of values are no part of scores

@@ -21,7 +21,6 @@ import numpy as np
 from isopos.catalog import expect
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
-from isopos.lab.data.corpora import shown
 from isopos.lab.data.labelled import check_same, surveyed
 from isopos.lab.data.sources import Source, find, whole_lines
 from isopos.lab.data.tokenizers import Tokenizer
@@ -107,6 +106,8 @@ def load(source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = No
     if not Path(source).exists():
         raise ValueError(f"data: expected a folder with {name}'s train.tsv and dev.tsv, but {source} does not exist")
     found, root = find(source), cache.default_root() if root is None else root
+    from isopos.lab.data.corpora import shown
+
     with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
         before = surveyed(found, root, progressing)
 

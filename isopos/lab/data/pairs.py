@@ -11,7 +11,6 @@ import numpy as np
 
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
-from isopos.lab.data.corpora import shown
 from isopos.lab.data.labelled import check_same, surveyed
 from isopos.lab.data.prepare import SPLITS, named_split, split_rule
 from isopos.lab.data.sources import Source, find
@@ -185,6 +184,8 @@ def load_texts(
         ValueError: As of `read_texts`.
     """
     root, read = cache.default_root() if root is None else root, lru_cache(1)(lambda: read_texts(source, languages))
+    from isopos.lab.data.corpora import shown
+
     with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
         found = [_found(part) for part in _parts(source, languages)]
         before = [surveyed(one, root, progressing) for one in found]

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from isopos import catalog
+from isopos.catalog import CATALOG
 from isopos.lab import tasks
 from isopos.lab.runs.files import mismatch
 from isopos.lab.tasks.language import Language
@@ -222,12 +223,21 @@ def parse_schemes(text: str) -> list[str]:
 def of_layers(spec: str) -> list[str]:
     """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as follow its *.
 
+    A + within an option's value joins its parts, where what follows it is no scheme's name.
+
     Examples:
-        >>> of_layers("rope:decay=retnet*2+none"), of_layers("mrope:sections=2+1+1")
-        (['rope:decay=retnet', 'rope:decay=retnet', 'none'], ['mrope:sections=2+1+1'])
+        >>> of_layers("rope:decay=retnet*2+none"), of_layers("ape-product:parts=ring4+tree2+none")
+        (['rope:decay=retnet', 'rope:decay=retnet', 'none'], ['ape-product:parts=ring4+tree2', 'none'])
     """
+    parts = [""]
+    for piece in re.split(r"\+(?=[a-zA-Z_])", spec):
+        name = re.split("[:*+]", piece)[0]
+        if "=" in parts[-1] and name not in CATALOG and "." not in name:
+            parts[-1] += "+" + piece
+        else:
+            parts.append(piece)
     found = []
-    for part in re.split(r"\+(?=[a-zA-Z_])", spec):
+    for part in parts[1:]:
         one, star, count = part.rpartition("*")
         if star and not (count.isdecimal() and 1 <= int(count) <= 100_000):
             raise ValueError(f"scheme {spec!r}: expected a number of layers after *, got {count!r}")
