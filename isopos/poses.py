@@ -124,8 +124,8 @@ def cameras(
     rows = matrix.flatten(-2)
     if patches is None:
         return rows
-    high, wide = (at_least("patches", number) for number in patches)
-    place = torch.stack(torch.meshgrid(*(torch.arange(n, device=pose.device) for n in (high, wide)), indexing="ij"), -1)
+    high, across = (at_least("patches", number) for number in patches)
+    place = torch.stack(torch.meshgrid(*(torch.arange(n, device=pose.device) for n in (high, across)), indexing="ij"), -1)
     place = place.flatten(0, 1).double().expand(*rows.shape[:-1], -1, -1)
     return torch.cat((rows[..., None, :].expand(*place.shape[:-1], -1), place), -1).flatten(-3, -2)
 
