@@ -71,9 +71,11 @@ def clustered_attention(
         >>> torch.allclose(y, isopos.softmax_attention(q, k, v, **at), atol=1e-5)
         True
     """
-    if others := [name for name, value in others.items() if value is not None]:
-        raise TypeError(f"clustered_attention() expected an encoding alone, which maps queries and keys, got {others[0]!r}")
-    at_least("clusters", clusters), at_least("topk", topk, 0), at_least("iterations", iterations, 0)
+    for name, value in others.items():
+        if value is not None:
+            raise TypeError(f"clustered_attention() expected an encoding alone, which maps queries and keys, got {name!r}")
+    for name, value, least in (("clusters", clusters, 1), ("topk", topk, 0), ("iterations", iterations, 0)):
+        at_least(name, value, least)
     options: SoftmaxOptions = {"isometry": isometry, "scale": scale, "mask": mask, "layout": layout}
     problem = check_softmax(q, k, v, options, streams=False)
     if query_mask is not None:
