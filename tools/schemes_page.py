@@ -244,7 +244,7 @@ def _tried(built: dict[str, Scheme], run: Callable[[Scheme], object], notes: _No
     if not failed:
         return "yes"
     works = [f"{attention} only" for attention in built if attention not in failed] or ["no"]
-    return " ".join(works) + "".join(failed.values())
+    return " ".join(works) + ",".join(failed.values())
 
 
 def _attend(scheme: Scheme, x: Tensor, y: Tensor, causal: bool) -> Tensor:

@@ -148,7 +148,9 @@ def _api() -> None:
             lines += (f"::: isopos.{function.__name__}\n" for function in REGISTRY.values())
         for module in (importlib.import_module(f"isopos.{name}") for name in modules):
             lines += [f"## {module.__name__}\n", f"{(module.__doc__ or '').strip()}\n"]
-            own = (n for n, one in vars(module).items() if n[0].isupper() and one.__module__ == module.__name__)
+            own = (
+                n for n, one in vars(module).items() if n[0].isupper() and getattr(one, "__module__", "") == module.__name__
+            )
             names = getattr(module, "__all__", None) or own
             lines += (f"::: {module.__name__}.{name}\n" for name in names)
         (STAGED / "api" / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
