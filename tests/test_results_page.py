@@ -89,7 +89,7 @@ def test_distances_paired_by_seed_decide_where_there_are_some(shown):
 
 def test_folders_say_data_seeds_and_commands(shown):
     page = results_page.folders(shown())
-    assert "| `toy` | A toy: Which? | one: a; two: b | 3 seeds; missing: Type1 on two, seeds 1, 2 |" in page
+    assert "| [`toy`](toy/table.md) | A toy: Which? | one: a; two: b | 3 seeds; missing: Type1 on two, seeds 1, 2 |" in page
     assert "    isopos table lrpe-2 --seeds 3\n" in page
 
 

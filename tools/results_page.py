@@ -95,7 +95,7 @@ def _figure(cell: str) -> tuple[float, float] | None:
 
 def folders(shown: Sequence[Shown]) -> str:
     """A row for each folder, and the commands that its figures come from."""
-    rows = [(f"`{one.name}`", f"{one.source}: {one.title}", _data(one), _seeds(one)) for one in shown]
+    rows = [(f"[`{one.name}`]({one.name}/table.md)", f"{one.source}: {one.title}", _data(one), _seeds(one)) for one in shown]
     commands = [f"    {command}" for one in shown for command in one.commands]
     return "\n".join(("", markdown(("folder", "is", "data", "repeated"), rows), "", *commands, ""))
 

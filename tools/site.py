@@ -61,6 +61,8 @@ def build() -> None:
     for path in STAGED.rglob("*.md"):
         up = "../" * (len(path.relative_to(STAGED).parts) - 1)
         _rewrite(path, r"\]\((?:\.\./)+([A-Z]+\.md)", rf"]({up}\1")
+    for path in STAGED.glob("results/*/table.md"):
+        _rewrite(path, r"\Z", "\n![Validation by update, a line a row](curves.svg)\n")
     _gallery()
     _api()
     shutil.rmtree(BUILT, ignore_errors=True)
@@ -126,7 +128,7 @@ def _picture(scheme: Scheme, path: Path) -> None:
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         draw(axes, panel, scheme, alone=len(shown) == 1)
     with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path)
+        figure.savefig(path, bbox_inches="tight")
 
 
 def _rows(page: str, head: str) -> Iterator[list[str]]:
