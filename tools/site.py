@@ -77,7 +77,7 @@ def _rewrite(path: Path, pattern: str, by: str | Callable[[re.Match[str]], str])
 
 def _formula(found: re.Match[str]) -> str:
     """MathML, which browsers draw themselves."""
-    from latex2mathml.converter import convert
+    from latex2mathml.converter import convert  # pyright: ignore[reportMissingImports]
 
     return convert(unescape(found[2]), display="block" if found[1] == "div" else "inline")
 

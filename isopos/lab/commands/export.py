@@ -37,7 +37,7 @@ def run(options: Options, console: Console) -> int:
         from isopos.integrations.transformers import from_decoder
     except ImportError as error:
         raise ValueError(str(error)) from None
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast  # pyright: ignore[reportMissingImports]
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(Path(options.run)).model())
     from_decoder(model).save_pretrained(folder)
