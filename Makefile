@@ -17,11 +17,12 @@ run: .venv/.installed-run       ## compare encodings: isopos compare ARGS
 	@$(BIN)/isopos compare $(ARGS)
 
 test: .venv/.installed-dev      ## the tests without the slow ones, on two processes
-	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not oracles" $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not oracles and not triton" $(ARGS)
 
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
 	@$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
 	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py
+	@TRITON_INTERPRET=1 ISOPOS_TRITON=1 $(BIN)/pytest -n 2 --dist worksteal -m triton -rs $(ARGS) tests/test_triton*.py
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
@@ -51,7 +52,7 @@ STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-docs .venv/
 .venv/.installed-run: EXTRAS := lab
 .venv/.installed-dev: EXTRAS := lab,dev
 .venv/.installed-docs: EXTRAS := lab,dev,hf,docs
-.venv/.installed-peers: EXTRAS := lab,dev,peers,data,hf,docs
+.venv/.installed-peers: EXTRAS := lab,dev,peers,data,hf,docs,gpu-test
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python
 	@if $(HALF) || ! $(PIP) --version >/dev/null 2>&1; then $(NEW_VENV); fi
 	@touch .venv/.installing

@@ -152,7 +152,7 @@ def _record(files: list[str]) -> None:
         threading.settrace(recorder.trace)
         sys.settrace(recorder.trace)
         arguments = [x for x in PYTEST if x != "-x"]
-        return _pytest([*arguments, "-m", "not slow and not oracles", *files], recorder)
+        return _pytest([*arguments, "-m", "not slow and not oracles and not triton", *files], recorder)
 
     os.waitpid(_child(run, FOLDER / "map.log"), 0)
     print(f"{len(_map())} tests pass; the log is {FOLDER / 'map.log'}", flush=True)

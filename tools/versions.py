@@ -23,7 +23,18 @@ __all__ = ["floors", "main"]
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / ".versions"
 ROOM = 10**10  # bytes that an environment takes while it is installed, about
-TESTS = ("-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not slow and not oracles", "-p", "no:cacheprovider")
+TESTS = (
+    "-m",
+    "pytest",
+    "-n",
+    "2",
+    "--dist",
+    "worksteal",
+    "-m",
+    "not slow and not oracles and not triton",
+    "-p",
+    "no:cacheprovider",
+)
 
 
 class Row(NamedTuple):

@@ -1,0 +1,38 @@
+"""The one gate of the Triton kernels: whether they may be used, and on which tensors."""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from isopos.ops.library import PLAIN, watched
+
+SWITCH = "ISOPOS_TRITON"  # no GPU has run these kernels yet: nobody gets them unasked
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on a CPU, for tests (TRITON_INTERPRET=1, read when triton is imported)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _absent() -> str:
+    return "" if find_spec("triton") else "triton is not installed: pip install triton"
+
+
+def unreadable(*tensors: Tensor) -> str:
+    """Why no Triton kernel may read these, or "": they are plain tensors on a CUDA device, which nothing watches."""
+    for x in tensors:
+        if not (x.is_cuda or (x.is_cpu and interpreted())):
+            return f"it runs on CUDA devices, not on {x.device.type}"
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
+            return "it reads plain tensors only"
+        if x.device != tensors[0].device:
+            return f"it reads tensors of one device, not of {tensors[0].device} and {x.device}"
+    if os.environ.get(SWITCH) != "1":
+        return f"it has run on no GPU yet; {SWITCH}=1 in the environment asks for it"
+    if watched():
+        return "a transform, a mode or a trace watches operations, and sees none of compiled code"
+    return _absent()

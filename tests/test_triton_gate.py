@@ -1,0 +1,25 @@
+"""isopos.ops.gpu: which tensors Triton's kernels may read, and when."""
+
+import pytest
+import torch
+
+from isopos.ops import gpu
+
+
+def test_no_kernel_of_a_gpu_reads_a_cpus_tensor(monkeypatch):
+    monkeypatch.setenv("ISOPOS_TRITON", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert gpu.unreadable(torch.ones(2)) == "it runs on CUDA devices, not on cpu"
+
+
+def test_nobody_gets_it_unasked(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("ISOPOS_TRITON", raising=False)
+    assert "ISOPOS_TRITON=1 in the environment asks for it" in gpu.unreadable(torch.ones(2))
+
+
+@pytest.mark.triton
+def test_the_interpreter_reads_plain_tensors_of_a_cpu():
+    assert gpu.unreadable(torch.ones(2), torch.ones(3)) == ""
+    assert gpu.unreadable(torch.ones(2), torch.ones(2, dtype=torch.complex64).conj().imag) == "it reads plain tensors only"
+    assert gpu.unreadable(torch.ones(2, device="meta")) == "it runs on CUDA devices, not on meta"
