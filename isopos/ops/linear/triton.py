@@ -181,10 +181,15 @@ class Call:
         more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
         return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, less)))
 
+    def pair(self, n: int, less: Tensor | None = None) -> tuple[Inputs, Inputs]:
+        """What makes features of readers and feeders, which may have one table; `less` is that of queries."""
+        readers, feeders = self.inputs(n, None if n else less), self.inputs(1 - n, less if n else None)
+        return readers, feeders._replace(table=None) if self.closed[0].table is self.closed[1].table else feeders
+
     def values(self) -> Values:
         """v."""
         mask = self.sums.features[2].mask
-        return Values(self.rows(self.sums.v), None, None if mask is None else self.rows(mask.view(torch.uint8)))
+        return Values(self.rows(self.sums.v), None if mask is None else self.rows(mask.view(torch.uint8)))
 
     def constants(self, n: int, features: int, values: int) -> dict[str, Any]:
         """Of readers' or feeders' features, in tiles."""
@@ -224,8 +229,7 @@ class Call:
         own = {"DENOMINATOR": "none", "DIVIDE": False} if denominators is None else {"DENOMINATOR": self.own}
         own = {"DIVIDE": self.divide and way is self.ways[-1]} | own | way.constants | {"ADD": way.strict}
         given = (
-            self.inputs(n),
-            self.inputs(1 - n),
+            *self.pair(n),
             values,
             self.borders,
             befores,
@@ -238,17 +242,17 @@ class Call:
         self, n: int, less: Tensor | None, pair: Sequence[Values], befores: Tensor | None, grads: Grads, way: Way
     ) -> None:
         """Write their gradients; `pair` are values of queries and keys."""
-        both, other = (self.inputs(0, less), self.inputs(1)), 1 - n
-        given = both[n], both[other], pair[n], pair[other], self.borders, befores, grads
+        given = *self.pair(n, less), pair[n], pair[1 - n], self.borders, befores, grads
         own = {"DENOMINATOR": self.own, "ADD": way.strict} | way.constants
         self.launch(_kernels().gradients, self.blocks, *given, **own, **self.of_both(n, self.config.features, self.e))
 
-    def deltas(self, grad: Tensor, out: Tensor, denominators: Tensor) -> Tensor:
-        """Less the gradients of denominators ``[*b h t 1]``."""
+    def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of sums ``[*b h t e]``, and less those of denominators ``[*b h t 1]``."""
         less, chunk = torch.empty_like(denominators), 64
-        rows = map(self.rows, (grad, out, denominators, less))
-        self.launch(_kernels().deltas, 1, *rows, segments=-(-self.shape.length // chunk), C=chunk, E=self.e)
-        return less
+        own = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
+        rows = map(self.rows, (grad, out, denominators, own, less))
+        self.launch(_kernels().quotients, 1, *rows, segments=-(-self.shape.length // chunk), C=chunk, E=self.e)
+        return own, less
 
 
 class _Sink:
@@ -325,13 +329,13 @@ class Triton(Kernel):
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         call, e, rest = _call(sums), sums.v.shape[-1], iter(needs[5:])
-        scale, less = None, -grad[..., e:] if sums.denominator == "column" else None
+        less = -grad[..., e:] if sums.denominator == "column" else None
         learned = [[next(rest) for _ in own.tensors] for own in sums.features]
         with torch.cuda.device_of(sums.q):
             if call.divide:
                 out, denominators, *saved = saved
-                scale, less = call.rows(denominators), call.deltas(grad, out, denominators)
-            pair = Values(call.rows(grad[..., :e]), scale, None), call.values()
+                grad, less = call.quotients(grad, out, denominators)
+            pair = Values(call.rows(grad[..., :e]), None), call.values()
             sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
             dtype = sums.v.dtype if len(call.ways) == 1 else torch.float32
             dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)

@@ -46,7 +46,7 @@ def states(
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        y, plain = tiles.features(inputs, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
+        y, plain = tiles.features(inputs, inputs.table, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         _, _, after, across = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
@@ -172,12 +172,13 @@ def outputs(
         state = tiles.load_state(befores, shape, row, column)
         if DENOMINATOR != "none":
             own = tiles.load_own_state(befores, shape, row_own)
+    table = readers.table if feeders.table is None else feeders.table
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        q, own_q = tiles.features(readers, place, token, ok, 0, shape.width, C, X, PHI, KIND, PRECISION)
+        q, own_q = tiles.features(readers, readers.table, place, token, ok, 0, shape.width, C, X, PHI, KIND, PRECISION)
         k, own_k = tiles.features(
-            feeders, place, token, ok, 0, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+            feeders, table, place, token, ok, 0, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
         )
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         inside, before, after, across = tiles.load_weights(
@@ -191,15 +192,20 @@ def outputs(
 
 
 @jit
-def deltas(grad, out, denominators, less, shape, C: tl.constexpr, E: tl.constexpr):
-    """Less the gradients of denominators, <grad, out> / denominator; zero where it was clamped. Programs: heads; chunks."""
+def quotients(grad, out, denominators, own, less, shape, C: tl.constexpr, E: tl.constexpr):
+    """Gradients of sums, and less those of denominators, from those of quotients. Programs: heads; chunks.
+
+    Those of denominators are zero where these were clamped.
+    """
     place, column = tiles.place_of(shape), tl.arange(0, E)
     token, ok = tiles.tokens_of(shape, tl.program_id(1), C)
-    product = tiles.load_tile(grad, place, token, ok, column, shape.columns)
-    product *= tiles.load_tile(out, place, token, ok, column, shape.columns)
     denominator = tl.load(tiles.address(denominators, place, token), mask=ok, other=1)
-    found = tl.where(tl.abs(denominator) <= 1e-6, 0, tl.sum(product, 1) / denominator)
-    tl.store(tiles.address(less, place, token), found, mask=ok)
+    of_sums = tiles.load_tile(grad, place, token, ok, column, shape.columns).to(tl.float32) / denominator[:, None]
+    found = tl.sum(of_sums * tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32), 1)
+    tl.store(tiles.address(less, place, token), tl.where(tl.abs(denominator) <= 1e-6, 0, found), mask=ok)
+    both = ok[:, None] & (column < shape.columns)[None, :]
+    to = tiles.address(own, place, token)[:, None] + column[None, :]
+    tl.store(to, of_sums.to(own.first.dtype.element_ty), mask=both)
 
 
 @jit
@@ -248,14 +254,14 @@ def _pull(
     width, first = shape.width, tiles.block_of(shape) * X
     column = first + tl.arange(0, X)
     inside = (column < width)[None, :]
-    plain, x, at, both = tiles.load_plain(inputs, place, token, ok, column, width, PHI, KIND)
+    plain, x, at, both = tiles.load_plain(inputs, inputs.table, place, token, ok, column, width, PHI, KIND)
     y, of_normal = plain, tl.zeros((X,), tl.float32)
     if inputs.normal is not None:
         normal = tiles.load_normal(inputs, place, at, both, width)
         y, along = tiles.reflected(y, normal)
     back, mapped = dy, y
     if KIND == "rotation" or KIND == "lift":
-        cos, sin = tiles.load_angles(inputs, place, token, ok, first, width, C, X, KIND)
+        cos, sin = tiles.load_angles(inputs.table, place, token, ok, first, width, C, X, KIND)
         mapped = tiles.turned(y, cos, sin, C, X, KIND)
         back, of_table = tiles.turned_back(y, dy, cos, sin, C, X, KIND)
         if grads.table is not None:
@@ -268,7 +274,7 @@ def _pull(
         of_normal -= 2 * tl.sum(tl.where(both, along * (back + 2 * of_along * normal) + of_along * plain, 0), 0)
     if DENOMINATOR == "plain":
         if KIND == "gather":  # what is not gathered has another order: one after the other
-            own, own_x, _, own_both = tiles.load_plain(inputs, place, token, ok, column, width, PHI, "none")
+            own, own_x, _, own_both = tiles.load_plain(inputs, inputs.table, place, token, ok, column, width, PHI, "none")
             of_decay += tl.sum(own * down, 1)
             value = tl.where(own_both, down * tiles.slope(own_x, own, PHI), 0)
             _write(grads.x, place, token, ok, column[None, :], inside, value, ADD)
@@ -319,11 +325,12 @@ def gradients(
         state = tiles.load_state(befores, shape, tiles.block_of(shape) * D + tl.arange(0, D), column)
         if DENOMINATOR != "none":
             own = tiles.load_own_state(befores, shape, tiles.block_of(shape) * own.shape[0] + tl.arange(0, own.shape[0]))
+    table = readers.table if feeders.table is None else feeders.table
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
         y, plain = tiles.features(
-            feeders, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+            feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
         )
         near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
         far = tiles.load_values(of_feeders, place, token, ok, column, shape.columns, PRECISION)

@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     """What makes the features of readers or feeders; None for what there is not."""
 
     x: Rows
-    table: Rows | None  # pairs (cos, sin), or an index
+    table: Rows | None  # pairs (cos, sin), or an index; of feeders None, too, where it is that of readers
     normal: Rows | None
     mask: Rows | None
     g: Rows | None  # log decays, float64
@@ -35,10 +35,9 @@ class Inputs(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Rows of values, divided by a number each."""
+    """Rows of values."""
 
     x: Rows
-    scale: Rows | None
     mask: Rows | None
 
 
@@ -97,19 +96,22 @@ def taking_part(mask, place, token, ok):
 
 @jit
 def load_tile(rows, place, token, ok, column, width):
-    """Some columns of rows, in float32."""
+    """Some columns of rows."""
     both = ok[:, None] & (column < width)[None, :]
-    return tl.load(address(rows, place, token)[:, None] + column[None, :], mask=both, other=0).to(tl.float32)
+    return tl.load(address(rows, place, token)[:, None] + column[None, :], mask=both, other=0)
+
+
+@jit
+def rounded(x, PRECISION: tl.constexpr):
+    """What products of matrices are made of: early, since it takes half of the registers."""
+    return x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
 
 
 @jit
 def load_values(values, place, token, ok, column, width, PRECISION: tl.constexpr):
     """Values ``[C E]``, rounded as for `dot`."""
     ok = taking_part(values.mask, place, token, ok)
-    tile = load_tile(values.x, place, token, ok, column, width)
-    if values.scale is not None:
-        tile = tile / tl.load(address(values.scale, place, token), mask=ok, other=1)[:, None]
-    return rounded(tile, PRECISION)
+    return rounded(load_tile(values.x, place, token, ok, column, width), PRECISION)
 
 
 @jit
@@ -145,12 +147,12 @@ def slope(x, y, PHI: tl.constexpr):
 
 
 @jit
-def load_plain(inputs, place, token, ok, column, width, PHI: tl.constexpr, KIND: tl.constexpr):
+def load_plain(inputs, table, place, token, ok, column, width, PHI: tl.constexpr, KIND: tl.constexpr):
     """phi(x), x, the columns that they have in memory, and which are there: those of a gather in its order."""
     inside = (column < width)[None, :]
     at = column[None, :]
     if KIND == "gather":
-        index = address(inputs.table, place, token)[:, None] + at
+        index = address(table, place, token)[:, None] + at
         at = tl.load(index, mask=ok[:, None] & inside, other=0)
     both = taking_part(inputs.mask, place, token, ok)[:, None] & inside
     x = tl.load(address(inputs.x, place, token)[:, None] + at, mask=both, other=0).to(tl.float32)
@@ -171,12 +173,12 @@ def reflected(y, normal):
 
 
 @jit
-def load_angles(inputs, place, token, ok, first, width, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
+def load_angles(table, place, token, ok, first, width, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
     """Cosines and sines of a tile, of pairs of features or, for a lift, of features."""
     PAIRS: tl.constexpr = X if KIND == "lift" else X // 2
     step: tl.constexpr = 2 if KIND == "lift" else 1
-    table = load_tile(inputs.table, place, token, ok, step * first + tl.arange(0, 2 * PAIRS), step * width)
-    return tl.split(tl.reshape(table, (C, PAIRS, 2)))
+    pairs = load_tile(table, place, token, ok, step * first + tl.arange(0, 2 * PAIRS), step * width)
+    return tl.split(tl.reshape(pairs.to(tl.float32), (C, PAIRS, 2)))
 
 
 @jit
@@ -208,6 +210,7 @@ def turned_back(y, grad, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.co
 @jit
 def features(
     inputs,
+    table,
     place,
     token,
     ok,
@@ -221,22 +224,16 @@ def features(
 ):
     """Features ``[C D]``, and phi's own ``[C X]`` in the order of x; rounded as for `dot`."""
     column = first + tl.arange(0, X)
-    plain, _, at, both = load_plain(inputs, place, token, ok, column, width, PHI, KIND)
+    plain, _, at, both = load_plain(inputs, table, place, token, ok, column, width, PHI, KIND)
     y = plain
     if inputs.normal is not None:
         y, _ = reflected(y, load_normal(inputs, place, at, both, width))
     if KIND == "rotation" or KIND == "lift":
-        cos, sin = load_angles(inputs, place, token, ok, first, width, C, X, KIND)
+        cos, sin = load_angles(table, place, token, ok, first, width, C, X, KIND)
         y = turned(y, cos, sin, C, X, KIND)
     if KIND == "gather":
-        plain, _, _, _ = load_plain(inputs, place, token, ok, column, width, PHI, "none")
+        plain, _, _, _ = load_plain(inputs, table, place, token, ok, column, width, PHI, "none")
     return rounded(y, PRECISION), rounded(plain, PRECISION)
-
-
-@jit
-def rounded(x, PRECISION: tl.constexpr):
-    """What products of matrices are made of: early, since it takes half of the registers."""
-    return x.to(tl.bfloat16) if PRECISION == "bf16" else x
 
 
 @jit
