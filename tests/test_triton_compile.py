@@ -1,17 +1,19 @@
 """Triton's kernels compiled ahead of time for each generation of GPUs: they fit, and spill no more than said."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 from triton_aot import ARCHITECTURES, SHARED, compiled, compilers
 
 from isopos.feature_maps import elu1, identity
-from isopos.maps import Chain, Reflection, Rotation
+from isopos.maps import Chain, Gather, Reflection, Rotation
 from isopos.ops import gpu
-from isopos.ops.linear import triton
+from isopos.ops.linear import triton, triton_kernels
 from isopos.ops.linear.features import Features, Sums
 
-pytest.importorskip("triton", reason="pip install triton")
+pytestmark = pytest.mark.triton
 
 
 class Recorder:
@@ -29,7 +31,7 @@ class Launch:
         self.calls, self.name = calls, name
 
     def __getitem__(self, grid):
-        return lambda *given, **constants: self.calls.append((self.name, grid, given, constants))
+        return lambda *given, **constants: self.calls.append((self.name, given, constants))
 
 
 def kind(x):
@@ -42,43 +44,68 @@ def kind(x):
     return x if x is None else "i32" if x % 16 else "i32:16"
 
 
-def problem(dtype, d, kinds, decay, denominator):
-    """2,048 tokens of two heads, whose tables are learned."""
+def problem(dtype, d, kinds, decay, denominator, *, causal=True):
+    """1,024 tokens of two heads."""
     t, h = 1024, 2
     q, k, v = torch.zeros(3, 1, h, t, d, dtype=dtype)
     lifted = kinds[-1:] == ("lift",)
-    maps = Rotation(torch.zeros(h, t, d if lifted else d // 2, 2), lifted) if kinds else None
+    maps = Rotation(torch.zeros(h, t, d if lifted else d // 2, 2), lifted)
+    if "gather" in kinds:
+        maps = Gather(torch.zeros(h, t, d, dtype=torch.int64))
     if "reflection" in kinds:
         maps = Chain(Reflection(F.normalize(torch.ones(h, 1, d), dim=-1)), maps)
     g = torch.zeros(h, t, dtype=torch.float64) if decay else None
-    own = Features(elu1 if denominator else identity, maps, kinds, None, denominator == "plain")
-    form = "divide" if denominator else None
-    return Sums(q, k, v, (own, own, Features(identity)), None if g is None else (g, g), True, form)
+    own = Features(elu1, maps, kinds, None, denominator == "plain")
+    return Sums(q, k, v, (own, own, Features(identity)), None if g is None else (g, g), causal, "divide")
 
 
-def launches(monkeypatch, sums):
+def launches(monkeypatch, sums, arch):
     """What the forward and the backward pass would launch."""
     recorder = Recorder()
+    monkeypatch.setattr(triton, "_generation", lambda device: arch // 10)
     monkeypatch.setattr(triton, "_kernels", lambda: recorder)
     monkeypatch.setattr(gpu, "interpreted", lambda: False)
-    needs = [True] * (5 + sum(len(own.tensors) for own in sums.features))
+    gathered = any("gather" in own.kinds for own in sums.features)
+    needs = [True] * 5 + [not gathered] * sum(len(own.tensors) for own in sums.features)
     out, saved = triton.TRITON.forward(sums, needs)
     triton.TRITON.backward(sums, saved, out, needs)
     return recorder.calls
 
 
-def compile_all(pool, calls, arch):
-    import inspect
+def compile_all(monkeypatch, problems, arch):
+    """Resources of each kernel of some problems, by kernel and problem."""
+    jobs, found = {}, {}
+    with compilers() as pool:
+        for key, sums in problems.items():
+            for n, (name, given, constants) in enumerate(launches(monkeypatch, sums, arch)):
+                options = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
+                kernel = getattr(triton_kernels, name)
+                types = dict(zip(inspect.signature(kernel.fn).parameters, map(kind, given), strict=False))
+                submitted = pool.submit(compiled, f"{triton_kernels.__name__}:{name}", types, constants, arch, **options)
+                jobs[(key, name, n)] = submitted
+        for key, job in jobs.items():
+            found[key] = job.result()
+    return found
 
-    from isopos.ops.linear import triton_kernels
 
-    jobs = []
-    for name, _, given, constants in calls:
-        constants = dict(constants)
-        options = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
-        function = getattr(triton_kernels, name)
-        arguments = list(inspect.signature(getattr(function, "fn", function)).parameters)
-        signature = dict(zip(arguments, map(kind, given), strict=False))
-        job = pool.submit(compiled, f"isopos.ops.linear.triton_kernels:{name}", signature, constants, arch, **options)
-        jobs.append((name, options, job))
-    return jobs
+SPILLED = {torch.bfloat16: 256, torch.float32: 512}  # bytes of a thread at most; of 255 registers
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_fit(monkeypatch, arch):
+    """Rotary attention with a denominator of its own: shared memory is there, and few registers are spilled."""
+    widths = [(torch.bfloat16, d) for d in (32, 64, 128, 256)] + [(torch.float32, d) for d in (64, 128)]
+    problems = {(dtype, d): problem(dtype, d, ("rotation",), False, "plain") for dtype, d in widths}
+    found = compile_all(monkeypatch, problems, arch)
+    assert len(found) == 9 * len(widths)
+    for key, used in found.items():
+        assert used.shared <= SHARED[arch], (key, used)
+        assert used.spilled <= SPILLED[key[0][0]], (key, used)
+
+
+@pytest.mark.parametrize("kinds", [("lift",), ("gather",), ("reflection", "rotation"), ("reflection", "gather")], ids=str)
+def test_every_kind_compiles(monkeypatch, kinds):
+    dtypes = (torch.float16, torch.bfloat16)
+    problems = {str(dtype): problem(dtype, 32, kinds, True, "plain", causal=dtype == dtypes[0]) for dtype in dtypes}
+    for key, used in compile_all(monkeypatch, problems, 90).items():
+        assert used.shared <= SHARED[90], (key, used)

@@ -1,10 +1,21 @@
 """Triton's linear attention, interpreted on a CPU, beside its definition in float64."""
 
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import LINEAR, linear_options, quadratic, with_gradients
 
+from isopos import schemes
+from isopos.attention import explain, linear_attention
+from isopos.feature_maps import FEATURE_MAPS, FeatureMap, elu1
+from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
+from isopos.ops import linear as ops
 from isopos.ops.linear import triton
+from isopos.ops.linear.features import ALL_READY, READY, Features
+from isopos.positions import sequence
+from isopos.state import State
 
 pytestmark = pytest.mark.triton
 SERVED = [name for name in LINEAR if name != "favor"]
@@ -46,3 +57,182 @@ def test_agrees_with_the_definition(several_segments, name):
     *inputs, grad = drawn((b, h, t, d), (b, h, t, d), (b, h, t, e), (b, h, t, e))
     near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad))
     assert several_segments
+
+
+@pytest.mark.parametrize(("d", "e"), [(4, 3), (20, 40), (80, 17)])
+@pytest.mark.parametrize("name", ["drawn decay, plain", "lrpe-unitary", "lrpe-permutation"])
+def test_widths_of_all_kinds(name, d, e):
+    given = linear_options(name, 1, 1, 70, d)
+    *inputs, grad = drawn((1, 1, 70, d), (1, 1, 70, d), (1, 1, 70, e), (1, 1, 70, e))
+    near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad), 1e-5)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("name", ["drawn decay, plain", "permuteformer", "both ways with a decay"])
+def test_blocks_of_features_and_values_change_nothing(monkeypatch, name, blocks):
+    monkeypatch.setattr(triton, "config", lambda d, e, *_, **__: triton.Config(32, d // blocks, e // blocks, 4, 1))
+    given = linear_options(name, 1, 2, 70, 32)
+    *inputs, grad = drawn(*[(1, 2, 70, 32)] * 4)
+    near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+def test_lengths(length):
+    given = linear_options("drawn decay, plain", 1, 1, length, 16)
+    *inputs, grad = drawn(*[(1, 1, length, 16)] * 4)
+    near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_inputs_are_summed_up_in_float32(dtype):
+    """Rounded are the output and the gradients."""
+    given = linear_options("drawn decay, plain", 1, 1, 70, 16)
+    *inputs, grad = drawn(*[(1, 1, 70, 16)] * 4, dtype=dtype)
+    found = with_gradients(inputs, dtype, given, grad)
+    assert [x.dtype for x in found] == [dtype] * 4 + [torch.float64]
+    near(found, by_definition(inputs, given, grad), torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("axes", [(), (2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("more", ["plain", "lifted", "reflected", "both ways"])
+def test_gradients_of_what_is_learned(axes, more):
+    """Of tables that heads, samples or none share, and of normals."""
+    t, d, lifted = 20, 16, more == "lifted"
+    angles, normal = drawn((*axes, t, d if lifted else d // 2), (2, 1, d))
+    *inputs, grad = drawn(*[(2, 2, t, d)] * 4)
+    given = {"feature_map": elu1, "causal": more != "both ways", "denominator": "plain" if more == "plain" else None}
+    if more == "both ways":
+        given["decay"] = torch.arange(t) * torch.tensor([[-0.01], [-0.1]], dtype=torch.float64)
+
+    def gradients(dtype, attend):
+        learned = torch.stack((angles.cos(), angles.sin()), -1).to(dtype).requires_grad_()
+        unit = F.normalize(normal.to(dtype), dim=-1).requires_grad_()
+        rho = Chain(Reflection(unit), Rotation(learned)) if more == "reflected" else Rotation(learned, lifted)
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = attend(*leaves, isometry=rho, **given)
+        return torch.autograd.grad(out, [learned, *leaves, *([unit] if more == "reflected" else [])], grad.to(dtype))
+
+    near(gradients(torch.float32, linear_attention), gradients(torch.float64, quadratic))
+
+
+@pytest.mark.parametrize("layout", ["heads last", "columns", "expanded", "cut", "two axes", "shared heads"])
+def test_inputs_may_be_views(several_segments, layout):
+    make = {
+        "heads last": lambda n: torch.randn(1, 70, 2, 16).transpose(1, 2),
+        "columns": lambda n: torch.randn(1, 2, 16, 70).mT,
+        "expanded": lambda n: torch.randn(2, 1, 70, 16).expand(2, 2, 70, 16),
+        "cut": lambda n: torch.randn(1, 3, 90, 20)[:, 1:, 15:85, 2:18],
+        "two axes": lambda n: torch.randn(1, 2, 1, 70, 16).transpose(0, 1),
+        "shared heads": lambda n: torch.randn(1, 4 if n in (0, 3) else 2, 70, 16),
+    }[layout]
+    q, k, v, grad = (make(n) for n in range(4))
+    given = linear_options("encoded" if layout == "two axes" else "lrpe-permutation", 1, 2, 70, 16)
+    found = with_gradients((q, k, v), torch.float32, given, grad)
+    assert several_segments
+    exact = with_gradients((q, k, v), torch.float64, given, grad)
+    near(found, exact)
+
+
+def test_a_column_is_left_undivided():
+    q, k, v = (x.requires_grad_() for x in drawn(*[(1, 2, 70, 16)] * 3))
+    phi = Features(elu1)
+    out = ops.linear(ops.Sums(q, k, v, (phi, phi, READY), None, True, "column"))
+    exact = ops.linear(ops.Sums(*(x.double() for x in (q, k, v)), (phi, phi, READY), None, True, "column"))
+    (weight,) = drawn(out.shape)
+    found, known = (torch.autograd.grad(x, (q, k, v), weight.to(x.dtype)) for x in (out, exact))
+    near([out, *found], [exact, *(x.double() for x in known)])
+
+
+def test_clamped_denominators_are_counted_and_pass_no_gradient():
+    q = torch.zeros(1, 1, 3, 16)
+    q[..., 0] = 1.0
+    k, v = q.clone(), torch.randn(1, 1, 3, 16)
+    k[..., 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.double() for x in leaves]
+    with ops.Clamped() as clamped:
+        out = ops.linear(ops.Sums(*leaves, ALL_READY, denominator="divide"))
+    assert (clamped.count, clamped.total) == (1, 3)
+    known = ops.linear(ops.Sums(*exact, ALL_READY, denominator="divide"))
+    near(torch.autograd.grad(out.sum(), leaves), [x.double() for x in torch.autograd.grad(known.sum(), leaves)])
+
+
+def test_rows_do_not_hold_what_they_do_not_see():
+    given = linear_options("masked decay, encoded", 1, 2, 150, 16)
+    q, k, v = drawn(*[(1, 2, 150, 16)] * 3)
+    hidden = int((~given["mask"][0]).nonzero()[0])
+    v[0, :, hidden] = torch.nan
+    assert linear_attention(q, k, v, **given).isfinite().all()
+    k[0, 1, 100, 3] = torch.nan
+    given["mask"][0, 100] = True
+    out = linear_attention(q, k, v, **given)
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1, :100].isfinite().all()
+    assert out[0, 1, 100].isnan().all()
+
+
+def test_a_prefill_and_its_steps(several_segments):
+    scheme = schemes.REGISTRY["retnet"](16, 2)
+    q, k, v = drawn(*[(1, 2, 72, 16)] * 3)
+    with torch.no_grad():
+        whole = linear_attention(*(x.double() for x in (q, k, v)), **scheme.at(sequence(72)), causal=True)
+        state, found = State(), []
+        for part in (slice(0, 70), slice(70, 71), slice(71, 72)):
+            given = scheme.at(sequence(72)[part], state=state) | {"causal": True, "return_state": True}
+            out, state = linear_attention(*(x[..., part, :] for x in (q, k, v)), **given)
+            found.append(out)
+    assert several_segments
+    near([torch.cat(found, -2)], [whole])
+
+
+def test_second_derivatives_raise():
+    q, k, v = (x.requires_grad_() for x in drawn(*[(1, 1, 5, 16)] * 3))
+    out = ops.linear(ops.Sums(q, k, v, ALL_READY))
+    with pytest.raises(RuntimeError, match="naive_linear_attention"):
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)
+
+
+def numbers(dtype=torch.float32, t=70, d=16, features=ALL_READY, **more):
+    return ops.Sums(*torch.randn(3, 1, 2, t, d).to(dtype), features, **more)
+
+
+def features(*maps, kinds=(), phi=elu1):
+    return (Features(phi, maps[0] if maps else None, kinds),) * 2 + (READY,)
+
+
+MIRROR = Reflection(F.normalize(torch.ones(2, 1, 16), dim=-1).requires_grad_())
+REFUSALS = [
+    (numbers(torch.float64), "it reads float32, bfloat16 and float16, not torch.float64"),
+    (numbers(features=features(phi=FEATURE_MAPS["relu"]), stream=ops.Stream()), "it takes and returns no sums of a stream"),
+    (numbers(features=features(phi=FeatureMap("cube", lambda x: x**3))), "it does not know the feature map 'cube', only .*"),
+    (numbers(features=features(Scaling(torch.ones(1, 70, 1)), kinds=None)), "it makes features by a reflection, then .*"),
+    (numbers(causal=False, denominator="divide"), "sums over all keys are products of matrices, which PyTorch has"),
+    (numbers(d=132), "features and values of torch.float32 come up to 128, not by 132"),
+    (numbers(torch.bfloat16, d=272), "features and values of torch.bfloat16 come up to 256, not by 272"),
+    (
+        numbers(torch.bfloat16, d=160, features=features(Rotation(torch.ones(70, 160, 2), True), kinds=("lift",))),
+        "features and values of torch.bfloat16 come up to 256, not by 320",
+    ),
+    (
+        numbers(torch.bfloat16, d=256, features=features(Reflection(torch.ones(1, 1, 256)), kinds=("reflection",))),
+        "features of a reflection times values come up to 16384, not by 256 x 256",
+    ),
+    (
+        numbers(features=features(Chain(MIRROR, Gather(torch.arange(16)[None, None])), kinds=("reflection", "gather"))),
+        "it has no gradient of a normal that a gather follows",
+    ),
+    (
+        numbers(features=features(Rotation(torch.ones(70, 4, 2)), kinds=("rotation",))),
+        "queries, keys and their maps .* 16.*",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sums", "why"), REFUSALS, ids=lambda x: x[:20] if isinstance(x, str) else "")
+def test_a_refusal_is_a_sentence(sums, why):
+    assert re.fullmatch(why, triton.TRITON.serves(sums))
+
+
+def test_explain_names_it():
+    q, k, v = torch.randn(3, 1, 2, 70, 16)
+    assert explain(q, k, v, **linear_options("packed", 1, 2, 70, 16)).backend == "triton"

@@ -21,11 +21,10 @@ from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton_tiles import Grads, Inputs, Rows, Shape, Values
 
 PHI = (identity, elu1, relu, relu2, exp)
-WIDEST = 256  # features, and values
+WIDEST = {torch.bfloat16: 256, torch.float32: 128, torch.float16: 128}  # features, and values: wider ones spill registers
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
 REFLECTED = 1 << 14  # numbers of a state whose features no block divides
 TILE = 16  # the least side of a product of matrices
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Closed(NamedTuple):
@@ -84,14 +83,20 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(features: int, values: int, precision: str, *, whole: bool = False) -> Config:
+def config(features: int, values: int, precision: str, generation: int, *, whole: bool = False) -> Config:
     """What fits into registers and shared memory of sm_80 and later; features and values are powers of two.
 
-    A reflection needs the whole row of features, whatever that spills.
+    Products before sm_90 hold all of their operands in registers, as do those of TF32. A reflection needs the whole row of
+    features, whatever that spills.
     """
-    most = 1 << 13  # numbers of a state
-    parts = max(TILE, min(values, most // features))
-    return Config(64, features if whole else max(TILE, min(features, most // values)), parts, 8, 2)
+    if precision == "bf16":
+        chunk = 64 if generation >= 9 and max(features, values) <= 128 else 32
+        most, side, more = 1 << 13, 128, (chunk, 8, 2)
+    else:
+        most, side, more = 1 << 11, 32, (16, 4, 1)
+    parts, (chunk, *options) = min(side, max(TILE, min(values, most // features))), more
+    block = features if whole else min(side, max(TILE, min(features, most // values)))
+    return Config(chunk, block, parts, *options)
 
 
 class Way(NamedTuple):
@@ -145,6 +150,12 @@ def _precision(*inputs: Tensor) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtypes.pop(), "tf32x3") if len(dtypes) == 1 else "tf32x3"
 
 
+@cache
+def _generation(device: torch.device) -> int:
+    """The first number of the compute capability."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
 class Call:
     """The kernels' arguments for one problem; of queries (0) and keys (1), either may gather what the other leaves."""
 
@@ -156,7 +167,7 @@ class Call:
         length, width, values, doubled = *sums.q.shape[-2:], sums.v.shape[-1], closed[0].doubled
         self.x, self.d, self.e = _tile(width), _tile(width) * doubled, _tile(values)
         whole = any(own.normal is not None for own in closed)
-        self.config = config(self.d, self.e, self.precision, whole=whole)
+        self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), whole=whole)
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
         chunks, heads = -(-length // self.config.chunk), self.leading.numel()
         each = -(-chunks // max(1, min(-(-_busy(sums.q.device) // heads), chunks // LEAST)))
@@ -223,20 +234,17 @@ class Call:
         return out
 
     def outputs(
-        self, n: int, values: Values, befores: Tensor | None, out: Tensor, denominators: Tensor | None, way: Way
+        self, n: int, values: Values, befores: Tensor | None, out: Tensor, denominators: Sequence[Tensor | None], way: Way
     ) -> None:
-        """Write what they gather of the others, and denominators; divide at the last."""
-        own = {"DENOMINATOR": "none", "DIVIDE": False} if denominators is None else {"DENOMINATOR": self.own}
-        own = {"DIVIDE": self.divide and way is self.ways[-1]} | own | way.constants | {"ADD": way.strict}
-        given = (
-            *self.pair(n),
-            values,
-            self.borders,
-            befores,
-            self.rows(out),
-            self.optional(denominators),
-        )
-        self.launch(_kernels().outputs, self.parts, *given, **own, **self.of_both(n, self.d, self.config.values))
+        """Write what they gather of the others, and denominators: those of the walk before and of this one, or none.
+
+        The last walk divides. Blocks of values read the former and one writes the latter, so that these are not one tensor.
+        """
+        own = {"DENOMINATOR": self.own if denominators else "none", "ADD": way.strict}
+        own |= {"DIVIDE": self.divide and way is self.ways[-1]}
+        rows = [self.optional(x) for x in (out, *(denominators or (None, None)))]
+        constants = self.of_both(n, self.d, self.config.values) | way.constants
+        self.launch(_kernels().outputs, self.parts, *self.pair(n), values, self.borders, befores, *rows, **own, **constants)
 
     def gradients(
         self, n: int, less: Tensor | None, pair: Sequence[Values], befores: Tensor | None, grads: Grads, way: Way
@@ -306,7 +314,7 @@ class Triton(Kernel):
     def serves(self, sums: Sums) -> str:
         if why := gpu.unreadable(*sums.tensors) or refusal(sums):
             return why
-        if unknown := [x.dtype for x in sums.inputs if x.dtype not in DTYPES]:
+        if unknown := [x.dtype for x in sums.inputs if x.dtype not in WIDEST]:
             return f"it reads float32, bfloat16 and float16, not {unknown[0]}"
         if not sums.causal and sums.g is None:
             return "sums over all keys are products of matrices, which PyTorch has"
@@ -316,13 +324,15 @@ class Triton(Kernel):
         call, e, shape = _call(sums), sums.v.shape[-1], sums.q.shape[:-1]
         out = sums.q.new_empty(*shape, e + (sums.denominator == "column"), dtype=torch.float32)
         denominators = out.new_empty(*shape, 1) if call.divide else out[..., e:]
-        saved = [out, denominators] if call.divide else []
+        saved, earlier = [out, denominators] if call.divide else [], None
         with torch.cuda.device_of(sums.q):
             for way in call.ways:
                 before = call.befores(1, None, call.values(), way)
                 saved += [] if before is None else [before]
-                given = out[..., :e], None if sums.denominator is None else denominators
-                call.outputs(0, call.values(), before, *given, way)
+                own = denominators if way is call.ways[-1] else torch.empty_like(denominators)
+                pair = () if sums.denominator is None else (earlier, own)
+                call.outputs(0, call.values(), before, out[..., :e], pair, way)
+                earlier = own
         if call.divide:
             count(denominators)
         return out, saved if any(needs) else []
@@ -343,7 +353,7 @@ class Triton(Kernel):
                 before, after = next(states, None), call.befores(0, less, pair[0], way.back)
                 call.gradients(0, less, pair, before, sinks[0].grads(), way)
                 call.gradients(1, less, pair, after, sinks[1].grads(), way.back)
-                call.outputs(1, pair[0], after, dv, None, way.back)
+                call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         own = [x.to(y.dtype) for x, y in zip((sinks[0].x, sinks[1].x, dv), sums.inputs, strict=True)]
         return [*own, *(sink.of_decay() for sink in sinks), *of_tensors, *(None for _ in learned[2])]
@@ -375,8 +385,9 @@ def _refuses(sums: Sums) -> str:
         )
     if any(x.shape[:-2] != q.shape[:-2] for x in (k, v)):
         return "queries, keys and values have one shape of samples and heads"
-    if max(width * of_q.doubled, e) > WIDEST:
-        return f"features and values come up to {WIDEST}, not by {max(width * of_q.doubled, e)}"
+    widest = min(WIDEST[x.dtype] for x in sums.inputs)
+    if max(width * of_q.doubled, e) > widest:
+        return f"features and values of {q.dtype} come up to {widest}, not by {max(width * of_q.doubled, e)}"
     reflected = of_q.normal is not None or of_k.normal is not None
     if reflected and _tile(width) * of_q.doubled * _tile(e) > REFLECTED:
         return f"features of a reflection times values come up to {REFLECTED}, not by {width * of_q.doubled} x {e}"

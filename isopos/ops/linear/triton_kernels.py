@@ -107,6 +107,7 @@ def _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR:
 @jit
 def _finish(
     out,
+    earlier,
     denominators,
     total,
     denominator,
@@ -125,13 +126,12 @@ def _finish(
     if ADD:
         total += tl.load(at, mask=both, other=0).to(tl.float32)
     if DENOMINATOR != "none":
-        one = tiles.address(denominators, place, token)
         if ADD:
-            denominator += tl.load(one, mask=ok, other=0)
+            denominator += tl.load(tiles.address(earlier, place, token), mask=ok, other=0)
         if DIVIDE:
             denominator = tiles.clamped(denominator)
             total = total / denominator[:, None]
-        tl.store(one, denominator, mask=ok & (tiles.block_of(shape) == 0))
+        tl.store(tiles.address(denominators, place, token), denominator, mask=ok & (tiles.block_of(shape) == 0))
     tl.store(at, total.to(out.first.dtype.element_ty), mask=both)
 
 
@@ -143,6 +143,7 @@ def outputs(
     borders,
     befores,
     out,
+    earlier,
     denominators,
     shape,
     C: tl.constexpr,
@@ -162,7 +163,7 @@ def outputs(
 ):
     """Sums over what readers see, and denominators. Programs: blocks of values, of heads; segments.
 
-    ADD adds to what is there. DIVIDE writes quotients.
+    ADD adds to the sums that are there, and to `earlier` denominators. DIVIDE writes quotients.
     """
     place = tiles.place_of(shape)
     column, row = tiles.block_of(shape) * E + tl.arange(0, E), tl.arange(0, D)
@@ -188,7 +189,7 @@ def outputs(
         total, denominator = _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR, PRECISION)
         summed = own_k if DENOMINATOR == "plain" else k
         state, own = tiles.advanced(state, own, k, summed, tile, after, across, PRECISION)
-        _finish(out, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
+        _finish(out, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
 
 
 @jit
