@@ -573,3 +573,18 @@ def test_threads_may_have_small_stacks():
     env = {**os.environ, "OMP_STACKSIZE": "20k"}
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@NEEDED
+@pytest.mark.parametrize("bad", [False, True])
+def test_large_results_are_written_past_the_caches(bad):
+    """In memory that was in use before, and only there: the results are those of fresh memory, or of few tokens."""
+    inputs, grad = torch.randn(3, 1, 4, 4160, 64), torch.randn(1, 4, 4160, 64)
+    if bad:
+        inputs[2, 0, 1, 4100, 3] = torch.nan
+    given = options("no denominator", 1, 4, 4160, 64)
+    small = run([x[:, 1:2] for x in inputs], torch.float32, given, grad[:, 1:2])
+    for _ in range(3):
+        for a, b in zip(run(list(inputs), torch.float32, given, grad), small, strict=True):
+            torch.testing.assert_close(a[:, 1:2], b, rtol=1e-4, atol=1e-3, equal_nan=True)
+            assert a[:, 1, :4000].isfinite().all()

@@ -19,6 +19,7 @@ LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: what numbers of features a
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
 PLAIN = (Tensor, torch.nn.Parameter)
+OUT_OF_RANGE, NOT_FINITE = 1, 2  # what cpu.c finds on the way
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
 
@@ -33,7 +34,7 @@ class Input(ctypes.Structure):
 
     _fields_ = (
         *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
-        *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add")),
+        *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add", "past")),
         ("grad_decay", ctypes.c_void_p),
     )
 
@@ -48,8 +49,8 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),
         *((name, ctypes.c_void_p) for name in ("grad_state", "grad_row", "totals", "scratch")),
-        *((name, ctypes.c_long) for name in ("total_size", "scratch_size")),
-        ("out_of_range", ctypes.POINTER(ctypes.c_long)),
+        *((name, ctypes.c_long) for name in ("total_size", "scratch_size", "past")),
+        ("found", ctypes.POINTER(ctypes.c_long)),
         *((name, Input) for name in ("q", "k", "v")),
     )
 
@@ -136,13 +137,14 @@ def flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def run(function: Any, call: Call) -> None:
-    """Call the library; IndexError where a gather's index is no feature's."""
-    out_of_range = ctypes.c_long(0)
-    call.out_of_range = ctypes.pointer(out_of_range)
+def run(function: Any, call: Call) -> bool:
+    """Call the library; IndexError where a gather's index is no feature's. Whether all sums are finite."""
+    found = ctypes.c_long(0)
+    call.found = ctypes.pointer(found)
     function(ctypes.byref(call))
-    if out_of_range.value:
+    if found.value & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
+    return not found.value & NOT_FINITE
 
 
 def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:

@@ -7,7 +7,8 @@ PyTorch's walk.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,13 +164,16 @@ class Pass:
         denominator: Tensor | None,
         *,
         divide: bool,
-    ) -> None:
-        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after, groups' own are saved."""
+    ) -> bool:
+        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after, groups' own are saved.
+
+        Returns whether all are finite.
+        """
         self._prepare(g, states, saved)
         self.call.out, self.call.divide = view(out), divide
         if denominator is not None:
             self.call.denominator = view(denominator)
-        library.run(self.library.isopos_forward, self.call)
+        return library.run(self.library.isopos_forward, self.call)
 
     def backward(
         self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
@@ -216,8 +220,11 @@ class Pass:
         return own
 
 
+@dataclass(eq=False)
 class CpuWalk(Walk):
-    """Causal sums, a call of the library for each of the plan's spans."""
+    """Causal sums, a call of the library for each of the plan's spans. `notes` are of the whole problem."""
+
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -226,7 +233,8 @@ class CpuWalk(Walk):
             like = self.operands[0].x.new_empty
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
             saved = [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes] if keep else []
-            part.forward(self.g, states, saved, outs[n], denominators[n] if self.denominator else None, divide=divide)
+            own = denominators[n] if self.denominator else None
+            self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
             yield n, None, None, saved
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
@@ -309,10 +317,17 @@ class Cpu(Walking):
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
-        first = CpuWalk(operands, plan, g, buffers, denominator)
+        first = CpuWalk(operands, plan, g, buffers, denominator, notes=sums.notes)
         if sums.causal:
             return [first]
         return [first, ChunkWalk(operands, plan, g, buffers, denominator, reverse=True)]
+
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        sums.notes["finite"] = True
+        found = super().forward(sums, needs)
+        if not sums.causal:
+            del sums.notes["finite"]  # PyTorch's walk back does not look
+        return found
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved
