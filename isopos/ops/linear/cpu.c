@@ -1,9 +1,9 @@
-/* Causal linear attention in float32: what chunks.py says with separate PyTorch operations.
+/* Causal linear attention with float32 sums: what chunks.py says with separate PyTorch operations.
 
    A thread takes a head and goes through its chunks, with states, features and scores in its own cache; threads meet once, at
    the end. Where there are fewer heads than threads, heads are cut into parts: what each part adds to the states is summed up
    first. Products leave out what a query does not see. Features are made on the way, so that nothing is written that only the
-   next pass would read.
+   next pass would read: float32 ones of narrower numbers, with zeros up to whole vectors where a width is no multiple of them.
 
    Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
@@ -14,8 +14,8 @@
 
 #ifdef __AVX512F__
 #define LANES 16
-#define ROWS 8 /* of a block, and vectors of a row: ROWS * WIDE sums stay in registers, enough to hide that sums take four cycles */
-#define WIDE 2
+#define ROWS 8 /* of a block, whose ROWS * WIDE sums stay in registers: enough of them to hide that a sum takes four cycles */
+#define WIDE 2 /* vectors of a row of a block */
 #define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
 #else
 #define LANES 8
@@ -42,20 +42,24 @@ typedef struct {
 
 enum { IDENTITY, ELU1, RELU, RELU2, EXP };
 enum { NONE, ROTATION, LIFT, GATHER };
+enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { OUT_OF_RANGE = 1, NOT_FINITE = 2 }; /* an index of a gather that is no feature's; NaN or infinite sums */
 
-/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. */
+/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. x and its
+   gradient are `numbers` of a type, all others float32. */
 typedef struct {
     View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; any may be null but x */
-    long phi, kind, width, add, past;                             /* add: to gradients that are there; past: see `run` */
+    long type, numbers, width;                                    /* width: the numbers up to whole vectors */
+    long phi, kind, add, past;                                    /* add: to gradients that are there; past: see `run` */
     double *grad_decay;                                           /* [all length] or null */
 } Input;
 
 /* States [all . .] hold those before these tokens and end as those after them, gradients of states the reverse. */
 typedef struct {
-    long all, heads, length, parts, d, e, own, threads, denominated, divide, begins, ends, start;
-    /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0;
-       begins, ends: no token comes before, or after; start: of a step, its token's place in tables and weights */
+    long all, heads, length, parts, d, e, own, values, threads, denominated, divide, begins, ends, start;
+    /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0, up to
+       whole vectors; numbers of sums; begins, ends: no token comes before, or after; start: of a step, its token's place in
+       tables and weights */
     View g_q, g_k;      /* log decays, double, or null */
     float *state, *row; /* sums of k v^T and of a denominator's k; in a step those before it */
     float *saved, *saved_rows, *across; /* those before each group of chunks, or null; in a step those after it, and weights */
@@ -85,6 +89,11 @@ INLINE Chunk chunk_of(const Call *call, long head, long start, long to)
 INLINE long index_of(const View *view, Chunk n)
 {
     return n.sample * view->sample + n.place * view->head + n.start * view->token;
+}
+
+INLINE char *place_of(const View *view, Chunk n, long i, long type)
+{
+    return (char *)view->first + (index_of(view, n) + i * view->token) * (type == FLOAT32 ? 4 : 2);
 }
 
 INLINE float *rows_of(const View *view, Chunk n)
@@ -281,6 +290,71 @@ INLINE float *take(float **buffer, long count)
     float *taken = *buffer;
     *buffer += count;
     return taken;
+}
+
+/* --- numbers --- */
+
+INLINE lanes widen(const void *from, long type)
+{
+#if LANES == 16
+    const __m256i x = _mm256_loadu_si256(from);
+    return type == FLOAT16 ? (lanes)_mm512_cvtph_ps(x) : (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
+#else
+    const __m128i x = _mm_loadu_si128(from);
+    return type == FLOAT16 ? (lanes)_mm256_cvtph_ps(x) : (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16);
+#endif
+}
+
+/* To the nearest of a type, and to the even one of two. */
+INLINE void narrow(lanes x, long type, void *to)
+{
+    const order bits = (order)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const order half = ((x == x) & rounded) | ((x != x) & 0x7fc0);
+#if LANES == 16
+    _mm256_storeu_si256(to, type == FLOAT16 ? _mm512_cvtps_ph((__m512)x, 0) : _mm512_cvtepi32_epi16((__m512i)half));
+#else
+    const __m256i low = _mm256_and_si256((__m256i)half, _mm256_set1_epi32(0xffff));
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storeu_si128(to, type == FLOAT16 ? _mm256_cvtps_ph((__m256)x, 0) : packed);
+#endif
+}
+
+/* Some numbers as float32 with zeros up to a width: where they are, or in the buffer. */
+INLINE const float *load(const void *from, long type, long numbers, long width, float *buffer)
+{
+    if (type == FLOAT32 && numbers == width)
+        return from;
+    const long size = type == FLOAT32 ? 4 : 2;
+    for (long m = 0; m < width; m += LANES) {
+        const char *part = (const char *)from + m * size;
+        char room[LANES * 4] = {0};
+        if (m + LANES > numbers)
+            part = m < numbers ? memcpy(room, part, (numbers - m) * size) : room;
+        *(lanes *)(buffer + m) = type == FLOAT32 ? *(const lanes *)part : widen(part, type);
+    }
+    return buffer;
+}
+
+/* The row i of an input. */
+INLINE const float *load_row(const Input *o, Chunk n, long i, float *buffer)
+{
+    return load(place_of(&o->x, n, i, o->type), o->type, o->numbers, o->width, buffer);
+}
+
+INLINE void store(const float *x, long type, long numbers, void *to)
+{
+    const long whole = numbers / LANES * LANES;
+    char room[LANES * 2];
+    if (type == FLOAT32) {
+        memcpy(to, x, numbers * 4);
+        return;
+    }
+    for (long m = 0; m < whole; m += LANES)
+        narrow(*(const lanes *)(x + m), type, (char *)to + m * 2);
+    if (whole < numbers) {
+        narrow(*(const lanes *)(x + whole), type, room);
+        memcpy((char *)to + whole * 2, room, (numbers - whole) * 2);
+    }
 }
 
 /* --- features --- */
@@ -522,7 +596,7 @@ INLINE void move(const Input *o, const float *x, const void *table, float *y)
     if (o->kind == ROTATION)
         rotate(x, table, 1, y, o->width);
     else if (o->kind == GATHER)
-        gather(x, table, y, o->width);
+        gather(x, table, y, o->numbers);
     else
         for (long m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
@@ -538,7 +612,7 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
     if (o->kind == ROTATION)
         rotate(y, table, -1, x, o->width);
     else if (o->kind == GATHER)
-        for (long m = 0; m < o->width; m++)
+        for (long m = 0; m < o->numbers; m++)
             x[((const long *)table)[m]] = y[m];
     else
         for (long m = 0; m < o->width; m += LANES) {
@@ -570,16 +644,30 @@ INLINE void pull_table(const Input *o, const float *x, const float *grad, float 
     }
 }
 
-/* The token i of a chunk in the table of an input: numbers are of 4 bytes, indices of 8. */
-INLINE const void *table_of(const Input *o, Chunk n, long i)
+/* The token i of a chunk in the table of an input, in the buffer if need be: indices of 8 bytes, or float32. */
+INLINE const void *table_of(const Input *o, Chunk n, long i, float *buffer)
 {
     const long at = index_of(&o->table, n) + i * o->table.token;
-    return (const char *)o->table.first + at * (o->kind == GATHER ? 8 : 4);
+    if (o->kind == GATHER)
+        return (const long *)o->table.first + at;
+    const long each = o->kind == LIFT ? 2 : 1;
+    return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
+}
+
+/* The normal of a head, in the buffer if need be, or null. */
+INLINE const float *normal_of(const Input *o, Chunk n, float *buffer)
+{
+    return o->normal.first ? load(rows_of(&o->normal, n), FLOAT32, o->numbers, o->width, buffer) : 0;
+}
+
+INLINE int whole(const Input *o)
+{
+    return o->type == FLOAT32 && o->numbers == o->width;
 }
 
 INLINE int ready(const Input *o, long c)
 {
-    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0;
+    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0 && whole(o);
 }
 
 INLINE int dropped(const Input *o, Chunk n, long i)
@@ -607,22 +695,30 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d
         memset(features, 0, d * sizeof(float));
         return;
     }
-    map(o->phi, rows_of(&o->x, n) + i * o->x.token, plain, width);
+    float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
+    map(o->phi, load_row(o, n, i, buffer), plain, width);
+    for (long m = o->numbers; m < width; m++)
+        plain[m] = 0; /* whatever phi makes of zero */
     if (!moves(o))
         return;
     const float *y = plain;
-    float buffer[MOST] ALIGNED;
     if (o->normal.first) {
         float *reflected = o->kind == NONE ? features : buffer;
         memcpy(reflected, plain, width * sizeof(float));
-        reflect((const float *)o->normal.first + index_of(&o->normal, n), reflected, width);
+        reflect(normal_of(o, n, room), reflected, width);
         y = reflected;
     }
-    if (o->kind == GATHER && !in_range(table_of(o, n, i), width)) {
+    if (o->kind == NONE)
+        return;
+    const void *table = table_of(o, n, i, room);
+    if (o->kind == GATHER && !in_range(table, o->numbers)) {
         find(call, OUT_OF_RANGE);
         memset(features, 0, d * sizeof(float));
-    } else if (o->kind != NONE)
-        move(o, y, table_of(o, n, i), features);
+        return;
+    }
+    move(o, y, table, features);
+    for (long m = o->numbers; o->kind == GATHER && m < width; m++)
+        features[m] = 0;
 }
 
 /* The features of a chunk, in the buffer or where they are; their buffer ends with zeros up to a whole block. */
@@ -651,20 +747,21 @@ static Made make_features(const Call *call, const Input *o, Chunk n, long d, flo
 /* Gradients of a learned table from those of features [c d], given phi's own where they are. */
 static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const float *grad, const float *saved)
 {
-    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(&o->normal, n) : 0;
-    float *out = rows_of(&o->grad_table, n), buffer[MOST] ALIGNED;
+    const long numbers = (o->kind == LIFT ? 2 : 1) * o->numbers;
+    float *out = rows_of(&o->grad_table, n), buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
     for (long i = 0; i < n.c; i++, grad += d, out += o->grad_table.token) {
         if (dropped(o, n, i)) {
-            memset(out, 0, (o->kind == LIFT ? 2 : 1) * o->width * sizeof(float));
+            memset(out, 0, numbers * sizeof(float));
             continue;
         }
         if (saved)
             memcpy(buffer, saved + i * o->width, o->width * sizeof(float));
         else
-            map(o->phi, rows_of(&o->x, n) + i * o->x.token, buffer, o->width);
-        if (normal)
-            reflect(normal, buffer, o->width);
-        pull_table(o, buffer, grad, out);
+            map(o->phi, load_row(o, n, i, room), buffer, o->width);
+        if (o->normal.first)
+            reflect(normal_of(o, n, room), buffer, o->width);
+        pull_table(o, buffer, grad, room);
+        memcpy(out, room, numbers * sizeof(float));
     }
 }
 
@@ -691,8 +788,8 @@ static void pull_token(long phi, const float *x, const float *y, const float *gr
 /* Gradients of x from those of its features [c d] and of its own ones [c own]; saved are phi's features or null. */
 static void pull(const Call *call, const Input *o, Chunk n, long d, const float *saved, float *grad, float *grad_own)
 {
-    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(&o->normal, n) : 0;
-    const long width = o->width;
+    const long width = o->width, size = o->numbers * (o->type == FLOAT32 ? 4 : 2);
+    float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED, sum[MOST] ALIGNED;
     if (o->grad_own.first) {
         for (long i = 0; i < n.c; i++)
             memcpy(rows_of(&o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
@@ -701,24 +798,33 @@ static void pull(const Call *call, const Input *o, Chunk n, long d, const float 
     if (o->grad_table.first)
         pull_tables(call, o, n, d, grad, saved);
     for (long i = 0; i < n.c; i++, grad += d) {
-        const float *x = rows_of(&o->x, n) + i * o->x.token, *from = grad;
-        float *out = rows_of(&o->grad, n) + i * o->grad.token, buffer[MOST] ALIGNED;
+        const float *from = grad;
+        char *out = place_of(&o->grad, n, i, o->type);
         if (dropped(o, n, i)) { /* whatever it holds */
             if (!o->add)
-                memset(out, 0, width * sizeof(float));
+                memset(out, 0, size);
             continue;
         }
-        if (o->kind != NONE && !__atomic_load_n(call->found, __ATOMIC_RELAXED)) {
-            move_adjoint(o, grad, table_of(o, n, i), buffer);
+        if (o->kind != NONE && !(__atomic_load_n(call->found, __ATOMIC_RELAXED) & OUT_OF_RANGE)) {
+            move_adjoint(o, grad, table_of(o, n, i, room), buffer);
             from = buffer;
         }
-        if (normal) {
+        if (o->normal.first) {
             if (from != buffer)
                 memcpy(buffer, from, width * sizeof(float));
-            reflect(normal, buffer, width);
+            reflect(normal_of(o, n, room), buffer, width);
             from = buffer;
         }
-        pull_token(o->phi, x, saved ? saved + i * width : 0, from, grad_own ? grad_own + i * call->own : 0, width, o->add, o->past, out);
+        const float *x = load_row(o, n, i, room);
+        const float *y = saved ? saved + i * width : 0, *more = grad_own ? grad_own + i * call->own : 0;
+        if (whole(o)) {
+            pull_token(o->phi, x, y, from, more, width, o->add, o->past, (float *)out);
+            continue;
+        }
+        if (o->add)
+            load(out, o->type, o->numbers, width, sum); /* into it, as they are not whole */
+        pull_token(o->phi, x, y, from, more, width, o->add, 0, sum);
+        store(sum, o->type, o->numbers, out);
     }
 }
 
@@ -905,13 +1011,14 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
 }
 
 /* Asks for some tokens of a chunk, which are further than a processor looks ahead. */
-INLINE void prefetch(const View *view, Chunk n, long from, long width, const int write)
+INLINE void prefetch(const View *view, Chunk n, long from, long numbers, long type)
 {
+    const long size = numbers * (type == FLOAT32 ? 4 : 2);
     if (!view->first || from + ROWS > n.c)
         return;
     for (long i = from; i < from + ROWS; i++)
-        for (long m = 0; m < width; m += 16)
-            __builtin_prefetch(rows_of(view, n) + i * view->token + m,write,3);
+        for (long m = 0; m < size; m += 64)
+            __builtin_prefetch(place_of(view, n, i, type) + m, 0, 3);
 }
 
 /* What a pass knows of a chunk. */
@@ -937,6 +1044,8 @@ static void forward_chunk(const Call *call, const Step *step, Chunk next, const 
     const long c = n.c, d = call->d, e = call->e, reach = call->begins && n.start == 0 ? 0 : d;
     const Rows q = step->q.features, v = step->v.features;
     float *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK), *scores = take(&rest, CHUNK * CHUNK);
+    float *aside = take(&rest, ROWS * e);
+    const int narrower = call->values < e; /* sums than whole vectors */
     lanes zeros = {0};
     float denominator[CHUNK], inverse[CHUNK + ROWS], *out = rows_of(&call->out, n);
     const float *inside = make_inside(&step->w, c, buffer);
@@ -955,11 +1064,15 @@ static void forward_chunk(const Call *call, const Step *step, Chunk next, const 
     }
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c;
-        const Out rows = {out + i * call->out.token, call->out.token, to - i, call->divide ? inverse + i : 0, call->past, &zeros};
+        Out rows = {out + i * call->out.token, call->out.token, to - i, call->divide ? inverse + i : 0, call->past, &zeros};
+        if (narrower)
+            rows.at = aside, rows.stride = e;
         for (const Input *o = &call->q; o <= &call->v; o++)
-            prefetch(&o->x, next, i, o->width, 0);
+            prefetch(&o->x, next, i, o->numbers, o->type);
         block(rows, e, (Product){q.at + i * q.stride, q.stride, 1, state, e, reach}, step->w.before + i,
               (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to});
+        for (long r = i; narrower && r < to; r++)
+            memcpy(out + r * call->out.token, aside + (r - i) * e, call->values * sizeof(float));
     }
     if (total(zeros) != 0)
         find(call, NOT_FINITE);
@@ -970,17 +1083,18 @@ static void make_grads(const Call *call, Step *step, float **buffer)
 {
     const long c = step->n.c, e = call->e;
     const float *grad = rows_of(&call->grad, step->n);
+    float buffers[2][MOST] ALIGNED;
     step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK);
     for (long i = 0; i < c; i++) {
-        const float *from = grad + i * call->grad.token;
+        const float *row = grad + i * call->grad.token, *from = load(row, FLOAT32, call->values, e, buffers[0]);
         float *to = step->grads + i * e;
         if (!call->divide) {
             memcpy(to, from, e * sizeof(float));
             if (call->denominated)
-                step->less[i] = -from[e];
+                step->less[i] = -row[call->values];
             continue;
         }
-        const float *out = rows_of(&call->out, step->n) + i * call->out.token;
+        const float *out = load(rows_of(&call->out, step->n) + i * call->out.token, FLOAT32, call->values, e, buffers[1]);
         const float denominator = rows_of(&call->denominator, step->n)[i * call->denominator.token];
         const float inverse = 1 / denominator;
         lanes sum = {0};
@@ -1017,18 +1131,18 @@ static void backward_chunk(const Call *call, const Step *step, const float *grad
     for (long i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
         const long to = i + ROWS < c ? i + ROWS : c;
         for (const Input *o = &call->q; o <= &call->v; o++)
-            prefetch(&o->x, next, i, o->width, 0);
+            prefetch(&o->x, next, i, o->numbers, o->type);
         block((Out){dq + i * d, d, to - i}, d, (Product){grad.at + i * e, e, 1, step->state, d, earlier}, w->before + i,
               (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to});
     }
     for (long i = 0; i < c; i += ROWS) {
-        prefetch(&call->grad, next, i, e, 0);
+        prefetch(&call->grad, next, i, e, FLOAT32);
         block((Out){dk + i * d, d, c - i}, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, later * e}, w->after + i,
               (Product){grad_scores + i * CHUNK + i, 1, CHUNK, q.at + i * q.stride, q.stride, c - i});
     }
     for (long i = 0; i < c; i += ROWS) {
         if (call->divide)
-            prefetch(&call->out, next, i, e, 0);
+            prefetch(&call->out, next, i, e, FLOAT32);
         block((Out){dv + i * e, e, c - i}, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, later * d}, w->after + i,
               (Product){scores + i * CHUNK + i, 1, CHUNK, grad.at + i * e, e, c - i});
     }
@@ -1211,9 +1325,9 @@ static int streams(const Call *call, const View *view, long width)
 static void run(Call *call, int back)
 {
     const long all = call->all * call->parts;
-    call->past = !back && streams(call, &call->out, call->e);
+    call->past = !back && call->values == call->e && streams(call, &call->out, call->e);
     for (Input *o = &call->q; back && o <= &call->v; o++)
-        o->past = !o->add && streams(call, &o->grad, o->width);
+        o->past = !o->add && whole(o) && streams(call, &o->grad, o->width);
 #pragma omp parallel num_threads(call->threads)
     {
         if (call->parts > 1) {
@@ -1253,7 +1367,7 @@ void isopos_step(const Call *call)
     const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominated && !own);
     for (long n = 0; n < call->all; n++) /* before a state is written over */
         for (const Input *o = &call->q; o <= &call->v; o++)
-            if (o->kind == GATHER && !in_range(table_of(o, chunk_of(call, n, call->start, call->start + 1), 0), o->width)) {
+            if (o->kind == GATHER && !in_range(table_of(o, chunk_of(call, n, call->start, call->start + 1), 0, 0), o->numbers)) {
                 find(call, OUT_OF_RANGE);
                 return;
             }
