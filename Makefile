@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all test-versions docs fuzz lint format clean
+.PHONY: help run test test-all test-gpu test-versions docs fuzz lint format clean
 .NOTPARALLEL:
 
 help:      ## print this list
@@ -23,6 +23,10 @@ test-all: .venv/.installed-peers  ## the slow tests, and agreement with other li
 	@$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
 	@$(BIN)/pytest -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py
 	@TRITON_INTERPRET=1 ISOPOS_TRITON=1 $(BIN)/pytest -n 2 --dist worksteal -m triton -rs $(ARGS) tests/test_triton*.py
+
+test-gpu: .venv/.installed-dev  ## on a GPU: every scheme beside float64, and Triton's kernels; TORCH_INDEX of a CUDA build, once
+	@$(BIN)/pytest -rs $(ARGS) tests/test_gpu.py
+	@ISOPOS_TRITON=1 $(BIN)/pytest -rs -m "triton or not triton" $(ARGS) tests/test_gpu.py tests/test_triton*.py
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)

@@ -80,6 +80,10 @@ class SchemeCase(NamedTuple):
         """Of `causal`."""
         return (True, False) if self.both_ways else (True,)
 
+    def streams(self, kind: str) -> bool:
+        """Whether it streams: class tokens are the first rows of a tensor, and sums of clipped keys are of sequences."""
+        return not (self.outside or (self.clipped and kind == "linear" and self.group.columns > 1))
+
     @property
     def denominators(self) -> tuple[str, ...]:
         """Those of linear attention."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from isopos.lab.bench import accuracy, peers, processes, races, results, timing
+from isopos.lab.bench import accuracy, ceilings, gpu, peers, processes, races, results, timing
 from isopos.lab.bench.timing import Row, at_least, at_most, rounds_of
 from isopos.lab.commands import bench
 from tools import performance_page as page
@@ -105,8 +105,9 @@ def test_a_row_comes_back_from_json(row):
 
 
 def test_every_work_of_a_race_is_known():
-    names = {name for races_of in races.RACES.values() for race in races_of for name in itertools.chain(*race.pairs)}
-    assert names <= {*races.WORKS, *peers.PEERS, races.PRODUCT}
+    contests = itertools.chain(*races.RACES.values(), *gpu.RACES.values())
+    names = {name for contest in contests for name in itertools.chain(*contest.pairs)}
+    assert names <= {*races.WORKS, *peers.PEERS, ceilings.PRODUCT, ceilings.ROOFLINE}
     assert set(races.WORKS) <= names
 
 
@@ -139,13 +140,51 @@ def test_a_section_prints_its_rows(here, section, words):
 
 def test_shares_are_of_the_rate_of_a_product(monkeypatch):
     """A product has 2^31 operations: where it takes 2 s, as many as ours has would have taken their part of that."""
-    monkeypatch.setattr(races, "rounds_of", lambda works, rounds: dict.fromkeys(works, [2.0] * rounds))
+    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, device: dict.fromkeys(works, [2.0] * rounds))
     shape = races.Shape(2048)
     (row,) = races.race(
-        "attention", races.Race("attention", races.BOTH, shape, {("causal", races.PRODUCT): at_least(0.6)}), 3
+        "attention", races.Race("attention", races.BOTH, shape, {("causal", ceilings.PRODUCT): at_least(0.6)}), 3
     )
     operations = 2 * 8 * 2048 * 86016
     assert row.spread.median == pytest.approx(operations / 2**31)
+
+
+def test_a_roofline_is_the_slower_of_copies_and_products():
+    """Of 11 tensors read or written where a copy of one reads and writes it; of 86016 operations a token and head."""
+    seconds = {ceilings.PRODUCT: [2.0, 2.0], ceilings.COPY: [1.0, 1e-9]}
+    found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=True)
+    products = 2.0 * 2**14 * 86016 / 2**31
+    assert found[ceilings.ROOFLINE] == [max(5.5, products), products]
+    assert "matrix products of as many operations" in found
+    assert ceilings.ROOFLINE not in ceilings.scaled({ceilings.PRODUCT: [1.0]}, 1, 64, device="cpu", gradients=True)
+
+
+@pytest.mark.parametrize("section", gpu.RACES)
+def test_the_races_of_a_gpu_run_in_bfloat16(section):
+    """Here on a CPU, at a small size."""
+    for contest in gpu.RACES[section][-1:]:
+        shape = contest.shape.limited(SMALL)._replace(batch=2, heads=2, head_dim=16)
+        rows = list(races.race(section, replace(contest, shape=shape), 1, "cpu", torch.bfloat16))
+        assert [(row.other, row.goal) for row in rows] == [(other, goal) for (_, other), goal in contest.pairs.items()]
+        assert all(row.raced or "is not installed" in row.note for row in rows)
+        assert any(row.raced for row in rows)
+
+
+def test_what_memory_does_not_do_for_is_a_row_that_says_so(monkeypatch):
+    def greedy(shape):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(races.WORKS, "two clones", greedy)
+    contest = replace(races.ROTARY[0], shape=SHAPE, pairs={races.CLONES: None, ("two clones", "rotation"): None})
+    rows = list(races.race("rotary", contest, 1))
+    assert [(row.raced, row.note) for row in rows] == 2 * [(False, "two clones: out of memory")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_one_line(isopos):
+    status, out, err = isopos("bench", "--device", "cuda")
+    assert (status, out) == (2, "")
+    assert err == "isopos: device: expected cpu, cuda or auto, got 'cuda', which this torch cannot use here\n"
 
 
 def test_busy_processes_run_and_end():
@@ -183,7 +222,7 @@ def test_a_tree_s_operators_are_measured_for_one_head():
 
 def test_both_states_of_the_allocator_are_below_each_other(here):
     text = _printed("growth", allocator="both")
-    states = processes.allocators("both")
+    states = [*processes.states_of("cpu", "both")]
     assert [environment for _, environment in here] == [processes.ALLOCATORS[state] for state in states]
     found = re.findall(r"as-is|reused", text)
     assert found == states * (len(found) // len(states))
@@ -204,7 +243,7 @@ def test_what_is_written(here, tmp_path):
     assert {"command", "when", "rounds", "versions", "threads", "cpu", "rows"} <= set(content)
     assert content["versions"]["torch"] == torch.__version__
     row = content["rows"][0]
-    assert (row["work"], row["other"], row["allocator"]) == ("rotation, forward, B=2 H=8 L=32 d=64", "two clones", "as-is")
+    assert (row["work"], row["other"], row["state"]) == ("rotation, forward, B=2 H=8 L=32 d=64", "two clones", "as-is")
     assert len(row["ours_seconds"]) == len(row["other_seconds"]) == 2
     assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
     assert "two clones" in (tmp_path / "new" / results.CHART).read_text()
@@ -213,7 +252,7 @@ def test_what_is_written(here, tmp_path):
 
 def test_every_ratio_has_a_bar_with_its_quartiles_beside_its_name():
     goals = {"theirs": None, "a cost": at_most(0.5), "a goal": at_least(2)}
-    rows = [_row(other=other, goal=goal, allocator="as-is") for other, goal in goals.items()]
+    rows = [_row(other=other, goal=goal, state="as-is") for other, goal in goals.items()]
     axes = results.chart(rows).axes[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [f"ours, forward  vs  {row.other}" for row in rows]
@@ -289,9 +328,9 @@ def test_what_does_not_fit_is_refused(here, isopos, tmp_path, arguments, words):
 
 def test_reuse_needs_glibc(monkeypatch):
     monkeypatch.setattr(processes.platform, "libc_ver", lambda: ("", ""))
-    assert processes.allocators("both") == ["as-is"]
+    assert [*processes.states_of("cpu", "both")] == ["as-is"]
     with pytest.raises(ValueError, match="only glibc"):
-        processes.allocators("reused")
+        processes.states_of("cpu", "reused")
 
 
 def test_accuracy_alone(here):

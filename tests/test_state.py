@@ -35,12 +35,7 @@ SLACK = 1000 * TOLERANCE  # some denominators almost vanish
 both = pytest.mark.parametrize("kind", ATTENTION)
 
 
-def streams(case, kind):
-    """Whether a scheme streams: class tokens are the first rows of a tensor, and sums of clipped keys are of sequences."""
-    return not (case.outside or (case.clipped and kind == "linear" and case.group.columns > 1))
-
-
-PAIRS = [(case, kind) for case in SCHEMES for kind in case.kinds if streams(case, kind)]
+PAIRS = [(case, kind) for case in SCHEMES for kind in case.kinds if case.streams(kind)]
 FEW = [(case, kind) for case, kind in PAIRS if case in PRESETS]
 every = pytest.mark.parametrize(("case", "kind"), FEW, ids=[f"{case.id}-{kind}" for case, kind in FEW])
 

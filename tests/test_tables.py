@@ -28,7 +28,7 @@ def test_every_table_loads_and_its_schemes_build(name):
     table = load_table(name)
     rows = [row for row in table.rows if row.scheme and not absence(row.scheme)]
     for row in rows:
-        for scale in SCALES:
+        for scale in table.scales:
             for corpus in table.corpora or [None]:
                 recipe = table.recipe_at(scale, corpus)
                 recipe.check()
@@ -39,6 +39,11 @@ def test_every_table_loads_and_its_schemes_build(name):
         tiny = tiny.edit(data="") if corpus and "data" in tiny.names else tiny
         for row in rows:
             check_recipe(tiny.edit(scheme=row.on(corpus.name if corpus else "")))
+
+
+def test_a_scale_that_a_table_lacks_is_refused(isopos):
+    status, _, err = isopos("table", "ape-1", "--scale", "medium", "--dry-run")
+    assert (status, err) == (2, "isopos: scale of ape-1: expected one of tiny, small, paper, got 'medium'\n")
 
 
 def test_the_tables_hold_what_the_papers_say():
@@ -180,7 +185,7 @@ def test_lrpe_learns_its_angles_and_rows_with_fixed_ones_are_ours(name, fixed):
         ('baseline = "Performer"', 'baseline = "Perform"', "baseline: expected a row with a scheme, got 'Perform'"),
         ("steps = 20\n", "stepz = 20\n", "got 'stepz'; did you mean steps?"),
         ("scored = 0.5", "scored = 1", "a multiple from 1 on and a share scored"),
-        ("[scales.paper]\n", "", "scales: expected tiny, small, paper, got small, tiny"),
+        ("[scales.paper]\n", "", "scales: expected tiny, small, paper and perhaps medium, got medium, small, tiny"),
         ('corpus = "wikitext-103"', 'corpus = "wiki"', "corpus: expected one of wikitext-103, got 'wiki'"),
         ("[[rows]]", "[rows", "permuteformer-4.toml"),
     ],
@@ -319,7 +324,7 @@ def test_a_corpus_may_be_another_task_and_a_row_have_another_scheme_on_it(own, i
     longer = load_table(str(tmp_path / "two.toml")).with_steps("tiny", 9)
     assert [longer.recipe_at("tiny", corpus).training.steps for corpus in longer.corpora] == [9, 9]
     for old, new, message in (
-        ("scales.tiny", "scales.tyny", "scale: expected one of tiny, small, paper, got 'tyny'; did you mean tiny?"),
+        ("scales.tiny", "scales.tyny", "scale: expected one of tiny, small, paper, medium, got 'tyny'; did you mean tiny?"),
         ("longest = 12", "tokenizer = 1", "field of a recipe: expected one of .*, got 'tokenizer'"),
         ('{ lists = ""', '{ list = ""', "order only: corpus: expected one of lists, order, got 'list'"),
     ):

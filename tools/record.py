@@ -92,6 +92,8 @@ def positions(group: Any, t: int, seed: int = 0) -> Tensor:
         return torch.randint(1, 3, (t, 1), generator=generator).cumsum(0)
     if kind == "Ring":
         return torch.randint(group.period, (t, 1), generator=generator)
+    if kind != "Tree":
+        return group.random(t, generator=generator)
     row = torch.arange(t)
     parent = (torch.rand(t, generator=generator) * row).long()
     nodes = torch.stack((parent, torch.randint(group.branches, (t,), generator=generator)), -1)

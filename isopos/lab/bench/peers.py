@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.decays import retnet_rates
+
 __all__ = ["PEERS", "ROTARY", "Peer"]
 
 EPSILON = 1e-6
@@ -90,7 +92,40 @@ def _roformer(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> W
     return partial(module.RoFormerSelfAttention.apply_rotary_position_embeddings, table)
 
 
+def _fla_linear(module: Any, *_: Any) -> Work:
+    """Tokens first, heads second, as it has them."""
+    return lambda q, k, v: module.chunk_linear_attn(*_tokens_first(q, k, v), scale=1.0, normalize=False)[0].transpose(1, 2)
+
+
+def _fla_gated(module: Any, *_: Any) -> Work:
+    """With RetNet's decays."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        g = -retnet_rates(q.shape[1]).to(q.device, torch.float32).expand(q.shape[0], q.shape[2], -1)
+        return module.chunk_simple_gla(*_tokens_first(q, k, v), g=g.contiguous(), scale=1.0)[0].transpose(1, 2)
+
+    return attend
+
+
+def _tokens_first(*heads: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in heads)
+
+
+def _triton_rotary(name: str, module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work:
+    """Functions of tokens ``[b t h d]`` and of cosines and sines ``[t d/2]`` in the dtype of the tokens."""
+    frequency = BASE ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
+    angle = torch.arange(start, start + x.shape[-2])[:, None] * frequency
+    cos, sin = (part.to(cast or x.dtype) for part in (angle.cos(), angle.sin()))
+    rotate = getattr(module, name)
+
+    def both(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rotate(part, cos, sin, interleaved=True).transpose(1, 2) for part in _tokens_first(q, k))
+
+    return both
+
+
 HF = "transformers"
+FLA = "flash-linear-attention"
 ROTARY = {
     "rotary-embedding-torch": Peer("rotary_embedding_torch", "rotary-embedding-torch", _rotary_embedding_torch),
     "x-transformers": Peer("x_transformers.x_transformers", "x-transformers", _x_transformers),
@@ -103,4 +138,10 @@ PEERS = {
     ),
     "performer-pytorch": Peer("performer_pytorch.performer_pytorch", "performer-pytorch", _performer),
     **ROTARY,
+    "fla, linear attention": Peer("fla.ops.linear_attn", FLA, _fla_linear, note=", needs a GPU"),
+    "fla, simple gated linear attention": Peer("fla.ops.simple_gla", FLA, _fla_gated, note=", needs a GPU"),
+    "fla, rotary": Peer("fla.modules.rotary", FLA, partial(_triton_rotary, "rotary_embedding"), note=", needs a GPU"),
+    "flash-attn, rotary": Peer(
+        "flash_attn.layers.rotary", "flash-attn", partial(_triton_rotary, "apply_rotary_emb"), note=", needs a GPU"
+    ),
 }

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from isopos.attention import linear_attention
-from isopos.lab.bench import races
+from isopos.lab.bench import gpu, races
 from isopos.lab.bench.races import Shape, scheme_of
 from isopos.lab.bench.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["ALLOCATORS", "SECTIONS", "allocators", "call", "construction", "in_states", "memory", "section"]
+__all__ = ["ALLOCATORS", "SECTIONS", "call", "construction", "in_states", "memory", "section", "states_of"]
 
 SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
 ALLOCATORS: dict[str, Mapping[str, str]] = {
@@ -38,17 +38,24 @@ LONG = 1 << 17  # tokens of a long sequence
 NODES = 65536  # of a tree; at most two for each token that a short section is cut to
 
 
-def allocators(choice: str) -> list[str]:
-    """The states of the allocator that a choice names; only glibc can be told."""
+def states_of(device: str, allocator: str) -> Mapping[str, Mapping[str, str]]:
+    """On a GPU whose kernels serve; else the states of the allocator that a choice names, since only glibc can be told."""
+    if device != "cpu":
+        return gpu.KERNELS
     if platform.libc_ver()[0] == "glibc":
-        return list(ALLOCATORS) if choice == "both" else [choice]
-    if choice == "reused":
+        return ALLOCATORS if allocator == "both" else {allocator: ALLOCATORS[allocator]}
+    if allocator == "reused":
         raise ValueError("allocator: expected as-is, since only glibc can be told to reuse memory, got reused")
-    return ["as-is"]
+    return {"as-is": ALLOCATORS["as-is"]}
 
 
-def section(name: str, rounds: int, most: int = 1 << 62) -> Iterator[Row]:
+def section(name: str, rounds: int, most: int = 1 << 62, device: str = "cpu") -> Iterator[Row]:
     """The rows of a section, in this process; `most` cuts sequences, for a try."""
+    if device != "cpu":
+        for contest in gpu.RACES[name]:
+            contest = replace(contest, shape=contest.shape.limited(most))
+            yield from races.race(name, contest, rounds, device, torch.bfloat16)
+        return
     if name == "growth":
         yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
     if name == "threads":
@@ -66,12 +73,12 @@ def section(name: str, rounds: int, most: int = 1 << 62) -> Iterator[Row]:
         yield rotation_error(Shape().limited(most))
 
 
-def in_states(name: str, states: Sequence[str], rounds: int) -> list[Row]:
-    """The rows of a section in states of the allocator, a process each; those of one work below each other."""
+def in_states(name: str, states: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu") -> list[Row]:
+    """The rows of a section in states, environments, a process each; those of one work below each other."""
     merged: dict[tuple[str, str, str], list[Row]] = {}
-    for state in states:
-        for content in call("section", ALLOCATORS[state], name=name, rounds=rounds):
-            row = replace(Row.from_json(content), allocator=state)
+    for state, environment in states.items():
+        for content in call("section", environment, name=name, rounds=rounds, device=device):
+            row = replace(Row.from_json(content), state=state)
             merged.setdefault((row.work, row.other, row.unit), []).append(row)
     return [row for rows in merged.values() for row in rows]
 

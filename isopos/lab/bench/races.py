@@ -16,6 +16,8 @@ from torch import Tensor
 
 from isopos.attention import Attention, Steps, linear_attention
 from isopos.feature_maps import elu1
+from isopos.lab.bench import ceilings
+from isopos.lab.bench.ceilings import PRODUCT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of
 from isopos.lab.recipes import split_spec
@@ -33,7 +35,6 @@ __all__ = [
     "growth",
     "load",
     "once",
-    "operations",
     "race",
     "scheme_of",
     "threads",
@@ -42,7 +43,6 @@ __all__ += ["work_of"]
 
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
-SIDE = 1024  # of the matrices whose product is the measure of a machine
 
 
 class Shape(NamedTuple):
@@ -69,9 +69,9 @@ class Shape(NamedTuple):
         return self._replace(length=min(self.length, most), cache=min(self.cache, most))
 
 
-def work_of(name: str, shape: Shape) -> Callable[..., Any]:
+def work_of(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
     """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
-    return PEERS[name].work(torch.empty(shape.length, shape.head_dim)) if name in PEERS else WORKS[name](shape)
+    return PEERS[name].work(torch.empty(shape.length, shape.head_dim, dtype=dtype)) if name in PEERS else WORKS[name](shape)
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
@@ -159,6 +159,12 @@ def _added(shape: Shape):
     return lambda q, k, v: state.add_(more)
 
 
+def _scaled(shape: Shape):
+    """As many numbers as a state has, read once and written once."""
+    state = torch.ones(shape.batch, shape.heads, shape.head_dim, shape.head_dim + 1)
+    return lambda q, k, v: state.mul_(1)
+
+
 def _einsum_step(shape: Shape):
     sums = torch.zeros(shape.batch, shape.heads, shape.head_dim, shape.head_dim)
     keys = torch.zeros(shape.batch, shape.heads, shape.head_dim)
@@ -185,13 +191,16 @@ def _cached(shape: Shape):
     return step
 
 
+BARE = "none:feature_map=identity,denominator=none"
 WORKS: dict[str, Callable[[Shape], Any]] = {
     "causal": _attention,
     "causal, retnet decay": partial(_attention, spec="none:decay=retnet"),
+    "causal, no features": partial(_attention, spec=BARE),
+    "causal, no features, retnet decay": partial(_attention, spec=f"{BARE},decay=retnet"),
     "causal, masked": _masked,
     "causal, packed": _packed,
     "both ways": partial(_attention, causal=False),
-    "both ways, no features": partial(_attention, spec="none:feature_map=identity,denominator=none", causal=False),
+    "both ways, no features": partial(_attention, spec=BARE, causal=False),
     "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
     "two products, elu + 1, divided": lambda shape: _divided_products,
     "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
@@ -205,6 +214,7 @@ WORKS: dict[str, Callable[[Shape], Any]] = {
     "prepared step, no positions": lambda shape: Steps(scheme_of("none", shape)),
     "prepared step, rotary": lambda shape: Steps(scheme_of("rope", shape)),
     "add_ to the state": _added,
+    "mul_ of the state": _scaled,
     "einsum step": _einsum_step,
     "softmax (SDPA) step": _cached,
 }
@@ -236,7 +246,6 @@ class Race:
     pairs: Mapping[tuple[str, str], Goal | None]
 
 
-PRODUCT = "matrix products of as many operations"
 FT, PERFORMER, SDPA = (("causal", peer) for peer in ("fast-transformers", "performer-pytorch", "softmax (SDPA)"))
 DECAY = {("causal, retnet decay", "causal"): at_most(1.1)}
 BESIDES = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
@@ -306,37 +315,37 @@ LOADED = tuple(Race("attention", BOTH, Shape(length), {FT: at_least(4)}) for len
 IDLE = at_most(2.5)
 
 
-def race(section: str, contest: Race, rounds: int) -> Iterator[Row]:
-    """The rows of a race: a pair each; where a peer is not installed, the row says so."""
+def race(section: str, contest: Race, rounds: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Iterator[Row]:
+    """The rows of a race: a pair each; where a peer is not installed, or memory does not do for it, the row says so."""
     what, passing, shape = contest.what, contest.passing, contest.shape
     names = dict.fromkeys(itertools.chain(*contest.pairs))
     notes = {name: PEERS[name].absence() for name in names if name in PEERS}
-    inputs = _inputs(what, shape, passing)
-    works = {name: _work(name, what, shape, passing, inputs) for name in names if not notes.get(name)}
+    works = {}
     with nullcontext() if passing == BOTH else torch.no_grad():
-        seconds = rounds_of(works, rounds)
-    if PRODUCT in seconds:
-        seconds[PRODUCT] = [operations(shape, passing) / (2 * SIDE**3) * second for second in seconds[PRODUCT]]
+        with torch.device(device):  # of all that is made here
+            inputs = _inputs(what, shape, passing, dtype, tokens_first=device != "cpu")
+            for name in ceilings.measured(names):
+                if not notes.get(name):
+                    notes[name] = _fits(works, name, lambda name=name: _work(name, what, shape, passing, inputs))
+        seconds = rounds_of(works, rounds, device)
+    size = shape.batch * shape.heads * shape.length, shape.head_dim
+    seconds |= ceilings.scaled(seconds, *size, device=device, gradients=passing == BOTH)
     for (ours, other), goal in contest.pairs.items():
         work = ", ".join((ours, *(() if passing == STEP else (passing,)), str(shape)))
-        times = seconds[ours], seconds.get(other, [])
-        yield Row(section, work, other, goal, *times, note=notes.get(other, ""))
+        times = seconds.get(ours, []), seconds.get(other, [])
+        yield Row(section, work, other, goal, *times, note=notes.get(ours) or notes.get(other, ""))
 
 
-def operations(shape: Shape, passing: str) -> int:
-    """Additions and multiplications of causal attention in chunks of 64 tokens, d features and d values, at the least.
-
-    Of a token and head forward 4 d^2 for its part of the state and what it reads there, 2 * 64 d for half a chunk of weights
-    and their sums. Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once
-    more, and 5 * 64 d for weights once more, their gradients, and those of q, k and v.
-
-    Examples:
-        >>> operations(Shape(1, batch=1, heads=1), FORWARD), operations(Shape(1, batch=1, heads=1), BOTH)
-        (24576, 86016)
-    """
-    d, chunk = shape.head_dim, 64
-    each = 14 * d * d + 7 * chunk * d if passing == BOTH else 4 * d * d + 2 * chunk * d
-    return shape.batch * shape.heads * shape.length * each
+def _fits(works: dict[str, Callable[[], Any]], name: str, make: Callable[[], Callable[[], Any]]) -> str:
+    """Add a work once it has run, or say that the device's memory does not do for it."""
+    try:
+        work = make()
+        work()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return f"{name}: out of memory"
+    works[name] = work
+    return ""
 
 
 def threads(rounds: int, most: int) -> Iterator[Row]:
@@ -406,18 +415,24 @@ def once(rows: list[Row]) -> list[Row]:
     return [replace(row, goal=ONCE) if row is steepest else row for row in rows]
 
 
-def _inputs(what: str, shape: Shape, passing: str) -> list[torch.Tensor]:
+def _inputs(
+    what: str, shape: Shape, passing: str, dtype: torch.dtype = torch.float32, *, tokens_first: bool = False
+) -> list[torch.Tensor]:
+    """Of a layer ``[b t m]``; of heads ``[b h t d]``, in memory perhaps as projections leave them, ``[b t h d]``."""
     batch, length, heads, width = shape.batch, shape.length, shape.heads, shape.head_dim
     sizes = (batch, length, heads * width) if what == "layer" else (batch, heads, length, width)
-    return [torch.randn(sizes).requires_grad_(passing == BOTH) for _ in range(INPUTS[what])]
+    if tokens_first and what != "layer":
+        made = [torch.randn(batch, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(INPUTS[what])]
+    else:
+        made = [torch.randn(sizes, dtype=dtype) for _ in range(INPUTS[what])]
+    return [x.requires_grad_(passing == BOTH) for x in made]
 
 
 def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor]) -> Callable[[], Any]:
     """One pass of a work; gradients are of its inputs and of what it learns."""
-    if name == PRODUCT:
-        a, b = torch.randn(2, SIDE, SIDE)
-        return lambda: a @ b
-    call = work_of(name, shape)
+    if name in ceilings.WORKS:
+        return ceilings.WORKS[name](inputs[0].detach())
+    call = work_of(name, shape, inputs[0].dtype)
     if passing != BOTH:
         return lambda: call(*inputs)
     module = call.func if isinstance(call, partial) else None

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 from collections.abc import Sequence
@@ -22,10 +23,10 @@ from isopos.ops.library import libraries
 __all__ = ["CHART", "DATA", "chart", "heading", "machine", "target", "write"]
 
 DATA, CHART = "bench.json", "bench.svg"
-COLORS = {"as-is": "#0072b2", "reused": "#d55e00"}
+COLORS = ("#0072b2", "#d55e00", "#009e73")  # of states
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """Versions, threads and processor: what figures depend on."""
     versions = {"isopos": __version__, "isopos.ops.library": libraries()[1], "torch": torch.__version__}
     for peer in PEERS.values():
@@ -43,16 +44,18 @@ def machine() -> dict[str, Any]:
         "cpu": next(models, platform.machine()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "dtype": "float32",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "dtype": "bfloat16" if device.startswith("cuda") else "float32",
     }
 
 
-def heading(rounds: int) -> str:
+def heading(rounds: int, device: str = "cpu") -> str:
     """What a reader of rows must know: the machine, and what their words mean."""
-    about = machine()
+    about = machine(device)
+    where = f"{about['cpu']}, {about['threads']} threads" if device == "cpu" else about["device"]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     return (
-        f"{versions}; {about['cpu']}, {about['threads']} threads, {about['dtype']}. Medians of {rounds} interleaved rounds; "
+        f"{versions}; {where}, {about['dtype']}. Medians of {rounds} interleaved rounds; "
         "ratios are taken within rounds. speed: the other's time / ours; time: ours / the other's. A difference is none "
         "where the quartiles of its ratio are on both sides of 1."
     )
@@ -72,10 +75,16 @@ def target(out: str, overwrite: bool) -> Path | None:
     return folder
 
 
-def write(folder: Path, rows: Sequence[Row], command: str, rounds: int) -> list[Path]:
+def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> list[Path]:
     """Write rows as JSON and, where there are ratios, as a chart; return the files."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    content = {"command": command, "when": when, "rounds": rounds, **machine(), "rows": [row.to_json() for row in rows]}
+    content = {
+        "command": command,
+        "when": when,
+        "rounds": rounds,
+        **machine(device),
+        "rows": [row.to_json() for row in rows],
+    }
     write_json(folder / DATA, content)
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
@@ -87,12 +96,13 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int) -> list[
 
 def chart(rows: Sequence[Row]) -> Figure:
     """One bar a ratio, our speed in units of the other's on a logarithmic axis, with quartiles and goals."""
+    colors = dict(zip(dict.fromkeys(row.state for row in rows), itertools.cycle(COLORS), strict=False))
     figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
         low, middle, high = row.spread if not row.cost else (1 / ratio for ratio in reversed(row.spread))
         spread = [[middle - low], [high - middle]]
-        style = {"color": COLORS[row.allocator], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
+        style = {"color": colors[row.state], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
         axes.barh(place, middle - 1, left=1, **style)
         if row.goal is not None:
             goal = 1 / row.goal.value if row.cost else row.goal.value
@@ -102,7 +112,6 @@ def chart(rows: Sequence[Row]) -> Figure:
     axes.set_yticks(range(len(rows)), [f"{row.work}  vs  {row.other}" for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     figure.supxlabel("times as fast as the other; whiskers: quartiles of rounds; black marks: goals", fontsize=9)
-    states = dict.fromkeys(row.allocator for row in rows)
-    handles = [Patch(color=COLORS[state], label=f"allocator {state}") for state in states]
+    handles = [Patch(color=color, label=state) for state, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper right", fontsize=8)
     return figure

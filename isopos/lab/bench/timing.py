@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["TITLES", "Goal", "Row", "Spread", "at_least", "at_most", "rounds_of", "turns"]
 
-TITLES = ("work", "beside", "allocator", "ours", "other", "ratio (quartiles)", "goal", "verdict")
+TITLES = ("work", "beside", "state", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 SHORT = 5e-3  # seconds: a shorter work is repeated for so long
 
 
@@ -72,7 +72,7 @@ class Row:
     figure: float | None = None
     unit: str = ""
     note: str = ""
-    allocator: str = ""
+    state: str = ""  # of the allocator, or whose kernels
 
     @property
     def raced(self) -> bool:
@@ -116,16 +116,16 @@ class Row:
         return cls(**fields)
 
     def cells(self) -> tuple[str, ...]:
-        """Of the table: work, other, allocator, ours, the other's, ratio, goal, verdict."""
+        """Of the table: work, other, state, ours, the other's, ratio, goal, verdict."""
         goal = "" if self.goal is None else str(self.goal)
         if not self.raced and self.figure is None:
-            return self.work, self.note, self.allocator, _time(self.ours_seconds), "", "", goal, ""
+            return self.work, self.note, self.state, _time(self.ours_seconds), "", "", goal, ""
         if not self.raced:
-            return self.work, self.unit, self.allocator, f"{self.figure:.3g}", "", "", goal, self.verdict
+            return self.work, self.unit, self.state, f"{self.figure:.3g}", "", "", goal, self.verdict
         spread = self.spread
         ratio = f"{spread.median:.3g}x {'time' if self.cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
         times = _time(self.ours_seconds), _time(self.other_seconds)
-        return self.work, self.other, self.allocator, *times, ratio, goal, self.verdict
+        return self.work, self.other, self.state, *times, ratio, goal, self.verdict
 
 
 def _time(seconds: Sequence[float]) -> str:
@@ -155,9 +155,9 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: str = 
         yield {name: seconds[name] for name in works}
 
 
-def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
     """The seconds of `turns` by work."""
-    measured = list(turns(works, rounds))
+    measured = list(turns(works, rounds, device))
     return {name: [seconds[name] for seconds in measured] for name in works}
 
 

@@ -38,8 +38,9 @@ class Options:
         tyro.conf.Positional,
     ] = "all"
     """What to measure; "all" leaves out exactness."""
+    device: Literal["cpu", "cuda"] = "cpu"  # Where: a GPU has the sections attention, rotary and decode.
     allocator: Literal["both", "as-is", "reused"] = "both"
-    """State of glibc's allocator: as it is, told to reuse memory, or one after the other."""
+    """State of glibc's allocator, on a CPU: as it is, told to reuse memory, or one after the other."""
     rounds: int = 9  # Rounds in which works take turns.
     out: str = ""  # A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written.
     overwrite: bool = False  # Replace them if they exist.
@@ -48,11 +49,14 @@ class Options:
 
 def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
-    from isopos.lab.bench import accuracy, exactness, processes, results
+    from isopos.lab.bench import accuracy, exactness, gpu, processes, results
     from isopos.lab.bench.timing import TITLES
     from isopos.lab.reports import grids
+    from isopos.lab.training.run import usable_device
 
-    section, rounds = options.section, options.rounds
+    section, rounds, device = options.section, options.rounds, usable_device(options.device)
+    if device != "cpu" and section not in ("all", *gpu.RACES):
+        raise ValueError(f"section: expected all, {', '.join(gpu.RACES)} on a GPU, got {section}")
     if options.compiled and section != "exactness":
         raise ValueError(f"compiled: expected the section exactness, got {section}")
     if section == "exactness":
@@ -61,19 +65,19 @@ def run(options: Options, console: Console) -> int:
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     bounded(options, rounds=100_000)
-    states, folder = processes.allocators(options.allocator), results.target(options.out, options.overwrite)
-    names = [name for name in processes.SECTIONS if section in ("all", name)]
+    states, folder = processes.states_of(device, options.allocator), results.target(options.out, options.overwrite)
+    names = [name for name in (processes.SECTIONS if device == "cpu" else gpu.RACES) if section in ("all", name)]
     if names:
-        console.print(results.heading(rounds))
+        console.print(results.heading(rounds, device))
     rows, written = [], []
     for name in names:
         with console.status(name):
-            found = processes.in_states(name, states, rounds)
+            found = processes.in_states(name, states, rounds, device)
         console.print(grids.console(TITLES, [row.cells() for row in found]))
         rows += found
         if folder is not None:  # after every section: what an interruption finds is there
-            written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds)
-    if section in ("all", "accuracy"):
+            written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds, device)
+    if device == "cpu" and section in ("all", "accuracy"):
         console.print(accuracy.accuracy())
     grids.say(console, *(f"wrote {path}" for path in written))
     return 0

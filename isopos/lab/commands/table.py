@@ -57,8 +57,9 @@ class Options:
     table: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(TABLES)}; or the path of a .toml of your own.")
     ]
-    scale: Literal["tiny", "small", "paper"] = "small"
-    """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did."""
+    scale: Literal["tiny", "small", "medium", "paper"] = "small"
+    """Sizes: tiny proves that it runs, small takes at most 90 seconds a cell on 2 cores, paper is what the paper did.
+    Medium, of lrpe-2 and permuteformer-4 alone, asks for a GPU."""
     seeds: int = 1  # Repeat with seeds 0, 1, ... and report means with standard deviations.
     rows: str = ""  # Names or schemes of rows, with commas; by default all.
     data: tuple[str, ...] = ()  # Data instead of the paper's, PATH or CORPUS=PATH; only corpora that are named are run.

@@ -42,6 +42,7 @@ TIMED = {
 }
 """Kinds of tables in which nothing is trained, and what they show: ratios of a row to the baseline."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+MEDIUM = "medium"  # a scale that a table may have besides: an hour of one GPU
 ASK = "ask"  # a source that cannot be had freely, so that --data must name a stand-in
 
 
@@ -126,8 +127,9 @@ class PaperTable:
         """With so many updates at a scale; 0: with as many as it has.
 
         Raises:
-            ValueError: Where they are no number of updates, or nothing is trained.
+            ValueError: Where it has no such scale, they are no number of updates, or nothing is trained.
         """
+        expect(f"scale of {self.name}", scale, [known for known in (*SCALES, MEDIUM) if known in self.scales])
         if not steps:
             return self
         if self.timed:
@@ -243,8 +245,8 @@ def _check(table: PaperTable) -> None:
         if not found or len(set(found)) < len(found):
             raise ValueError(f"{what}: expected different names, got {found}")
     expect("kind", table.kind, ("scores", *TIMED))
-    if set(table.scales) != set(SCALES):
-        raise ValueError(f"scales: expected {', '.join(SCALES)}, got {', '.join(table.scales)}")
+    if set(table.scales) - {MEDIUM} != set(SCALES):
+        raise ValueError(f"scales: expected {', '.join(SCALES)} and perhaps {MEDIUM}, got {', '.join(table.scales)}")
     for corpus in table.corpora or (Corpus(""),):
         known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
         given = [table.edits, *table.scales.values()]
@@ -257,7 +259,7 @@ def _check(table: PaperTable) -> None:
             for name in edits:
                 expect("field of a recipe", name, known)
         for scale in corpus.scales:
-            expect("scale", scale, SCALES)
+            expect("scale", scale, (*SCALES, MEDIUM))
     for what, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
         if row not in names or not table.row(row).scheme:
             raise ValueError(f"{what}: expected a row with a scheme, got {row!r}")

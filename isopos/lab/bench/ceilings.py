@@ -1,0 +1,61 @@
+"""What a machine does at best: products of matrices, and copies; and the time of attention at that rate."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["COPY", "PRODUCT", "ROOFLINE", "WORKS", "measured", "operations", "scaled"]
+
+PRODUCT = "matrix products of as many operations"
+COPY = "copies of as many bytes"
+ROOFLINE = "the slower of copies of as many bytes and products of as many operations"
+SIDES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
+
+
+def _product(like: Tensor) -> Callable[[], Tensor]:
+    side = SIDES[like.device.type]
+    a, b = torch.randn(2, side, side, dtype=like.dtype, device=like.device)
+    return lambda: a @ b
+
+
+WORKS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {PRODUCT: _product, COPY: lambda like: like.clone}
+
+
+def measured(names: Iterable[str]) -> list[str]:
+    """What is timed for works of these names: a roofline is two."""
+    return list(dict.fromkeys(part for name in names for part in ((COPY, PRODUCT) if name == ROOFLINE else (name,))))
+
+
+def scaled(
+    seconds: Mapping[str, list[float]], tokens: int, d: int, *, device: str, gradients: bool
+) -> dict[str, list[float]]:
+    """Seconds of products of as many operations as attention has, of copies of as many bytes, and of the slower of the two.
+
+    Args:
+        seconds: Of one product and of one copy of q, round by round.
+        tokens: Of all heads and samples.
+        d: Features, and values, of a token and head.
+        device: Where they were measured.
+        gradients: Whether attention goes back, too.
+    """
+    moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
+    share = tokens * operations(d, gradients=gradients) / (2 * SIDES[torch.device(device).type] ** 3)
+    factors = {PRODUCT: share, COPY: moved / 2}
+    found = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
+    return found | ({ROOFLINE: [*map(max, *found.values())]} if len(found) > 1 else {})
+
+
+def operations(d: int, *, gradients: bool) -> int:
+    """Additions and multiplications of causal attention in chunks of 64 tokens, a token and head, at the least.
+
+    Forward 4 d^2 for its part of the state and what it reads there, 2 * 64 d for half a chunk of weights and their sums.
+    Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once more, and
+    5 * 64 d for weights once more, their gradients, and those of q, k and v.
+
+    Examples:
+        >>> operations(64, gradients=False), operations(64, gradients=True)
+        (24576, 86016)
+    """
+    chunk = 64
+    return 14 * d * d + 7 * chunk * d if gradients else 4 * d * d + 2 * chunk * d

@@ -1,0 +1,139 @@
+"""On a GPU: every scheme in both kinds of attention equals float64 on a CPU, with its gradients.
+
+ISOPOS_TRITON=1 asks for Triton's kernels, too: `make test-gpu` runs both. ISOPOS_GPU names another device than cuda.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+from cases import ATTENTION, PRESETS, SCHEMES, close, gradients, inputs_of, parents_first, stream, with_kinds
+
+from isopos import State, linear_attention, sequence
+from isopos.exact import wide
+from isopos.schemes import build
+
+DEVICE = os.environ.get("ISOPOS_GPU", "cuda")
+if DEVICE == "cuda" and not torch.cuda.is_available():
+    pytest.skip("no GPU is here", allow_module_level=True)
+T = 150  # two chunks and a part of one
+
+
+ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a norm: vanishing denominators enlarge any
+
+
+def near(actual, expected, dtype):
+    """Equal but for a part of the norm."""
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    assert (actual.cpu().double() - expected.cpu().double()).norm() <= ERROR[dtype] * max(1, expected.double().norm())
+
+
+def there(value, dtype=None):
+    """Content on the device, as leaves of its own."""
+    return [x.detach().to(DEVICE, dtype or x.dtype).requires_grad_(x.requires_grad) for x in value]
+
+
+def both(case, kind, dtype):
+    """A scheme with content and positions, here in float64 and there in a dtype; content has the same numbers."""
+    scheme = case.build(attention=kind)
+    x = case.positions(2, t=T)
+    content = [a.to(dtype).double().requires_grad_() for a in inputs_of(scheme, 2, t=T)]
+    return (scheme, content, x), (copy.deepcopy(scheme).to(DEVICE), there(content, dtype), x.to(DEVICE))
+
+
+def attend(kind, scheme, content, x, **options):
+    return ATTENTION[kind](*content, **scheme.at(x, dtype=torch.promote_types(content[0].dtype, torch.float32)), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@with_kinds(SCHEMES)
+def test_attention_and_its_gradients(case, kind, dtype):
+    here, device = both(case, kind, dtype)
+    with torch.no_grad():
+        for own in (here[0], device[0]):
+            for parameter, value in zip(own.parameters(), here[0].parameters(), strict=True):
+                parameter.copy_(value)
+    for causal in (True, False) if case.both_ways else (True,):
+        expected, actual = (attend(kind, *side, causal=causal) for side in (here, device))
+        assert (actual.device.type, actual.dtype) == (torch.device(DEVICE).type, dtype)
+        near(actual, expected, dtype)
+        if dtype == torch.float32:  # narrower ones round gradients between operations
+            leaves = [side[1] + list(side[0].parameters()) for side in (device, here)]
+            for fast, slow in zip(gradients(actual.cpu(), leaves[0]), gradients(expected, leaves[1]), strict=True):
+                near(fast, slow, dtype)
+
+
+@with_kinds(PRESETS)
+def test_streams_end_where_the_whole_does(case, kind):
+    if not case.streams(kind):
+        pytest.skip("it has no streams")
+    (*_, x), (scheme, content, _) = both(case, kind, torch.float32)
+    x = parents_first(scheme.group, x).to(DEVICE)
+    with torch.no_grad():
+        whole = attend(kind, scheme, content, x, causal=True)
+        pieces, _ = stream(scheme, content, x, (0, 1, 70, 71, T))
+    near(pieces, whole, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["none", "rope", "lrpe-unitary", "permuteformer", "retnet"])
+def test_autocast_keeps_angles_and_sums_wide(name):
+    scheme = build(name, 64, 4, {}).to(DEVICE)
+    q, k, v = there(torch.randn(3, 2, 4, T, 64).unbind())
+    x = sequence(T, device=DEVICE) + 2**20
+    near = linear_attention(q, k, v, **scheme.at(x), causal=True)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        cast = linear_attention(q, k, v, **scheme.at(x), causal=True)
+    close(cast.float().cpu(), near.cpu(), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["rope", "lrpe-orthogonal", "permuteformer"])
+def test_compiled_into_one_graph(name):
+    scheme = build(name, 64, 4, {}).to(DEVICE)
+    q, k, v = (a.requires_grad_() for a in there(torch.randn(3, 2, 4, T, 64).unbind()))
+
+    def run(q, k, v):
+        return linear_attention(q, k, v, **scheme.at(sequence(T, device=q.device)), causal=True)
+
+    expected, actual = run(q, k, v), torch.compile(run, fullgraph=True)(q, k, v)
+    close(actual.cpu(), expected.cpu())
+    for fast, slow in zip(gradients(actual.cpu(), [q, k, v]), gradients(expected.cpu(), [q, k, v]), strict=True):
+        close(fast.cpu(), slow.cpu(), dtype=torch.float32, roundings=1 << 14)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+def test_several_streams_of_the_device_at_once():
+    scheme, cases = build("rope", 64, 4, {}).to(DEVICE), []
+    at = scheme.at(sequence(T, device=DEVICE))
+    torch.cuda.synchronize()
+    for _ in range(8):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            content = torch.randn(3, 2, 4, T, 64, device=DEVICE).unbind()
+            cases.append((content, linear_attention(*content, **at, causal=True)))
+    torch.cuda.synchronize()
+    for content, out in cases:
+        close(out, linear_attention(*content, **at, causal=True))
+
+
+def test_positions_are_exact_far_away():
+    scheme = build("rope", 64, 1, {}).to(DEVICE)
+    q, k = there(torch.randn(2, 1, 1, T, 64).unbind())
+    near, far = (scheme.encoding(sequence(T, device=DEVICE) + start) for start in (0, 2**31))
+    size = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
+    error = (near(q).double() @ near(k).double().mT - far(q).double() @ far(k).double().mT).abs().max()
+    assert error < 1e-6 * size
+    assert wide(sequence(1, device=DEVICE)).dtype == torch.float64
+
+
+def test_a_prepared_stream_equals_the_whole():
+    from isopos.attention import Steps
+
+    scheme = build("rope", 64, 4, {}).to(DEVICE)
+    content = there(torch.randn(3, 2, 4, 80, 64).unbind())
+    with torch.no_grad():
+        steps = Steps(scheme)
+        pieces = [steps(*(a[..., n : n + 1, :] for a in content)) for n in range(80)]
+        whole = linear_attention(*content, **scheme.at(sequence(80, device=DEVICE)), causal=True)
+    assert isinstance(steps.state, State)
+    close(torch.cat(pieces, -2).cpu(), whole.cpu())
