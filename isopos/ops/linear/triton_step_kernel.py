@@ -147,7 +147,7 @@ def step(
     if DECAYS:
         weight = tl.load(weights + n * across + pid)
     added = _features(value, values, E, E, OF_V)
-    total, denominator = tl.zeros([EP], tl.float32), 0.0
+    total, denominator = tl.zeros([EP], tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, D, C):
         place = start + tl.arange(0, C)
         of_query, of_key = _features(query, place, D, W, OF_Q), _features(key, place, D, W, OF_K)
