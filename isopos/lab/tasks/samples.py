@@ -126,7 +126,7 @@ class Labelled(Samples):
             model.train(training)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
     """Which samples are in the batches of an epoch, ``[batches count]``."""
     random, sizes = np.random.default_rng((seed, epoch)), data.sizes["train"]
