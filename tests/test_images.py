@@ -159,6 +159,12 @@ def test_modes_of_images(tmp_path):
     pixels = {tuple(pixel) for pixel in found.pixels[found.labels == 0, :, 4, 4].tolist()}
     assert {(255, 255, 255), (51, 51, 51), (0x33, 0x33, 0x33)} <= pixels
     assert not found.left
+    task = Images(data=str(tmp_path), channels=1)
+    grey = task.load(Recipe(task=task)).pictures
+    assert grey.pixels.shape == (8, 1, 8, 8)
+    luma = (found.pixels.astype(float) * np.array([0.299, 0.587, 0.114])[:, None, None]).sum(1)
+    assert np.abs(grey.pixels[:, 0] - luma).max() <= 1
+    assert np.array_equal(grey.labels, found.labels)
 
     shutil.rmtree(tmp_path / "a")
     exif = Image.Exif()

@@ -57,7 +57,7 @@ class Images(Task):
         1  # How often a training image is in an epoch, each time changed otherwise; that many epochs have them all.
     )
     smoothing: float = 0.0  # Of labels: the share of the loss that asks for all classes alike.
-    channels: int = 0  # Of pixels: 1 where all images are grey, 3 otherwise; 0: as found.
+    channels: int = 0  # Of pixels: 1 where all images are grey, or to make them so, 3 otherwise; 0: as found.
     classes: int = 0  # 0: as many as the data has.
     validation_rows: int = 0  # At most so many held-out images are scored; 0: all.
 
@@ -165,7 +165,9 @@ class Images(Task):
         """The images in a size; 0: as found."""
         from isopos.lab.data import images
 
-        return images.read(self.data, height, width, console=console) if self.data else images.digits(height, width)
+        if not self.data:
+            return images.digits(height, width)
+        return images.read(self.data, height, width, grey=self.channels == 1, console=console)
 
 
 class Album(Labelled):
