@@ -378,7 +378,7 @@ def test_an_epoch_has_every_image_once(tmp_path):
         assert sorted(map(bytes, found)) == sorted(map(bytes, data.pictures.pixels[data.pictures.splits["train"]]))
 
 
-def test_repeated_images_are_changed_otherwise_each_time_and_more_epochs_have_them_all(tmp_path):
+def test_repeated_images_are_changed_otherwise_each_time_and_each_epoch_has_a_share(tmp_path):
     recipe, data = ready(tmp_path, side=16, repeats=3, augment="crop")
     rows = np.stack([_epoch(data, 0, epoch, 4) for epoch in range(2)])
     assert rows.shape == (2, 9, 4)

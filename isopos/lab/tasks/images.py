@@ -54,7 +54,7 @@ class Images(Task):
     mixup: float = 0.0  # Mix pairs of training images by a share of Beta(mixup, mixup), and their classes alike; 0: none.
     cutmix: float = 0.0  # Exchange parts of pairs, by Beta(cutmix, cutmix); beside mixup, half of the batches. 0: none.
     repeats: int = (
-        1  # How often a training image is in an epoch, each time changed otherwise; that many epochs have them all.
+        1  # How often an epoch has a training image, each time changed otherwise; it has the fewer different ones.
     )
     smoothing: float = 0.0  # Of labels: the share of the loss that asks for all classes alike.
     channels: int = 0  # Of pixels: 1 where all images are grey, or to make them so, 3 otherwise; 0: as found.
