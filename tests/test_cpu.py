@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from isopos import positions, schemes
-from isopos.attention import linear_attention
+from isopos.attention import explain, linear_attention
 from isopos.feature_maps import FEATURE_MAPS
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import library
@@ -34,6 +34,8 @@ SHAPES = [
     (2, 2, 5, 64, 32),
     (1, 3, 700, 80, 112),
     (1, 1, 70, 256, 256),
+    (1, 2, 131, 20, 37),
+    (2, 1, 70, 6, 1),
 ]
 
 
@@ -73,6 +75,29 @@ def test_every_scheme_agrees(monkeypatch, case):
         ours = linear_attention(*inputs, **given)
         monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
         torch.testing.assert_close(ours, linear_attention(*inputs, **given), rtol=1e-4, atol=1e-4)
+
+
+@NEEDED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [32, 20])
+@pytest.mark.parametrize(
+    "name", ["no denominator", "masked decay, encoded", "drawn decay, plain", *LINEAR[-6:], "both ways with a decay"]
+)
+def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
+    """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
+    given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
+    inputs, grad = (
+        [torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37)],
+        torch.randn(2, 3, 131, 37),
+    )
+    assert explain(*inputs, **given).backend == "cpu"
+    exact = with_gradients(inputs, torch.float64, given, grad.to(dtype))
+    read = [] if name == "both ways with a decay" else [Operand]  # whose walk back is PyTorch's
+    for operand in read:
+        monkeypatch.setattr(operand, "read", None)
+    for x, y in zip(with_gradients(inputs, dtype, given, grad), exact, strict=True):
+        assert x.dtype in (dtype, torch.float64)
+        assert (x.double() - y).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max().clamp_min(exact[0].abs().max())
 
 
 @NEEDED
@@ -468,7 +493,7 @@ CHECK = """
 import torch
 from isopos.ops import library
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.attention import linear_attention
+from isopos.attention import explain, linear_attention
 from isopos import positions, schemes
 print(library.libraries()[1])
 torch.manual_seed(0)
@@ -510,7 +535,7 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
 SMALL_STACK = """
 import torch
 from isopos import rope, sequence
-from isopos.attention import linear_attention
+from isopos.attention import explain, linear_attention
 
 torch.set_num_threads(4)
 leaves = [torch.randn(2, 4, 150, 256).requires_grad_() for _ in range(3)]
@@ -526,3 +551,18 @@ def test_threads_may_have_small_stacks():
     env = {**os.environ, "OMP_STACKSIZE": "20k"}
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@NEEDED
+@pytest.mark.parametrize("bad", [False, True])
+def test_large_results_are_written_past_the_caches(bad):
+    """In memory that was in use before, and only there: the results are those of fresh memory, or of few tokens."""
+    inputs, grad = torch.randn(3, 1, 4, 4160, 64), torch.randn(1, 4, 4160, 64)
+    if bad:
+        inputs[2, 0, 1, 4100, 3] = torch.nan
+    given = options("no denominator", 1, 4, 4160, 64)
+    small = with_gradients([x[:, 1:2] for x in inputs], torch.float32, given, grad[:, 1:2])
+    for _ in range(3):
+        for a, b in zip(with_gradients(list(inputs), torch.float32, given, grad), small, strict=True):
+            torch.testing.assert_close(a[:, 1:2], b, rtol=1e-4, atol=1e-3, equal_nan=True)
+            assert a[:, 1, :4000].isfinite().all()

@@ -44,7 +44,7 @@ def compiled(
     Args:
         kernel: Where it is, "package.module:name".
         signature: Types by argument: "*bf16", "i32" and so on; with the suffix ":16" the address or number is a multiple of
-            16. A named tuple holds types of its fields; None is for what is None.
+            16. A tuple holds types, as those of a named one's fields; None is for what is None.
         constexprs: Arguments that are constants.
         arch: Compute capability, 90 for sm_90.
         options: num_warps and num_stages.
@@ -72,7 +72,7 @@ def compiled(
 
 
 def _paths(given: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str | None]]:
-    """Where each type is, of a named tuple of them or of one."""
+    """Where each type is, of a tuple of them, named or not, or of one."""
     if not isinstance(given, tuple):
         yield path, given
         return
@@ -83,7 +83,7 @@ def _paths(given: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...],
 def _bare(given: Any) -> Any:
     """Types without what is known of numbers."""
     if isinstance(given, tuple):
-        return type(given)(*(_bare(part) for part in given))
+        return getattr(given, "_make", tuple)(_bare(part) for part in given)
     return "constexpr" if given is None else given.removesuffix(":16")
 
 

@@ -29,12 +29,13 @@ from isopos.ops.linear.features import Stream, Sums
 from isopos.ops.linear.graph import GRAPH
 from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
+from isopos.ops.linear.triton_step import STEP
 from isopos.ops.linear.window import windowed
 
 __all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear"]
 __all__ += ["windowed"]
 
-BACKENDS: tuple[Backend, ...] = (*KERNELS, GRAPH)
+BACKENDS: tuple[Backend, ...] = (*KERNELS, STEP, GRAPH)
 
 
 @dataclass(frozen=True)
