@@ -8,7 +8,7 @@ import sys
 
 from setuptools import Extension, setup
 
-FLAGS = {"avx512": ["-mavx512f", "-mavx512vl", "-mfma"], "avx2": ["-mavx2", "-mfma"]}
+FLAGS = {"avx512": ["-mavx512f", "-mavx512vl", "-mfma"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
 COMMON = ["-O3", "-fopenmp"]  # PyTorch's own OpenMP is loaded by then: nothing to link with, and one pool of threads
 
 

@@ -22,6 +22,7 @@ from isopos.lab.data.digits import draw
 from isopos.lab.data.images import digits, read
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.images import Images, _moved
+from isopos.lab.tasks.samples import _epoch
 from isopos.lab.tasks.task import View
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -309,9 +310,14 @@ def test_moving_flipping_and_margins_by_hand():
     assert np.array_equal(wide[0, 0], np.pad(pixels[0, 0], 2, "edge"))
 
 
-@pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
-def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path, augment):
-    recipe, data = ready(tmp_path, augment=augment, margin=2)
+DEIT = {"augment": "scale-flip", "policy": "randaugment", "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0, "repeats": 3}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"augment": "crop"}, {"augment": "crop-flip", "policy": "autoaugment"}, DEIT], ids=str
+)
+def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path, changes):
+    recipe, data = ready(tmp_path, margin=2, **changes)
     again = pickle.loads(pickle.dumps(data))  # as processes that prepare batches have it
     for step in (1, 7, 60, 7):
         whole = data.batch(recipe, step)
@@ -346,12 +352,72 @@ def test_augmented_images_are_those_of_the_data_moved_or_flipped(tmp_path):
     assert 0 < sum(flipped) < 8
 
 
+def test_without_policy_and_erasing_the_random_numbers_are_those_of_moves_and_flips_alone(tmp_path):
+    recipe, data = ready(tmp_path, side=16, augment="crop-flip")
+    pixels, answers = data.batch(recipe, 5)
+    random = np.random.default_rng((0, 0))
+    rows = random.permutation(36).reshape(9, 4)[random.permutation(9)][5]
+    chosen = data.pictures.splits["train"][rows]
+    drawn = np.array([np.random.default_rng((0, 5, int(row))).random(3) for row in rows])
+    moves = np.floor(drawn[:, :2] * 5).astype(int) - 2
+    assert np.array_equal(pixels, _moved(data.pictures.pixels[chosen], moves, drawn[:, 2] < 0.5, 0))
+    assert np.array_equal(answers, data.pictures.labels[chosen])
+
+
 def test_an_epoch_has_every_image_once(tmp_path):
     recipe, data = ready(tmp_path)
     for epoch in range(2):
         steps = range(epoch * 9, epoch * 9 + 9)
         found = np.concatenate([data.batch(recipe, step)[0].numpy() for step in steps])
         assert sorted(map(bytes, found)) == sorted(map(bytes, data.pictures.pixels[data.pictures.splits["train"]]))
+
+
+def test_repeated_images_are_changed_otherwise_each_time_and_more_epochs_have_them_all(tmp_path):
+    recipe, data = ready(tmp_path, side=16, repeats=3, augment="crop")
+    rows = np.stack([_epoch(data, 0, epoch, 4) for epoch in range(2)])
+    assert rows.shape == (2, 9, 4)
+    for epoch in rows:
+        kept, times = np.unique(epoch % 36, return_counts=True)
+        assert (len(kept), {*times}) == (12, {3})
+        assert len(np.unique(epoch)) == 36
+    assert {*rows[0].flat} != {*rows[1].flat}
+    pixels, _ = data.tensors("train", np.arange(0, 108, 36) + 5, recipe, 1)
+    assert not any(torch.equal(pixels[a], pixels[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    plain, _ = data.tensors("train", np.arange(0, 108, 36) + 5, recipe)
+    assert all(torch.equal(plain[0], one) for one in plain)
+    every = ready(tmp_path, side=16)[1]
+    assert np.array_equal(np.sort(_epoch(every, 0, 1, 4), None), np.arange(36))
+
+
+def test_mixed_images_have_shares_of_classes_which_the_loss_asks_for(tmp_path):
+    recipe, data = ready(tmp_path, mixup=0.8, smoothing=0.3)
+    model = recipe.task.model(recipe)
+    plain, _ = ready(tmp_path)[1].batch(recipe, 3)
+    pixels, shares = data.batch(recipe, 3)
+    assert not torch.equal(plain, pixels)
+    assert shares.shape == (4, 2)
+    close(shares.sum(-1), torch.ones(4))
+    assert ((shares > 0.01) & (shares < 0.99)).any()
+    log = model(pixels).log_softmax(-1)
+    close(data.loss(model, pixels, shares), -(0.7 * (shares * log).sum(-1).mean() + 0.3 * log.mean()))
+    held, answers = data.tensors("validation", np.arange(4), recipe)
+    assert (held.dtype, answers.shape) == (torch.uint8, (4,))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"erasing": 1.5}, "erasing: expected a number from 0 to 1, got 1.5"),
+        ({"mixup": -0.5}, "mixup: expected a number from 0 to 1,000,000, got -0.5"),
+        ({"cutmix": float("nan")}, "cutmix: expected a number from 0 to 1,000,000, got nan"),
+        ({"repeats": 0}, "repeats: expected a number from 1 to 1,000,000, got 0"),
+        ({"mixup": 0.5, "batch": 6, "accumulate": 2}, "batch: expected pairs to mix, a multiple of .* = 4, got 6"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused_before_any_image_is_read(wrong, message):
+    recipe = Recipe(task=Images(data="absent")).edit(**wrong)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        recipe.check() or recipe.task.check(recipe)
 
 
 def test_scores_are_of_images_that_are_moved_as_asked(tmp_path):

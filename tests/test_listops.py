@@ -27,7 +27,7 @@ LINE, TREE = "rope", "ape-tree"
 
 def expressions(count=30, seed=0, **more):
     options = {"operators": tuple(OPERATORS), "depth": 3, "arguments": 4, "longest": 30} | more
-    return generate(seed, (count, 1, 0), **options).splits["train"]
+    return [*generate(seed, (count, 1, 0), **options).splits["train"]]
 
 
 def row(expression):
@@ -92,24 +92,24 @@ def test_a_tree_by_hand():
     [
         ("[MAX 2 9 ]", "expected a label, a tab and an expression, got 1 columns"),
         ("9\t[MAX 2 9 ]\tx", "expected a label, a tab and an expression, got 3 columns"),
-        ("9\t[FOO 2 9 ]", r"expected digits, \] and \[MIN, .*\[PM, got '\[FOO'"),
-        ("9\t[MAX 2 19 ]", "got '19'"),
-        ("9\t[MAX 2 9", r"expected balanced brackets, got \[MAX that nothing closes"),
-        ("9\t[MAX 2 9 ] ]", r"expected balanced brackets, got \] that closes nothing"),
+        ("9\t[FOO 2 9 ]", r"column 3: expected digits, \] and \[MIN, .*\[PM, got '\[FOO'"),
+        ("9\t[MAX 2 19 ]", "column 10: .*got '19'"),
+        ("9\t[MIN 3 [MAX 2 9", r"column 10: expected balanced brackets, got \[MAX that nothing closes"),
+        ("9\t( ( [MAX 2 ) 9 ) ] ]", r"column 22: expected balanced brackets, got \] that closes nothing"),
         ("9\t( ( [MAX 2 ) 9 ]", r"expected as many \( as \), got 2 and 1"),
-        ("9\t[MAX ]", r"expected arguments of \[MAX, got none"),
-        ("9\t9 [MAX 2 ]", "expected one expression, got 2"),
-        ("9\t", "expected one expression, got 0"),
+        ("9\t[MAX ]", r"column 3: expected arguments of \[MAX, got none"),
+        ("9\t9 [MAX 2 ]", "column 12: expected one expression, got another"),
+        ("9\t", "expected an expression, got none"),
         ("10\t[MAX 2 9 ]", "expected a label from 0 to 9, got '10'"),
         ("8\t[MAX 2 9 ]", "expected the label 9, to which the expression evaluates, got 8"),
-        ("\xff\t[MAX 2 9 ]", "expected a label from 0 to 9"),
+        ("\xff\t[MAX 2 9 ]", "expected UTF-8, got the byte 0xff"),
     ],
 )
 def test_a_row_that_is_wrong_is_named(tmp_path, line, message):
     path = tmp_path / "rows.tsv"
     path.write_text(row("[MIN 1 2 ]") + line + "\n", encoding="latin-1")
     with pytest.raises(
-        ValueError, match=f"^data: {re.escape(str(path))}, line 2: .*{message}.*; repair or remove the line$"
+        ValueError, match=f"^data: {re.escape(str(path))}, line 2[,:] .*{message}.*; repair or remove the line$"
     ):
         read(str(path))
 
@@ -163,11 +163,11 @@ def test_splits_by_names_or_by_tenths_have_nothing_in_common(tmp_path):
     write(tmp_path / "basic_test.tsv", rows[290:350])
     (tmp_path / "README.md").write_text("no rows")
     splits = read(str(tmp_path)).splits
-    assert splits["test"] == rows[290:350]
+    assert [*splits["test"]] == rows[290:350]
     assert {*splits["train"], *splits["validation"]} == set(rows[:290])
     write(tmp_path / "basic_val.tsv", rows[340:])
     found = read(str(tmp_path))
-    assert (found.splits["train"], found.splits["validation"], found.repeated) == (rows[:290], rows[350:], 20)
+    assert ([*found.splits["train"]], [*found.splits["validation"]], found.repeated) == (rows[:290], rows[350:], 20)
 
 
 @pytest.mark.parametrize("named", [True, False])

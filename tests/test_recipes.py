@@ -289,30 +289,33 @@ DECLARED = """
         optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
         save_every=500 device=auto
     cct tiny: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
-        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
-        validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64 activation=gelu steps=50 batch=32 learning_rate=0.002
-        warmup=5 weight_decay=0.03 clip=0.0 validate_every=25 save_every=25 device=auto
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop policy=none erasing=0.0 mixup=0.0 cutmix=0.0
+        repeats=1 smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64
+        activation=gelu steps=50 batch=32 learning_rate=0.002 warmup=5 weight_decay=0.03 clip=0.0 validate_every=25
+        save_every=25 device=auto
     cct small: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
-        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop smoothing=0.0 channels=0 classes=0
-        validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu steps=800 batch=32 learning_rate=0.002 warmup=80
-        weight_decay=0.03 clip=0.0 validate_every=200 save_every=200 device=auto
+        margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop policy=none erasing=0.0 mixup=0.0 cutmix=0.0
+        repeats=1 smoothing=0.0 channels=0 classes=0 validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu
+        steps=800 batch=32 learning_rate=0.002 warmup=80 weight_decay=0.03 clip=0.0 validate_every=200 save_every=200
+        device=auto
     cct paper: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean data=cifar10
-        height=0 width=0 margin=0 tokenizer=convolution patch=2 pooling=sequence augment=crop-flip smoothing=0.1 channels=0
-        classes=0 validation_rows=0 layers=7 model_dim=256 hidden_dim=512 activation=gelu attention_dropout=0.1
-        stochastic_depth=0.1 steps=105300 batch=128 learning_rate=0.0005 warmup=1755 weight_decay=0.03 clip=0.0
-        validate_every=3510 save_every=3510 device=auto
+        height=0 width=0 margin=0 tokenizer=convolution patch=2 pooling=sequence augment=crop-flip policy=autoaugment
+        erasing=0.0 mixup=0.0 cutmix=0.0 repeats=1 smoothing=0.1 channels=0 classes=0 validation_rows=0 layers=7
+        model_dim=256 hidden_dim=512 activation=gelu attention_dropout=0.1 stochastic_depth=0.1 steps=105300 batch=128
+        learning_rate=0.0005 warmup=1755 weight_decay=0.03 clip=0.0 validate_every=3510 save_every=3510 workers=4 device=auto
     deit tiny: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
-        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64
-        activation=gelu steps=50 batch=32 learning_rate=0.002 warmup=5 beta2=0.98 weight_decay=0.05 clip=0.0
-        validate_every=25 save_every=25 device=auto
+        augment=crop policy=none erasing=0.0 mixup=0.0 cutmix=0.0 repeats=1 smoothing=0.0 channels=0 classes=0
+        validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64 activation=gelu steps=50 batch=32
+        learning_rate=0.002 warmup=5 beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=25 save_every=25 device=auto
     deit small: task=images scheme=lrpe-orthogonal height=0 width=0 margin=0 tokenizer=patches patch=4 pooling=mean
-        augment=crop smoothing=0.0 channels=0 classes=0 validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu
-        steps=800 batch=32 learning_rate=0.002 warmup=80 beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=200
-        save_every=200 device=auto
+        augment=crop policy=none erasing=0.0 mixup=0.0 cutmix=0.0 repeats=1 smoothing=0.0 channels=0 classes=0
+        validation_rows=0 model_dim=64 hidden_dim=128 activation=gelu steps=800 batch=32 learning_rate=0.002 warmup=80
+        beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=200 save_every=200 device=auto
     deit paper: task=images scheme=lrpe-orthogonal data=imagenet height=224 width=224 margin=0 tokenizer=patches patch=16
-        pooling=mean augment=crop-flip smoothing=0.1 channels=0 classes=0 validation_rows=0 layers=12 model_dim=384 heads=6
-        hidden_dim=1536 activation=gelu stochastic_depth=0.1 steps=240000 batch=1600 learning_rate=0.0005 warmup=16000
-        beta2=0.98 weight_decay=0.05 clip=0.0 validate_every=8000 save_every=8000 workers=8 device=auto
+        pooling=mean augment=scale-flip policy=randaugment erasing=0.25 mixup=0.8 cutmix=1.0 repeats=3 smoothing=0.1
+        channels=0 classes=0 validation_rows=0 layers=12 model_dim=384 heads=6 hidden_dim=1536 activation=gelu
+        stochastic_depth=0.1 steps=240000 batch=1600 learning_rate=0.0005 warmup=16000 beta2=0.98 weight_decay=0.05
+        clip=0.0 validate_every=8000 save_every=8000 workers=8 device=auto
     transduction tiny: task=transduction scheme=rope:attention=softmax languages= operation=reverse length=8 deviation=2
         tokenizer=words samples=500 held_out=50 data_seed=0 longest=0 tied=True validation_rows=0 decoded=200 steps=50
         batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto

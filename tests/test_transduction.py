@@ -3,6 +3,7 @@
 import gzip
 import pickle
 import re
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cases import close
 
-from isopos.lab.data.pairs import Pairs, read_texts, sequences, split
+from isopos.lab.data.pairs import Pairs, read_texts, sequences
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.transduction import Transduction
@@ -143,15 +144,23 @@ def lines(path, *rows):
 ROWS = [(f"the {a} sees {b} birds", f"{b} vögel sieht der {a}") for a in ("cat", "dog", "cow", "fox") for b in range(12)]
 
 
+def gathered(source, languages=""):
+    """Pairs of texts by split."""
+    left, splits = Counter(), {"train": [], "validation": [], "test": []}
+    for name, pair in read_texts(source, languages, left):
+        splits[name].append(pair)
+    return Pairs(splits, {reason: left[reason] for reason in ("repeated", "with an empty side")})
+
+
 def test_formats_of_texts_agree(tmp_path):
     """A table, columns with names in either order, two files, packed or not."""
     lines(tmp_path / "plain.tsv", *("\t".join(row) for row in ROWS), "")
     lines(tmp_path / "named.tsv", "Target\tSource", *(f"{b}\t{a}" for a, b in ROWS))
     lines(tmp_path / "rows.en.gz", *(a for a, _ in ROWS))
     lines(tmp_path / "rows.de", *(b for _, b in ROWS))
-    found = [read_texts(str(tmp_path / name)) for name in ("plain.tsv", "named.tsv")]
-    found.append(read_texts(f"{tmp_path / 'rows.en.gz'},{tmp_path / 'rows.de'}"))
-    found.append(read_texts(str(tmp_path), "en,de"))
+    found = [gathered(str(tmp_path / name)) for name in ("plain.tsv", "named.tsv")]
+    found.append(gathered(f"{tmp_path / 'rows.en.gz'},{tmp_path / 'rows.de'}"))
+    found.append(gathered(str(tmp_path), "en,de"))
     assert all(one.splits == found[0].splits for one in found)
     assert sorted(chain(*found[0].splits.values())) == sorted(ROWS)
 
@@ -160,12 +169,10 @@ def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path)
     for name, rows in (("train", ROWS[:30]), ("val", ROWS[20:40]), ("test_2016", ROWS[35:])):
         lines(tmp_path / f"{name}.en", *(a for a, _ in rows), *["  "] * 3)
         lines(tmp_path / f"{name}.de", *(b for _, b in rows), "", "x", "")
-    found = read_texts(str(tmp_path), ".en,.de")
+    found = gathered(str(tmp_path), ".en,.de")
     assert [len(found.splits[name]) for name in ("train", "validation", "test")] == [20, 15, 13]
     assert found.said == ", 15 repeated, 9 with an empty side"
     assert not set(found.splits["train"]) & set(found.splits["validation"])
-    one = split({"rows": ROWS})
-    assert one.splits == split({"rows": ROWS}).splits
     with pytest.raises(ValueError, match="data: expected pairs for validation, got none among 1"):
         Pairs({"train": [("a", "b")], "validation": [], "test": []})
 
@@ -204,7 +211,7 @@ def test_texts_that_are_no_pairs_are_named(tmp_path, monkeypatch, files, data, l
     for name, text in files.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
-        read_texts(data, languages)
+        gathered(data, languages)
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bpe"])
@@ -276,7 +283,7 @@ def test_a_short_training_copies():
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the captions are not beside this project")
 def test_captions():
-    found = read_texts(str(SHARED), "en,de")
+    found = gathered(str(SHARED), "en,de")
     assert [len(found.splits[name]) for name in ("train", "validation", "test")] == [29_000, 1014, 1000]
     assert found.said == ""
 

@@ -1,12 +1,12 @@
 """The library compiled from ops/linear/cpu.c: how it is found, what it may read, and its rotations.
 
-It serves float32 on Linux and x86-64, where installation found gcc. `isopos.ops.linear.cpu` calls its sums.
+It serves float32 and narrower numbers on Linux and x86-64, where installation found gcc. `isopos.ops.linear.cpu` calls its
+sums.
 """
 
 import ctypes
 import functools
 import importlib.machinery
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: what numbers of features are multiples of
+LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: float32 numbers of a vector
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu.c counts them
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
 PLAIN = (Tensor, torch.nn.Parameter)
+OUT_OF_RANGE, NOT_FINITE = 1, 2  # what cpu.c finds on the way
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
 
@@ -33,7 +35,7 @@ class Input(ctypes.Structure):
 
     _fields_ = (
         *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
-        *((name, ctypes.c_long) for name in ("phi", "kind", "width", "add")),
+        *((name, ctypes.c_long) for name in ("type", "numbers", "width", "phi", "kind", "add", "past")),
         ("grad_decay", ctypes.c_void_p),
     )
 
@@ -42,14 +44,14 @@ class Call(ctypes.Structure):
     """The sums of some tokens of heads, or a step."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own")),
+        *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own", "values")),
         *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "start")),
         *((name, View) for name in ("g_q", "g_k")),
         *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),
         *((name, ctypes.c_void_p) for name in ("grad_state", "grad_row", "totals", "scratch")),
-        *((name, ctypes.c_long) for name in ("total_size", "scratch_size")),
-        ("out_of_range", ctypes.POINTER(ctypes.c_long)),
+        *((name, ctypes.c_long) for name in ("total_size", "scratch_size", "past")),
+        ("found", ctypes.POINTER(ctypes.c_long)),
         *((name, Input) for name in ("q", "k", "v")),
     )
 
@@ -91,10 +93,19 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
     return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"
 
 
-def library(*widths: int) -> ctypes.CDLL | None:
-    """The library that serves these numbers of features, if one does."""
-    common = math.gcd(*widths)
-    return next((lib for lanes, lib in libraries()[0].items() if common % lanes == 0 and max(widths) <= WIDEST), None)
+def lanes() -> int:
+    """Numbers of a vector, of the library that has the longest; sums take features up to whole vectors."""
+    return max(libraries()[0])
+
+
+def whole(width: int) -> int:
+    """Numbers up to whole vectors."""
+    return -(-width // lanes()) * lanes()
+
+
+def library(width: int) -> ctypes.CDLL | None:
+    """The library whose vectors a width is a multiple of, if there is one."""
+    return next((lib for lanes, lib in libraries()[0].items() if width % lanes == 0 and width <= WIDEST), None)
 
 
 def watched() -> bool:
@@ -136,13 +147,14 @@ def flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def run(function: Any, call: Call) -> None:
-    """Call the library; IndexError where a gather's index is no feature's."""
-    out_of_range = ctypes.c_long(0)
-    call.out_of_range = ctypes.pointer(out_of_range)
+def run(function: Any, call: Call) -> bool:
+    """Call the library; IndexError where a gather's index is no feature's. Whether all sums are finite."""
+    found = ctypes.c_long(0)
+    call.found = ctypes.pointer(found)
     function(ctypes.byref(call))
-    if out_of_range.value:
+    if found.value & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
+    return not found.value & NOT_FINITE
 
 
 def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
@@ -168,6 +180,7 @@ def rotate(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> Tensor:
     x, table = flat(x), flat(table.flatten(-2))
     out = x.new_empty(*shape, 2 * width if lifted and not adjoint else width)
     call = Rotate(view(x), view(table.expand(*shape, -1)), out.data_ptr(), shape[:-1].numel(), shape[-2], shape[-1], adjoint)
-    call.threads, call.input.kind, call.input.width = torch.get_num_threads(), KIND["lift" if lifted else "rotation"], width
+    call.threads, call.input.kind = torch.get_num_threads(), KIND["lift" if lifted else "rotation"]
+    call.input.numbers = call.input.width = width
     lib.isopos_rotate(ctypes.byref(call))
     return out

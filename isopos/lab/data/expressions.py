@@ -11,15 +11,20 @@ References:
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
-from isopos.lab.data.prepare import SPLITS, named_split, split_rule
-from isopos.lab.data.sources import find, whole_lines
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
+from isopos.lab.data.labelled import assigned, check_same, lines_of, surveyed, wrong
+from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.sources import find
 
 __all__ = [
     "CLOSE",
@@ -28,13 +33,17 @@ __all__ = [
     "TOKENS",
     "Expression",
     "Rows",
+    "Stored",
     "encode",
     "evaluate",
     "generate",
     "nodes",
     "read",
     "text",
+    "write",
 ]
+
+FORMAT = 1  # of a prepared folder
 
 
 def _median(numbers: Sequence[int]) -> int:
@@ -60,6 +69,17 @@ NUMBERS = {token: number for number, token in enumerate(TOKENS)}
 FUNCTIONS = tuple(OPERATORS.values())
 
 
+WORD = re.compile(r"\]|[^\s()\]]+")
+
+
+class Misplaced(ValueError):
+    """Text is no expression, which shows at its n-th token."""
+
+    def __init__(self, said: str, n: int):
+        super().__init__(said)
+        self.n = n
+
+
 class Expression(NamedTuple):
     """One sample.
 
@@ -75,6 +95,54 @@ class Expression(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Stored(Sequence[Expression]):
+    """The expressions of a split, made of what `write` wrote where they are asked for."""
+
+    arrays: Arrays
+    split: str
+    rows: np.ndarray  # which of those that are there
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each."""
+        return self.arrays.lengths(self.split)[self.rows]
+
+    @property
+    def answers(self) -> np.ndarray:
+        """Values, from 0 to 9."""
+        return self.arrays[f"{self.split}-about"][self.rows, 0]
+
+    @property
+    def branches(self) -> np.ndarray:
+        """Of each one's tree."""
+        return self.arrays[f"{self.split}-about"][self.rows, 1]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, n: int) -> Expression: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Expression]: ...
+    def __getitem__(self, n: int | slice) -> Expression | list[Expression]:
+        if isinstance(n, slice):
+            return [self[row] for row in range(*n.indices(len(self)))]
+        row = int(self.rows[n])
+        answer, branches = self.arrays[f"{self.split}-about"][row].tolist()
+        return Expression(self.arrays.sequence(self.split, row).tobytes(), answer, branches)
+
+
+def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
+    """Write expressions, each after its split: SPLIT-tokens and SPLIT-starts, and SPLIT-about, answers and branches."""
+    sequences = {split: Ragged(writer, split, 256) for split in SPLITS}
+    for split in SPLITS:
+        writer.add(f"{split}-about", np.empty((0, 2), np.int32))
+    for split, (tokens, answer, branches) in samples:
+        sequences[split].add(np.frombuffer(tokens, np.uint8))
+        writer.add(f"{split}-about", np.array([[answer, branches]]))
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Expressions by split, and how many there were besides.
 
@@ -87,16 +155,22 @@ class Rows:
         ValueError: Where train or validation has none.
     """
 
-    splits: Mapping[str, Sequence[Expression]]
+    splits: Mapping[str, Stored]
     long: int = 0
     repeated: int = 0
 
     def __post_init__(self) -> None:
         remedy = f"{self.long} are longer: raise --longest" if self.long else "give it more rows"
         for split in SPLITS[:2]:
-            if not self.splits[split]:
+            if not len(self.splits[split]):
                 count = sum(map(len, self.splits.values()))
                 raise ValueError(f"data: expected expressions for {split}, got none among {count}; {remedy}")
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> "Rows":
+        """All that was written, and as repeated what its facts say."""
+        splits = {split: Stored(arrays, split, np.arange(len(arrays[f"{split}-about"]))) for split in SPLITS}
+        return cls(splits, repeated=arrays.facts.get("repeated", 0))
 
     @property
     def sha256(self) -> str:
@@ -110,7 +184,7 @@ class Rows:
 
     def up_to(self, longest: int) -> "Rows":
         """Those of at most so many tokens."""
-        short = {name: [row for row in rows if len(row.tokens) <= longest] for name, rows in self.splits.items()}
+        short = {name: replace(rows, rows=rows.rows[rows.lengths <= longest]) for name, rows in self.splits.items()}
         return Rows(short, sum(len(self.splits[name]) - len(short[name]) for name in SPLITS), self.repeated)
 
 
@@ -126,12 +200,11 @@ def encode(text: str) -> bytes:
     """
     if text.count("(") != text.count(")"):
         raise ValueError(f"expected as many ( as ), got {text.count('(')} and {text.count(')')}")
-    words = text.replace("(", " ").replace(")", " ").replace("]", " ] ").split()
-    try:
-        return bytes([NUMBERS[word] for word in words])
-    except KeyError as error:
-        operators = ", ".join(TOKENS[10:CLOSE])
-        raise ValueError(f"expected digits, ] and {operators}, got {error.args[0]!r}") from None
+    words = [word[0] for word in WORD.finditer(text)]
+    for n, word in enumerate(words):
+        if word not in NUMBERS:
+            raise Misplaced(f"expected digits, ] and {', '.join(TOKENS[10:CLOSE])}, got {word!r}", n)
+    return bytes([NUMBERS[word] for word in words])
 
 
 def text(tokens: bytes) -> str:
@@ -155,26 +228,28 @@ def evaluate(tokens: bytes) -> Expression:
         (9, 5)
     """
     values: list[list[int]] = [[]]  # of the expression, and of each list that is open
-    operators: list[int] = []
+    opened: list[int] = []  # the places of their operators
     branches = 1
-    for token in tokens:
+    for n, token in enumerate(tokens):
         if token < 10:
             values[-1].append(token)
         elif token < CLOSE:
-            operators.append(token)
+            opened.append(n)
             values.append([])
-        elif not operators:
-            raise ValueError("expected balanced brackets, got ] that closes nothing")
+        elif not opened:
+            raise Misplaced("expected balanced brackets, got ] that closes nothing", n)
         else:
-            operator, arguments = operators.pop(), values.pop()
+            begin, arguments = opened.pop(), values.pop()
             if not arguments:
-                raise ValueError(f"expected arguments of {TOKENS[operator]}, got none")
+                raise Misplaced(f"expected arguments of {TOKENS[tokens[begin]]}, got none", begin)
             branches = max(branches, len(arguments) + 1)
-            values[-1].append(FUNCTIONS[operator - 10](arguments))
-    if operators:
-        raise ValueError(f"expected balanced brackets, got {TOKENS[operators[-1]]} that nothing closes")
-    if len(values[0]) != 1:
-        raise ValueError(f"expected one expression, got {len(values[0])}")
+            values[-1].append(FUNCTIONS[tokens[begin] - 10](arguments))
+        if not opened and len(values[0]) > 1:
+            raise Misplaced("expected one expression, got another", n)
+    if opened:
+        raise Misplaced(f"expected balanced brackets, got {TOKENS[tokens[opened[-1]]]} that nothing closes", opened[-1])
+    if not tokens:
+        raise ValueError("expected an expression, got none")
     return Expression(tokens, values[0][0], branches)
 
 
@@ -203,42 +278,58 @@ def nodes(tokens: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def read(source: str) -> Rows:
+def read(source: str, root: Path | None = None, console: object = None) -> Rows:
     """The expressions of a file, or of those in a folder whose names end with .tsv; also packed, as .tsv.gz.
 
     A row is a label, a tab and an expression; or the columns are named, Source and Target, in the first. Every label is
     compared with what the expression evaluates to. Names that contain train, valid and test make the splits; without valid,
     a tenth of train is held out. Where no name contains train, a tenth of all is validation and a tenth is test. Tenths are
     chosen by a hash of the tokens, so no two splits have an expression in common. Names can make them overlap: then what
-    test has is left out of validation and train, and what validation has of train.
+    test has is left out of validation and train, and what validation has of train. Prepared once, then memory-mapped.
 
     Args:
         source: A path.
+        root: Of the cache.
+        console: Shows the progress of the preparation.
 
     Raises:
-        ValueError: Where there is nothing to read, or a row is wrong (with file and line).
+        ValueError: Where there is nothing to read, or a row is wrong (with file, line and column).
     """
     if not Path(source).exists():
         raise ValueError(
             f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
         )
-    found, alone = find(source), Path(source).is_file()
-    files: dict[str, list[Expression]] = {}
-    for name, blocks in found.read(raw=False):
-        if alone or name.lower().endswith(".tsv"):
-            files[name] = list(_rows(name, whole_lines(blocks)))
-    empty = [name for name, rows in files.items() if not rows]
-    if empty or not files:
-        what = f"but {empty[0]} has none" if empty else f"in files that end with .tsv or .tsv.gz, got none in {source}"
-        raise ValueError(f"data: expected rows of a label, a tab and an expression, {what}")
-    return _split(files)
+    found, alone, root = find(source), Path(source).is_file(), cache.default_root() if root is None else root
+    from isopos.lab.data.corpora import shown
+
+    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
+        before = surveyed(found, root, progressing)
+        names = [name for name in before.names if alone or name.lower().endswith(".tsv")]
+        if not names:
+            raise _nothing(f"in files that end with .tsv or .tsv.gz, got none in {source}")
+
+        def rows(left: Counter[str]) -> Iterator[tuple[str, Expression]]:
+            for name, blocks in found.read(raw=False):
+                if name in names:
+                    yield from ((name, row) for row in _rows(name, lines_of(name, blocks)))
+
+        def fill(writer: Writer) -> dict[str, int]:
+            left = Counter()
+            write(writer, assigned(rows, names, lambda row: (row.tokens, row.tokens), left))
+            check_same(found, before)
+            return dict(left)
+
+        return Rows.of(prepared(root, f"expressions-{key_of(FORMAT, before.key)[:32]}", fill))
 
 
-def _rows(name: str, blocks: Iterator[bytes]) -> Iterator[Expression]:
-    label, formula = 0, 1
-    lines = (line for block in blocks for line in block.decode(errors="replace").removesuffix("\n").split("\n"))
+def _nothing(what: str) -> ValueError:
+    return ValueError(f"data: expected rows of a label, a tab and an expression, {what}")
+
+
+def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
+    label, formula, some = 0, 1, False
     for number, line in enumerate(lines, 1):
-        cells = line.split("\t")
+        cells = line.removesuffix("\n").split("\t")
         if not line.strip():
             continue
         if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
@@ -254,22 +345,15 @@ def _rows(name: str, blocks: Iterator[bytes]) -> Iterator[Expression]:
             if int(given) != row.answer:
                 raise ValueError(f"expected the label {row.answer}, to which the expression evaluates, got {given}")
         except ValueError as error:
-            raise ValueError(f"data: {name}, line {number}: {error}; repair or remove the line") from None
+            column = None
+            if isinstance(error, Misplaced):
+                before = len("\t".join(cells[:formula])) + (formula > 0)
+                column = 1 + before + [word.start() for word in WORD.finditer(cells[formula])][error.n]
+            raise wrong(name, number, str(error), column) from None
+        some = True
         yield row
-
-
-def _split(files: dict[str, list[Expression]]) -> Rows:
-    names = {name: named_split(name) for name in files}
-    into = split_rule(names.values())
-    splits: dict[str, list[Expression]] = {split: [] for split in SPLITS}
-    for name, rows in files.items():
-        for row in rows:
-            splits[into(names[name], row.tokens)].append(row)
-    before, seen = sum(map(len, splits.values())), set()
-    for split in reversed(SPLITS):
-        splits[split] = [row for row in splits[split] if row.tokens not in seen]
-        seen |= {row.tokens for row in splits[split]}
-    return Rows(splits, repeated=before - sum(map(len, splits.values())))
+    if not some:
+        raise _nothing(f"but {name} has none")
 
 
 def generate(
@@ -304,10 +388,13 @@ def generate(
         tokens = grow(0)
         if len(tokens) <= longest:
             different[tokens] = None
-    rows, splits = map(evaluate, different), {}
-    for split, count in zip(SPLITS, counts, strict=True):
-        splits[split] = [next(rows) for _ in range(count)]
-    return Rows(splits)
+    splits = (split for split, count in zip(SPLITS, counts, strict=True) for _ in range(count))
+
+    def fill(writer: Writer) -> dict[str, int]:
+        write(writer, zip(splits, map(evaluate, different), strict=False))
+        return {}
+
+    return Rows.of(collect(fill))
 
 
 def _uniform(seed: int) -> Iterator[float]:

@@ -10,18 +10,17 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
-from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, Rows
+from isopos.lab.data.arrays import Writer, key_of, prepared
+from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, Rows, write
 from isopos.lab.data.prepare import SPLITS
 
 __all__ = ["Settings", "grow", "prepare"]
 
-FORMAT = 1
+FORMAT = 2
 AT_ONCE = 2000  # expressions that are begun together
 OPERATORS = ("MIN", "MAX", "MED", "SM")  # equally likely
 TRIES = 500_000  # expressions that are begun, or come again, in a row: then there are none
@@ -60,13 +59,13 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | N
         ValueError: Where there are next to no expressions of such lengths.
     """
 
-    def fill(writer: Writer) -> dict[str, object]:
+    def samples() -> Iterator[tuple[str, Expression]]:
         found, seen = grow(seed, settings), set()
         for split, count in zip(SPLITS, counts, strict=True):
-            kept, vain, sequences = 0, 0, Ragged(writer, split, 256)
+            kept, vain = 0, 0
             while kept < count:
-                tokens, answer, branches = next(found)
-                digest = hashlib.sha256(tokens).digest()[:16]
+                one = next(found)
+                digest = hashlib.sha256(one.tokens).digest()[:16]
                 vain = vain + 1 if digest in seen else 0
                 if vain > TRIES:
                     raise ValueError(
@@ -76,36 +75,14 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | N
                     continue
                 seen.add(digest)
                 kept += 1
-                sequences.add(np.frombuffer(tokens, np.uint8))
-                writer.add(f"{split}-about", np.array([[answer, branches]], np.uint8))
+                yield split, one
+
+    def fill(writer: Writer) -> dict[str, object]:
+        write(writer, samples())
         return {}
 
     key = f"listops-{key_of(FORMAT, seed, list(counts), vars(settings))[:32]}"
-    arrays = prepared(cache.default_root() if root is None else root, key, fill)
-    return Rows({split: Stored(arrays, split) for split in SPLITS})
-
-
-@dataclass(frozen=True, eq=False)
-class Stored(Sequence[Expression]):
-    """The expressions of a split, made of arrays where they are asked for."""
-
-    arrays: Arrays
-    split: str
-
-    def __len__(self) -> int:
-        return len(self.arrays[f"{self.split}-starts"]) - 1
-
-    @overload
-    def __getitem__(self, n: int) -> Expression: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Expression]: ...
-    def __getitem__(self, n: int | slice) -> Expression | list[Expression]:
-        if isinstance(n, slice):
-            return [self[row] for row in range(*n.indices(len(self)))]
-        if not 0 <= n < len(self):
-            raise IndexError(n)
-        answer, branches = self.arrays[f"{self.split}-about"][n].tolist()
-        return Expression(self.arrays.sequence(self.split, n).tobytes(), answer, branches)
+    return Rows.of(prepared(cache.default_root() if root is None else root, key, fill))
 
 
 def grow(seed: int, settings: Settings) -> Iterator[Expression]:

@@ -6,8 +6,10 @@ equal rows are in one split.
 """
 
 import csv
+import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ __all__ = [
     "Classes",
     "Row",
     "Surveyed",
+    "assigned",
     "check_same",
     "json_rows",
     "lines_of",
@@ -239,6 +242,41 @@ def parts(names: Iterable[str]) -> Callable[[str, str], str]:
     said = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
     into = split_rule(said)
     return lambda name, content: into(named[name], content.encode())
+
+
+def assigned(
+    rows: Callable[[Counter[str]], Iterable[tuple[str, Any]]],
+    names: Iterable[str],
+    content: Callable[[Any], tuple[bytes, bytes]],
+    left: Counter[str],
+) -> Iterator[tuple[str, Any]]:
+    """The split of each row and the row, in their order: by the name of its file and a hash, as of `split_rule`.
+
+    Where names make splits, these may have rows in common: what a held-out one has is left out of those before it.
+
+    Args:
+        rows: Yields the name of a file and a row of it, and counts what it leaves out; read twice where names make splits.
+        names: Of the files.
+        content: Of a row, as bytes: what is hashed to choose its split, and what equal rows have alike.
+        left: Counts what is left out.
+    """
+    named = {name: named_split(name) for name in names}
+    into, held = split_rule(named.values()), {split: set() for split in SPLITS[1:]}
+
+    def placed(left: Counter[str]) -> Iterator[tuple[str, bytes, Any]]:
+        for name, row in rows(left):
+            hashed, whole = content(row)
+            yield into(named[name], hashed), hashlib.sha256(whole).digest()[:16], row
+
+    if any(named.values()):
+        for split, digest, _ in placed(Counter()):
+            if split in held:
+                held[split].add(digest)
+    for split, digest, row in placed(left):
+        if any(digest in held[later] for later in SPLITS[SPLITS.index(split) + 1 :]):
+            left["repeated"] += 1
+        else:
+            yield split, row
 
 
 def _split_of_folder(folder: PurePosixPath) -> str | None:

@@ -1,9 +1,9 @@
 """Pairs of a source and a target: random sequences, and texts with their translations in files."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import compress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress, zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
-from isopos.lab.data.labelled import check_same, surveyed
-from isopos.lab.data.prepare import SPLITS, named_split, split_rule
+from isopos.lab.data.labelled import assigned, check_same, lines_of, surveyed, wrong
+from isopos.lab.data.prepare import SPLITS
 from isopos.lab.data.sources import Source, find
 from isopos.lab.data.tokenizers import BPE, Tokenizer, Words, load_tokenizer
 
-__all__ = ["Pairs", "Stored", "documents", "load_texts", "read_texts", "sequences", "split", "tables"]
+__all__ = ["Pairs", "Stored", "found_of", "hashed", "load_texts", "names_of", "read_texts", "sequences", "stored", "tables"]
 
 Side = TypeVar("Side")
 FORMAT = 1  # of a prepared folder
@@ -56,12 +56,13 @@ class Pairs(Generic[Side]):
 
 
 @dataclass(frozen=True, eq=False)
-class Stored(Sequence[tuple[np.ndarray, np.ndarray]]):
-    """Pairs of a split, int64 tokens that are made of memory-mapped ones where they are asked for."""
+class Stored(Sequence[tuple[Side, Side]]):
+    """Pairs of a split, that are made of memory-mapped tokens where they are asked for."""
 
     arrays: Arrays
     split: str
     rows: np.ndarray  # which of those that are there
+    made: Callable[[np.ndarray], Side]  # a side of its tokens
 
     @property
     def lengths(self) -> np.ndarray:
@@ -73,12 +74,12 @@ class Stored(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     def __getitem__(self, n: Any) -> Any:
         source, target = (self.arrays.sequence(self.split, 2 * int(self.rows[n]) + side) for side in (0, 1))
-        return source.astype(np.int64), target.astype(np.int64)
+        return self.made(source), self.made(target)
 
 
 def _kept(pairs: Sequence[Any], wanted: Any) -> Sequence[Any]:
     if isinstance(pairs, Stored):
-        return Stored(pairs.arrays, pairs.split, pairs.rows[np.array(wanted, bool)])
+        return replace(pairs, rows=pairs.rows[np.array(wanted, bool)])
     return [*compress(pairs, wanted)]
 
 
@@ -116,31 +117,16 @@ def sequences(
     )
 
 
-def split(files: dict[str, list[tuple[Side, Side]]]) -> Pairs[Side]:
-    """Pairs of files by split: where names of files make none, a tenth is validation and a tenth is test.
+def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The split and the pair of lines: of tables with two columns, between which a tab is; or of two files.
 
-    Names that contain train, valid and test make the splits; without valid, a tenth of train is held out. Tenths are chosen
-    by a hash of the source. What a held-out split has is left out of those before it.
-    """
-    names = {name: named_split(name) for name in files}
-    into = split_rule(names.values())
-    splits: dict[str, list[tuple[Side, Side]]] = {name: [] for name in SPLITS}
-    for name, pairs in files.items():
-        for pair in pairs:
-            splits[into(names[name], repr(pair[0]).encode())].append(pair)
-    before, seen = sum(map(len, splits.values())), set()
-    for name in reversed(SPLITS):
-        splits[name] = [pair for pair in splits[name] if pair not in seen]
-        seen |= set(splits[name])
-    return Pairs(splits, {"repeated": before - sum(map(len, splits.values()))})
-
-
-def read_texts(source: str, languages: str = "") -> Pairs[str]:
-    """Pairs of lines: of tables with two columns, source and target, between which a tab is; or of two files.
+    Names that contain train, valid and test make the splits; without valid, a tenth of train is held out, and where none
+    contains train, a tenth is validation and a tenth is test, chosen by a hash of the source.
 
     Args:
         source: A table, a folder of those that end with .tsv; two files, SOURCE,TARGET; or, with `languages`, a folder.
         languages: Endings of the files in a folder, as en,de of train.en and train.de; all may be packed, as train.en.gz.
+        left: Counts pairs with an empty side, and those that a held-out split has, too.
 
     Raises:
         ValueError: Where there is nothing to read, a row has not two columns, two files have not as many lines, or a line is
@@ -149,16 +135,31 @@ def read_texts(source: str, languages: str = "") -> Pairs[str]:
     endings = [ending.strip().lstrip(".") for ending in languages.split(",")] if languages else []
     if endings and (len(endings) != 2 or endings[0] == endings[1]):
         raise ValueError(f"languages: expected the two endings of a folder's files, as en,de, got {languages!r}")
-    files = _parts(source, languages)
-    if len(files) == 2:
-        pairs = {files[0]: _zipped(*((name, [line for _, lines in documents(name) for line in lines]) for name in files))}
-    elif endings:
-        pairs = dict(_side_by_side(source, endings))
-    else:
-        pairs = {name: [pair for _, pair in rows] for name, rows in tables(source)}
-    full = {name: [pair for pair in found if all(side.strip() for side in pair)] for name, found in pairs.items()}
-    found, blank = split(full), sum(len(pairs[name]) - len(full[name]) for name in pairs)
-    return Pairs(found.splits, found.left | {"with an empty side": blank})
+    found = [found_of(part) for part in _parts(source, languages)]
+
+    def pairs() -> Iterator[tuple[str, tuple[str, str]]]:
+        if len(found) == 2:
+            yield from ((found[0].name, pair) for pair in _zipped(*((one.name, _lines(one)) for one in found)))
+        elif endings:
+            yield from _side_by_side(found[0], endings)
+        else:
+            yield from ((name, pair) for name, _, pair in tables(found[0]))
+
+    def full(left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+        for name, pair in pairs():
+            if all(side.strip() for side in pair):
+                yield name, pair
+            else:
+                left["with an empty side"] += 1
+
+    first = [f".{endings[0]}"] if endings else None
+    names = [found[0].name] if len(found) == 2 else names_of(found[0], first)
+    return assigned(full, names, hashed, left)
+
+
+def hashed(pair: tuple[Any, Any]) -> tuple[bytes, bytes]:
+    """What splits of pairs are chosen by, and what equal pairs have alike; see `assigned`."""
+    return repr(pair[0]).encode(), repr(pair).encode()
 
 
 def load_texts(
@@ -183,35 +184,44 @@ def load_texts(
     Raises:
         ValueError: As of `read_texts`.
     """
-    root, read = cache.default_root() if root is None else root, lru_cache(1)(lambda: read_texts(source, languages))
+    root = cache.default_root() if root is None else root
     from isopos.lab.data.corpora import shown
 
     with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        found = [_found(part) for part in _parts(source, languages)]
+        found = [found_of(part) for part in _parts(source, languages)]
         before = [surveyed(one, root, progressing) for one in found]
         key = key_of(FORMAT, languages, [one.key for one in before])
 
         def learn(folder: Path) -> None:
-            lines = (f"{side}\n" for pair in read().splits["train"] for side in pair)
+            read = read_texts(source, languages, Counter())
+            lines = (f"{side}\n" for split, pair in read if split == "train" for side in pair)
             {"words": Words, "bpe": BPE}[str(tokenizer)].learn(lines, vocabulary).save(folder)
 
         def fill(writer: Writer) -> dict[str, Any]:
-            for name, pairs in read().splits.items():
-                sequences = Ragged(writer, name, used.size)
-                for pair in pairs:
-                    for side in pair:
-                        sequences.add(used.encode(side))
+            sequences, left = {name: Ragged(writer, name, used.size) for name in SPLITS}, Counter()
+            for name, pair in read_texts(source, languages, left):
+                for side in pair:
+                    sequences[name].add(used.encode(side))
             for one, then in zip(found, before, strict=True):
                 check_same(one, then)
-            return read().left
+            return {reason: left[reason] for reason in ("repeated", "with an empty side")}
 
         if isinstance(tokenizer, str):
             used = load_tokenizer(cache.prepared(root, f"vocabulary-{key_of(key, tokenizer, vocabulary)[:32]}", learn))
         else:
             used = tokenizer
         arrays = prepared(root, f"pairs-{key_of(key, used.fingerprint)[:32]}", fill)
-    stored = {name: Stored(arrays, name, np.arange(len(arrays.lengths(name)) // 2)) for name in SPLITS}
-    return Pairs(stored, arrays.facts), used
+    return Pairs(stored(arrays, tokens_of), arrays.facts), used
+
+
+def stored(arrays: Arrays, made: Callable[[np.ndarray], Side]) -> dict[str, Sequence[tuple[Side, Side]]]:
+    """The pairs of every split, whose sides are made of tokens."""
+    return {name: Stored(arrays, name, np.arange(len(arrays.lengths(name)) // 2), made) for name in SPLITS}
+
+
+def tokens_of(stored: np.ndarray) -> np.ndarray:
+    """Tokens as int64."""
+    return stored.astype(np.int64)
 
 
 def _parts(source: str, languages: str) -> list[str]:
@@ -220,76 +230,75 @@ def _parts(source: str, languages: str) -> list[str]:
     return files if len(files) == 2 and not languages else [source]
 
 
-def _found(source: str) -> Source:
+def found_of(source: str) -> Source:
+    """The source of that name, of files."""
     if source.startswith("hf:") or not source:
         raise ValueError(f"data: expected files of pairs, got {source!r}")
     return find(source)
 
 
-def documents(source: str, endings: Sequence[str] = ("",)) -> Iterator[tuple[str, list[str]]]:
-    """Name and lines of the files of a source, see `find`, whose names end so; ValueError where one is no UTF-8."""
-    for name, blocks in _found(source).read(raw=False):
-        if name.lower().endswith(tuple(endings)):
-            lines = b"".join(blocks).split(b"\n")[:-1]  # every line has an end
-            yield name, [_decoded(name, n, line) for n, line in enumerate(lines, 1)]
-
-
-def tables(source: str) -> Iterator[tuple[str, list[tuple[int, tuple[str, str]]]]]:
-    """Name and rows of a table, or of those of a folder that end with .tsv: number of the line, source and target.
+def tables(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:
+    """Name of the table, number of the line, source and target of each row: of those in a folder that end with .tsv.
 
     Columns may be named source and target, in either order, in the first line. Empty lines are none.
 
     Raises:
         ValueError: Where there is no table, or a row has not two columns (with file and line).
     """
-    found = list(documents(source, ("",) if Path(source).is_file() else (".tsv",)))
-    if not any(line.strip() for _, lines in found for line in lines):
-        raise ValueError(
-            f"data: expected rows of a source, a tab and a target, in files that end with .tsv, none in {source}"
-        )
-    for name, lines in found:
-        rows, order = [], (0, 1)
-        for number, line in enumerate(lines, 1):
-            cells = line.split("\t")
+    some, names = False, names_of(source)
+    for name, blocks in source.read(raw=False):
+        order = (0, 1)
+        for number, line in enumerate(lines_of(name, blocks) if name in names else (), 1):
+            cells = line.removesuffix("\n").split("\t")
+            some = some or bool(line.strip())
             if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
                 order = (0, 1) if cells[0].strip().lower() == "source" else (1, 0)
             elif len(cells) == 2:
-                rows.append((number, (cells[order[0]].strip(), cells[order[1]].strip())))
+                yield name, number, (cells[order[0]].strip(), cells[order[1]].strip())
             elif line.strip():
-                raise ValueError(
-                    f"data: {name}, line {number}: expected a source, a tab and a target, got {len(cells)} columns; "
-                    "repair or remove the line"
-                )
-        yield name, rows
+                raise wrong(name, number, f"expected a source, a tab and a target, got {len(cells)} columns")
+    if not some:
+        raise ValueError(
+            f"data: expected rows of a source, a tab and a target, in files that end with .tsv, none in {source.name}"
+        )
 
 
-def _side_by_side(folder: str, endings: Sequence[str]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def names_of(source: Source, endings: Sequence[str] | None = None) -> list[str]:
+    """Those of documents with such an ending; by default of the tables in a folder, or of all in a file."""
+    wanted = tuple(endings or ([""] if Path(source.name).is_file() else [".tsv"]))
+    return [name for name, _ in source.read(raw=False) if name.lower().endswith(wanted)]
+
+
+def _lines(source: Source, wanted: str = "") -> Iterator[str]:
+    """The lines of the document of that name, or of all, without their ends; ValueError where one is no UTF-8."""
+    for name, blocks in source.read(raw=False):
+        if name == wanted or not wanted:
+            yield from (line.removesuffix("\n") for line in lines_of(name, blocks))
+
+
+def _side_by_side(source: Source, endings: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Pairs of lines of each two files in a folder whose names differ in their endings."""
-    every = dict(documents(folder, [f".{ending}" for ending in endings]))
-    for name in every:
+    names = names_of(source, [f".{ending}" for ending in endings])
+    for name in names:
         own = endings.index(name.rpartition(".")[2])
         partner = name.removesuffix(endings[own]) + endings[1 - own]
-        if partner not in every:
+        if partner not in names:
             raise ValueError(f"data: expected {partner} beside {name}, got none; repair --languages, or add the file")
         if own == 0:
-            yield name, _zipped((name, every[name]), (partner, every[partner]))
-    if not every:
-        raise ValueError(f"data: expected files that end with .{endings[0]} and .{endings[1]} in {folder}, got none")
+            sides = [(one, _lines(source, one)) for one in (name, partner)]
+            yield from ((name, pair) for pair in _zipped(*sides))
+    if not names:
+        raise ValueError(f"data: expected files that end with .{endings[0]} and .{endings[1]} in {source.name}, got none")
 
 
-def _zipped(one: tuple[str, list[str]], other: tuple[str, list[str]]) -> list[tuple[str, str]]:
-    (source, sources), (target, targets) = one, other
-    if len(sources) != len(targets):
+def _zipped(one: tuple[str, Iterator[str]], other: tuple[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
+    (source, sources), (target, targets), counts = one, other, [0, 0]
+    for pair in zip_longest(sources, targets):
+        there = [side is not None for side in pair]
+        counts = [count + more for count, more in zip(counts, there, strict=True)]
+        if all(there):
+            yield pair
+    if counts[0] != counts[1]:
         raise ValueError(
-            f"data: expected as many lines in {source} as in {target}, a pair in each, got {len(sources)} and {len(targets)}"
+            f"data: expected as many lines in {source} as in {target}, a pair in each, got {counts[0]} and {counts[1]}"
         )
-    return list(zip(sources, targets, strict=True))
-
-
-def _decoded(name: str, number: int, line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data: {name}, line {number}: expected UTF-8, got the byte {line[error.start]:#04x}; repair or remove the line"
-        ) from None

@@ -1,18 +1,25 @@
 """Pairs of trees: random ones with what an operation makes of them, and those of files."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from isopos.lab.data import cache
+from isopos.lab.data.arrays import Ragged, Writer, key_of, prepared
 from isopos.lab.data.bushes import Bush, grow, mirrored, parsed, part, reduced, sizes
-from isopos.lab.data.pairs import Pairs, split, tables
+from isopos.lab.data.labelled import assigned, check_same, surveyed
+from isopos.lab.data.pairs import Pairs, found_of, hashed, names_of, stored, tables
 from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.sources import Source
 
 __all__ = ["Operation", "TreePairs", "labels_of", "random_trees", "read_trees"]
 
 Operation = Literal["copy", "rotation", "c3", "ops"]
+FORMAT = 1  # of a prepared folder
 ACTIONS, HOLE = ("extract", "flip-extract", "truncate", "no-op"), "hole"
 MOST = 1 << 14  # nodes of a random tree
 
@@ -123,30 +130,64 @@ def _made(operation: Operation, tree: Bush, names: Sequence[str], random: np.ran
     return source, made[ACTIONS[action]]()
 
 
-def read_trees(source: str) -> TreePairs:
-    """Trees of rows, a source, a tab and a target, each an s-expression; see `pairs.tables` and `pairs.split`.
+def read_trees(source: str, root: Path | None = None, console: object = None) -> TreePairs:
+    """Trees of rows, a source, a tab and a target, each an s-expression; see `pairs.tables` and `pairs.read_texts`.
 
-    A token is a label with its number of children, so that a label of two kinds of nodes is two tokens.
+    A token is a label with its number of children, so that a label of two kinds of nodes is two tokens. Prepared once, then
+    memory-mapped.
+
+    Args:
+        source: A table, or a folder of those that end with .tsv.
+        root: Of the cache.
+        console: Shows the progress of the preparation.
 
     Raises:
         ValueError: Where there is nothing to read, or a row or a tree is wrong (with file, line and column).
     """
-    files: dict[str, list[tuple[Bush, Bush]]] = {}
-    known: dict[tuple[str, int], int] = {}
-    for name, rows in tables(source):
-        files[name] = []
-        for number, sides in rows:
-            made: list[Bush] = []
-            for text in sides:
-                try:
-                    labels, arities = parsed(text)
-                except ValueError as error:
-                    where, _, said = str(error).partition(": ")
-                    side = " of the target" if made else ""
-                    raise ValueError(
-                        f"data: {name}, line {number}, {where}{side}: {said}; repair or remove the line"
-                    ) from None
-                tokens = [known.setdefault(token, len(known)) for token in zip(labels, arities, strict=True)]
-                made.append(Bush(tuple(tokens), tuple(arities)))
-            files[name].append((made[0], made[1]))
-    return TreePairs(split(files), tuple(label for label, _ in known), tuple(arity for _, arity in known))
+    found, root = found_of(source), cache.default_root() if root is None else root
+    from isopos.lab.data.corpora import shown
+
+    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
+        before = surveyed(found, root, progressing)
+
+        def fill(writer: Writer) -> dict[str, Any]:
+            known: dict[tuple[str, int], int] = {}
+            sequences, left = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
+            for split, pair in assigned(lambda _: _trees(found, known), names_of(found), hashed, left):
+                for tree in pair:
+                    sequences[split].add(np.array(tree.labels))
+            check_same(found, before)
+            names, arities = [label for label, _ in known], [arity for _, arity in known]
+            return {"names": names, "arities": arities, "left": {"repeated": left["repeated"]}}
+
+        arrays = prepared(root, f"tree-pairs-{key_of(FORMAT, before.key)[:32]}", fill)
+    arities = tuple(arrays.facts["arities"])
+    pairs = Pairs(stored(arrays, Planted(arities)), arrays.facts["left"])
+    return TreePairs(pairs, tuple(arrays.facts["names"]), arities)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Trees of tokens in preorder, of which each has so many children."""
+
+    arities: tuple[int, ...]
+
+    def __call__(self, tokens: np.ndarray) -> Bush:
+        labels = tuple(tokens.tolist())
+        return Bush(labels, tuple(self.arities[label] for label in labels))
+
+
+def _trees(source: Source, known: dict[tuple[str, int], int]) -> Iterator[tuple[str, tuple[Bush, Bush]]]:
+    """Name of the file and both trees of each row; tokens that come for the first time get the next number."""
+    for name, number, sides in tables(source):
+        made: list[Bush] = []
+        for text in sides:
+            try:
+                labels, arities = parsed(text)
+            except ValueError as error:
+                where, _, said = str(error).partition(": ")
+                side = " of the target" if made else ""
+                raise ValueError(f"data: {name}, line {number}, {where}{side}: {said}; repair or remove the line") from None
+            tokens = [known.setdefault(token, len(known)) for token in zip(labels, arities, strict=True)]
+            made.append(Bush(tuple(tokens), tuple(arities)))
+        yield name, (made[0], made[1])

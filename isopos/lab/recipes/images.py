@@ -16,9 +16,9 @@ def cct(scale: str) -> Recipe:
 
     Width 256, feed-forward 512, GELU, 7 layers, 4 heads, attention dropout and stochastic depth 10% (appendix B). Batches of
     128, weight decay 3e-2, label smoothing 0.1, 5 epochs of warm-up to 5e-4 and a cosine are those of both authors' code;
-    300 epochs are the algebraic paper's. Its code, as Hassani's script for CIFAR-10, moves images by at most 4 pixels and
-    flips them, as here, after a random policy of AutoAugment (Cubuk et al. 2019), which is not here; what comes in is black
-    there, of the colour of the edge here. At the other scales digits are drawn.
+    300 epochs are the algebraic paper's. Its code, as Hassani's script for CIFAR-10, changes images by AutoAugment's policy
+    (Cubuk et al. 2018), then moves them by at most 4 pixels and flips them, as here; what comes in is black there, of the
+    colour of the edge here. At the other scales digits are drawn, and moved alone.
     """
     paper = Recipe(task=Images()).edit(
         scheme="ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean",
@@ -27,6 +27,7 @@ def cct(scale: str) -> Recipe:
         patch=2,
         pooling="sequence",
         augment="crop-flip",
+        policy="autoaugment",
         smoothing=0.1,
         steps=300 * EPOCH["cct"],
         batch=128,
@@ -43,6 +44,7 @@ def cct(scale: str) -> Recipe:
         clip=0.0,
         validate_every=10 * EPOCH["cct"],
         save_every=10 * EPOCH["cct"],
+        workers=4,
         device="auto",
     )
     return _scaled(paper, scale)
@@ -52,9 +54,10 @@ def deit(scale: str) -> Recipe:
     """DeiT-small with linear attention, as in LRPE's Table 3, on ImageNet.
 
     12 layers of 384, feed-forward 1536, GELU, 6 heads, 300 epochs of batches of 1600, AdamW with betas 0.9 and 0.98, weight
-    decay 0.05, 20 epochs of warm-up to 5e-4, then a cosine (Table 8). Patches of 16 pixels of 224, label smoothing 0.1 and
-    stochastic depth 0.1 are DeiT's (Touvron et al. 2021), whose class token is a mean here, and whose further augmentations
-    are not here. At the other scales digits are drawn.
+    decay 0.05, 20 epochs of warm-up to 5e-4, then a cosine (Table 8). The paper says no more; patches of 16 pixels of 224,
+    stochastic depth 0.1, label smoothing 0.1, repeated augmentation, RandAugment 9/0.5, mixup 0.8, cutmix 1 and erasing 0.25
+    are DeiT's (Touvron et al. 2021, Table 9), parts that are scaled and flipped its code's; its class token is a mean here.
+    At the other scales digits are drawn, and moved alone.
     """
     paper = Recipe(task=Images()).edit(
         scheme="lrpe-orthogonal",
@@ -62,7 +65,12 @@ def deit(scale: str) -> Recipe:
         height=224,
         width=224,
         patch=16,
-        augment="crop-flip",
+        augment="scale-flip",
+        policy="randaugment",
+        erasing=0.25,
+        mixup=0.8,
+        cutmix=1.0,
+        repeats=3,
         smoothing=0.1,
         steps=300 * EPOCH["deit"],
         batch=1600,
@@ -87,7 +95,8 @@ def deit(scale: str) -> Recipe:
 
 def _scaled(paper: Recipe, scale: str) -> Recipe:
     """The same kind of run on digits, which are not flipped, at sizes for two CPU cores."""
-    small = paper.edit(data="", height=0, width=0, patch=4, augment="crop", smoothing=0.0, layers=3, model_dim=64, heads=4)
+    small = paper.edit(data="", height=0, width=0, patch=4, layers=3, model_dim=64, heads=4)
+    small = small.edit(augment="crop", policy="none", erasing=0.0, mixup=0.0, cutmix=0.0, repeats=1, smoothing=0.0)
     small = small.edit(hidden_dim=128, steps=800, batch=32, stochastic_depth=0.0, attention_dropout=0.0, learning_rate=2e-3)
     small = small.edit(warmup=80, validate_every=200, save_every=200, workers=0)
     tiny = small.edit(layers=1, model_dim=32, heads=2, hidden_dim=64, steps=50, warmup=5, validate_every=25, save_every=25)

@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -44,8 +45,17 @@ class Images(Task):
     """Tokens are squares side by side, as ViT's; or what a convolution and a max-pool find around them, as CCT's."""
     patch: int = 4  # Pixels from one token to the next.
     pooling: Literal["mean", "sequence"] = "mean"  # Of tokens; sequence: weighed by what a learned vector finds in them.
-    augment: Literal["none", "crop", "crop-flip"] = "none"
-    """Move training images by at most an eighth at random, and flip half of them, left to right."""
+    augment: Literal["none", "crop", "crop-flip", "scale-flip"] = "none"
+    """Of training images, at random: move them by at most an eighth, or scale a part of them to the whole; and flip half of
+    them, left to right."""
+    policy: Literal["none", "autoaugment", "randaugment"] = "none"
+    """Operations that change training images at random: as found for CIFAR-10, which is CCT's; or two of any, DeiT's."""
+    erasing: float = 0.0  # Probability with which noise takes the place of a part of a training image.
+    mixup: float = 0.0  # Mix pairs of training images by a share of Beta(mixup, mixup), and their classes alike; 0: none.
+    cutmix: float = 0.0  # Exchange parts of pairs, by Beta(cutmix, cutmix); beside mixup, half of the batches. 0: none.
+    repeats: int = (
+        1  # How often a training image is in an epoch, each time changed otherwise; that many epochs have them all.
+    )
     smoothing: float = 0.0  # Of labels: the share of the loss that asks for all classes alike.
     channels: int = 0  # Of pixels: 1 where all images are grey, 3 otherwise; 0: as found.
     classes: int = 0  # 0: as many as the data has.
@@ -60,7 +70,9 @@ class Images(Task):
         ("patch", 1, 10**5),
         ("channels", 0, 10**3),
         ("classes validation_rows", 0, 10**9),
-        ("smoothing", 0, 1),
+        ("smoothing erasing", 0, 1),
+        ("mixup cutmix", 0, 10**6),
+        ("repeats", 1, 10**6),
     )
     settled = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
@@ -103,6 +115,11 @@ class Images(Task):
                 f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}"
             )
         expect("outside", scheme.outside, "0, since these models have no class tokens", scheme.outside == 0)
+        if self.mixup or self.cutmix:
+            t = recipe.training
+            least = 2 * t.accumulate * t.devices * t.nodes
+            what = f"pairs to mix, a multiple of 2 * accumulate * devices * nodes = {least}"
+            expect("batch", t.batch, what, t.batch % least == 0)
         expect("width", self.width, "one beside a height, or neither", bool(self.height) == bool(self.width))
         model = self.model(recipe)
         if not self.height:
@@ -159,6 +176,7 @@ class Album(Labelled):
 
     def __init__(self, task: Images, pictures: "Pictures"):
         self.task, self.name, self.sha256, self.limit = task, pictures.name, pictures.sha256, task.validation_rows
+        self.copies = task.repeats
         self.show(pictures)
         train, validation, test = (pictures.splits[split] for split in ("train", "validation", "test"))
         self.splits = ("validation", "test") if len(test) else ("validation",)
@@ -193,20 +211,57 @@ class Album(Labelled):
         return super().settle(recipe)
 
     def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
-        """Pixels ``[b c h w]`` uint8, with their margin, and classes ``[b]``."""
+        """Pixels ``[b c h w]`` uint8, with their margin, and classes ``[b]``, or shares of classes ``[b classes]``."""
         import torch
 
-        chosen = self.pictures.splits[split][rows]
-        pixels, side = self.pictures.pixels[chosen], np.array(self.pictures.pixels.shape[2:])
-        moves, flips = np.zeros((len(rows), 2), np.int64), np.zeros(len(rows), bool)
+        chosen = self.pictures.splits[split][rows % len(self.sizes[split])]
+        pixels, answers, task = self.pictures.pixels[chosen], self.pictures.labels[chosen], self.task
         if step is None:
             moves = self.shift * np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])[rows % 4]
-        elif self.task.augment != "none":
-            drawn = np.array([np.random.default_rng((recipe.seed, step, int(row))).random(3) for row in rows])
+            pixels = _moved(pixels, moves, np.zeros(len(rows), bool), task.margin)
+        else:
+            pixels = self._changed(pixels, [(recipe.seed, step, int(row)) for row in rows])
+        if step is not None and (task.mixup or task.cutmix):
+            from isopos.lab.data.augment import mixed
+
+            random = np.random.default_rng((recipe.seed, step, 0, 1))  # no row's, and the same on all ranks
+            pixels, answers = mixed(pixels, answers, len(self.pictures.classes), task.mixup, task.cutmix, random)
+        return torch.from_numpy(pixels), torch.from_numpy(answers)
+
+    def _changed(self, pixels: np.ndarray, seeds: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Images to train on, each changed by random numbers of its own, with their margin."""
+        task, side = self.task, np.array(pixels.shape[2:])
+        moves, flips = np.zeros((len(seeds), 2), np.int64), np.zeros(len(seeds), bool)
+        if task.augment == "none" and task.policy == "none" and not task.erasing:
+            return _moved(pixels, moves, flips, task.margin)
+        randoms = [np.random.default_rng(seed) for seed in seeds]
+        drawn = np.array([random.random(3) for random in randoms])
+        if task.augment.startswith("crop"):
             moves = np.floor(drawn[:, :2] * (2 * (side // CROP) + 1)).astype(np.int64) - side // CROP
-            flips = (drawn[:, 2] < 0.5) & (self.task.augment == "crop-flip")
-        pixels = _moved(pixels, moves, flips, self.task.margin)
-        return torch.from_numpy(pixels), torch.from_numpy(self.pictures.labels[chosen])
+        if task.augment.endswith("flip"):
+            flips = drawn[:, 2] < 0.5
+        if task.augment == "scale-flip" or task.policy != "none":
+            pixels = np.stack([self._repainted(*both) for both in zip(pixels, randoms, strict=True)])
+        pixels = _moved(pixels, moves, flips, task.margin)
+        if task.erasing:
+            from isopos.lab.data.augment import erased
+
+            both = zip(pixels, randoms, strict=True)
+            pixels = np.stack([erased(one, random) if random.random() < task.erasing else one for one, random in both])
+        return pixels
+
+    def _repainted(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """An image ``[c h w]`` of which a part is scaled, then changed as the policy says."""
+        from PIL import Image
+
+        from isopos.lab.data.augment import POLICIES, scaled
+
+        image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+        if self.task.augment == "scale-flip":
+            image = scaled(image, random)
+        if self.task.policy != "none":
+            image = POLICIES[self.task.policy](image, random)
+        return np.asarray(image).reshape(*pixels.shape[1:], -1).transpose(2, 0, 1)
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F

@@ -113,7 +113,7 @@ class ListOps(Task):
             held = min(HELD_OUT, self.expressions // 12)
             settings = growth.Settings(self.depth, self.arguments, self.shortest, self.longest)
             return Expressions(self, growth.prepare(0, (self.expressions - 2 * held, held, held), settings))
-        rows = read(self.data) if self.data else generate(0, COUNTS, **RANDOM)
+        rows = read(self.data, console=console) if self.data else generate(0, COUNTS, **RANDOM)
         return Expressions(self, rows.up_to(self.longest) if self.longest else rows)
 
 
@@ -126,23 +126,22 @@ class Expressions(Labelled):
         self.task, self.rows, self.sha256 = task, rows.splits, rows.sha256
         self.name = task.data or "built-in"
         train, validation, test = self.rows.values()
-        self.splits = ("validation", "test") if test else ("validation",)
-        frequent = Counter(row.answer for row in train).most_common(1)[0][0]
+        self.splits = ("validation", "test") if len(test) else ("validation",)
+        frequent = Counter(train.answers.tolist()).most_common(1)[0][0]
         usual, first = (
-            sum(guess == row.answer for guess, row in zip(guesses, validation, strict=True)) / len(validation)
-            for guesses in ([frequent] * len(validation), [_by_first(row) for row in validation])
+            (validation.answers == guesses).mean() for guesses in (frequent, [_by_first(row) for row in validation])
         )
         left = f", {rows.long} longer ones left out" * (rows.long > 0) + f", {rows.repeated} repeated" * (rows.repeated > 0)
         self.summary = (
             f"{len(train)} + {len(validation)} + {len(test)} expressions{left}; without a model: always {frequent} "
             f"{usual:.1%}, by the first operator {first:.1%}"
         )
-        self.sizes = {split: np.array([len(row.tokens) for row in rows]) for split, rows in self.rows.items()}
+        self.sizes = {split: rows.lengths for split, rows in self.rows.items()}
         self.limit = task.validation_rows
 
     def settle(self, recipe: "Recipe") -> "Recipe":
-        rows = [row for split in self.rows.values() for row in split]
-        longest, branches = max(len(row.tokens) for row in rows), max(row.branches for row in rows)
+        longest = max(int(sizes.max(initial=1)) for sizes in self.sizes.values())
+        branches = max(int(rows.branches.max(initial=1)) for rows in self.rows.values())
         task = self.task
         expect("branches", task.branches, f"at least the {branches} of the data", not 0 < task.branches < branches)
         recipe = recipe.edit(longest=task.longest or longest, branches=task.branches or branches)

@@ -39,12 +39,14 @@ class Samples(Data):
 
     sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; those of train make the epochs
     unit: str = "samples"  # what they are, for messages
+    copies: int = 1  # how often a sample is in an epoch that has it: that many epochs have them all
 
     @abstractmethod
     def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
         """Samples of a split as one batch.
 
-        In training they are those of a step, and may be changed at random: a function of (seed, step, row).
+        In training they are those of a step, and may be changed at random: a function of (seed, step, row). Rows from the
+        number of samples on are copies, which are changed otherwise.
         """
 
     def settle(self, recipe: "Recipe") -> "Recipe":
@@ -128,7 +130,12 @@ class Labelled(Samples):
 def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
     """Which samples are in the batches of an epoch, ``[batches count]``."""
     random, sizes = np.random.default_rng((seed, epoch)), data.sizes["train"]
-    order = random.permutation(len(sizes))[: len(sizes) // count * count]
+    order = random.permutation(len(sizes))
+    if data.copies > 1:
+        order = (order[:, None] + len(sizes) * np.arange(data.copies)).ravel()
+    order = order[: len(sizes) // count * count]
     pool = np.arange(len(order)) // (POOL * count)
-    order = order[np.lexsort((sizes[order], pool))].reshape(-1, count)
+    order = order[np.lexsort((sizes[order % len(sizes)], pool))].reshape(-1, count)
+    if data.copies > 1:
+        order = random.permuted(order, axis=1)  # copies are no neighbours
     return order[random.permutation(len(order))]

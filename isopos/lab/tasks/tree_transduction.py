@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isopos.lab.data.bushes import Growth, Order, rebuilt, shown, written
+from isopos.lab.data.bushes import Bush, Growth, Order, rebuilt, shown, written
+from isopos.lab.data.pairs import Stored
 from isopos.lab.data.tree_pairs import Operation, TreePairs, labels_of, random_trees, read_trees
 from isopos.lab.tasks.task import expect
 from isopos.lab.tasks.transduction import Transduced, Transducing
@@ -89,7 +90,7 @@ class TreeTransduction(Transducing):
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Trees":
         if self.data:
-            return Trees(self, read_trees(self.data))
+            return Trees(self, read_trees(self.data, console=console))
         return Trees(
             self,
             random_trees(
@@ -112,33 +113,31 @@ class Trees(Transduced):
         self.name = task.data or f"random trees for {task.operation}, {task.order} first"
         pairs = found.pairs
         if task.longest:
-            small = {
-                name: [max(len(tree.labels) for tree in pair) <= task.longest for pair in rows]
-                for name, rows in pairs.splits.items()
-            }
+            small = {name: (_nodes(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
             pairs = pairs.keep("larger", small)
         self.pairs = pairs.splits
-        self.sizes = {
-            name: np.array([sum(len(tree.labels) for tree in pair) for pair in rows], np.int64)
-            for name, rows in self.pairs.items()
-        }
+        sides = {name: _nodes(rows) for name, rows in self.pairs.items()}
+        self.sizes = {name: nodes.sum(1) for name, nodes in sides.items()}
+        self.longest = int(max(nodes.max(initial=1) for nodes in sides.values()))
         self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
         digest = hashlib.sha256(f"{task.order} {self.names} {found.arities}".encode())
         for name, rows in self.pairs.items():
-            digest.update(f"{name} {rows}".encode())
+            digest.update(f"{name} [".encode())
+            for n, pair in enumerate(rows):
+                digest.update((", " * (n > 0) + repr(pair)).encode())
+            digest.update(b"]")
         self.sha256 = digest.hexdigest()
         count = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
         nodes = np.mean(np.concatenate([*self.sizes.values()])) / 2
         self.summary = f"{count} pairs{pairs.said} of {nodes:.1f} nodes on average, {self.start:,} tokens"
 
     def settle(self, recipe: "Recipe") -> "Recipe":
-        every = [tree for rows in self.pairs.values() for pair in rows for tree in pair]
-        longest, branches = max(len(tree.labels) for tree in every), max(1, *(max(tree.arities) for tree in every))
+        branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
         for field, least in (("branches", branches), ("vocabulary", self.start)):
             given = getattr(self.task, field)
             expect(field, given, f"at least the {least} of the data, or 0", not 0 < given < least)
         recipe = recipe.edit(
-            longest=self.task.longest or longest,
+            longest=self.task.longest or self.longest,
             branches=self.task.branches or branches,
             vocabulary=self.task.vocabulary or self.start,
         )
@@ -208,3 +207,9 @@ class Trees(Transduced):
             return " ".join((*self.names, "start")[token] for token in own) + " ..."
         tree = rebuilt(own, arities, self.task.order)
         return shown([self.names[label] for label in tree.labels], tree.arities)
+
+
+def _nodes(pairs: Sequence[tuple[Bush, Bush]]) -> np.ndarray:
+    """Those of sources and of targets ``[n 2]``."""
+    lengths = pairs.lengths if isinstance(pairs, Stored) else [[len(tree.labels) for tree in pair] for pair in pairs]
+    return np.array(lengths, np.int64).reshape(-1, 2)

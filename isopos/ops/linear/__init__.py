@@ -59,6 +59,7 @@ def explain(sums: Sums) -> Explanation:
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
         >>> print(explain(Sums(q, k, v, ALL_READY)))
         chunks serves
+        triton does not: it runs on CUDA devices, not on cpu
         cpu does not: it sums up float32, not torch.float64
     """
     sums, refusals = sums.lifted(), {}

@@ -1,29 +1,32 @@
-/* Causal linear attention in float32: what chunks.py says with separate PyTorch operations.
+/* Causal linear attention with float32 sums: what chunks.py says with separate PyTorch operations.
 
    A thread takes a head and goes through its chunks, with states, features and scores in its own cache; threads meet once, at
    the end. Where there are fewer heads than threads, heads are cut into parts: what each part adds to the states is summed up
    first. Products leave out what a query does not see. Features are made on the way, so that nothing is written that only the
-   next pass would read.
+   next pass would read: float32 ones of narrower numbers, with zeros up to whole vectors where a width is no multiple of them.
 
    Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
 #include <immintrin.h>
 #include <omp.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #ifdef __AVX512F__
 #define LANES 16
-#define WIDE 4 /* vectors of a row of a block: ROWS * WIDE sums stay in registers */
+#define ROWS 8 /* of a block, whose ROWS * WIDE sums stay in registers: enough of them to hide that a sum takes four cycles */
+#define WIDE 2 /* vectors of a row of a block */
 #define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
 #else
 #define LANES 8
+#define ROWS 4
 #define WIDE 2
 #define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
 #endif
-#define ROWS 4
 #define CHUNK 64 /* the most tokens of a chunk */
 #define GROUP 4  /* chunks between states that the backward pass gets: it computes those between again */
 #define MOST 256 /* the most features */
+#define PAST (1 << 20) /* numbers of a result that is written past the caches */
 #define SMALL 1e-6f
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
@@ -39,19 +42,24 @@ typedef struct {
 
 enum { IDENTITY, ELU1, RELU, RELU2, EXP };
 enum { NONE, ROTATION, LIFT, GATHER };
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { OUT_OF_RANGE = 1, NOT_FINITE = 2 }; /* an index of a gather that is no feature's; NaN or infinite sums */
 
-/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. */
+/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. x and its
+   gradient are `numbers` of a type, all others float32. */
 typedef struct {
     View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; any may be null but x */
-    long phi, kind, width, add;                                   /* add: to gradients that are there */
+    long type, numbers, width;                                    /* width: the numbers up to whole vectors */
+    long phi, kind, add, past;                                    /* add: to gradients that are there; past: see `run` */
     double *grad_decay;                                           /* [all length] or null */
 } Input;
 
 /* States [all . .] hold those before these tokens and end as those after them, gradients of states the reverse. */
 typedef struct {
-    long all, heads, length, parts, d, e, own, threads, denominated, divide, begins, ends, start;
-    /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0;
-       begins, ends: no token comes before, or after; start: of a step, its token's place in tables and weights */
+    long all, heads, length, parts, d, e, own, values, threads, denominated, divide, begins, ends, start;
+    /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0, up to
+       whole vectors; numbers of sums; begins, ends: no token comes before, or after; start: of a step, its token's place in
+       tables and weights */
     View g_q, g_k;      /* log decays, double, or null */
     float *state, *row; /* sums of k v^T and of a denominator's k; in a step those before it */
     float *saved, *saved_rows, *across; /* those before each group of chunks, or null; in a step those after it, and weights */
@@ -59,13 +67,13 @@ typedef struct {
     View grad;
     float *grad_state, *grad_row;
     float *totals, *scratch; /* buffers [all parts total_size] and [threads scratch_size]: threads may have small stacks */
-    long total_size, scratch_size, *out_of_range; /* becomes 1 where an index of a gather is no feature's */
+    long total_size, scratch_size, past, *found; /* past: see `run`; found: what is found on the way */
     Input q, k, v;
 } Call;
 
-/* c tokens of a head, from `start` on. */
+/* c tokens of a head, from `start` on; the head is one of all, and the one `place` of a sample. */
 typedef struct {
-    long head, start, c;
+    long head, sample, place, start, c;
 } Chunk;
 
 typedef struct {
@@ -73,14 +81,29 @@ typedef struct {
     long stride;
 } Rows;
 
-INLINE long index_of(const Call *call, const View *view, Chunk n)
+INLINE Chunk chunk_of(const Call *call, long head, long start, long to)
 {
-    return n.head / call->heads * view->sample + n.head % call->heads * view->head + n.start * view->token;
+    return (Chunk){head, head / call->heads, head % call->heads, start, to - start < CHUNK ? to - start : CHUNK};
 }
 
-INLINE float *rows_of(const Call *call, const View *view, Chunk n)
+INLINE long index_of(const View *view, Chunk n)
 {
-    return (float *)view->first + index_of(call, view, n);
+    return n.sample * view->sample + n.place * view->head + n.start * view->token;
+}
+
+INLINE char *place_of(const View *view, Chunk n, long i, long type)
+{
+    return (char *)view->first + (index_of(view, n) + i * view->token) * (type == FLOAT32 ? 4 : 2);
+}
+
+INLINE float *rows_of(const View *view, Chunk n)
+{
+    return (float *)view->first + index_of(view, n);
+}
+
+INLINE void find(const Call *call, long what)
+{
+    __atomic_fetch_or(call->found, what, __ATOMIC_RELAXED);
 }
 
 INLINE long blocks(long c)
@@ -98,8 +121,6 @@ typedef struct {
     long stride, depth;
 } Product;
 
-static const Product NOTHING = {0, 0, 0, 0, 0, 0};
-
 INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, Product p)
 {
     for (long m = 0; m < p.depth; m++) {
@@ -114,8 +135,30 @@ INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, Product p)
     }
 }
 
-INLINE void panel(const int wide, float *out, long stride, long rows, Product p, const float *scale, Product more,
-                  const float *last)
+/* Writes a vector, with `past` to memory without reading what is overwritten: an aligned one then. */
+INLINE void put(float *out, lanes x, int past)
+{
+    if (!past)
+        *(lanes *)out = x;
+    else
+#if LANES == 16
+        _mm512_stream_ps(out, (__m512)x);
+#else
+        _mm256_stream_ps(out, (__m256)x);
+#endif
+}
+
+/* Where a block goes, of at most ROWS rows, and what they are multiplied by at the end, or null; `past` as `put` has it. Zero
+   times every number is added to `zeros`, if it is given: they stay zeros where all are finite. */
+typedef struct {
+    float *at;
+    long stride, rows;
+    const float *last;
+    int past;
+    lanes *zeros;
+} Out;
+
+INLINE void panel(const int wide, Out out, Product p, const float *scale, Product more)
 {
     lanes sum[ROWS][WIDE];
     for (int r = 0; r < ROWS; r++)
@@ -127,30 +170,30 @@ INLINE void panel(const int wide, float *out, long stride, long rows, Product p,
             for (int w = 0; w < wide; w++)
                 sum[r][w] *= scale[r];
     add_product(sum, wide, more);
-    if (last)
+    if (out.last)
         for (int r = 0; r < ROWS; r++)
             for (int w = 0; w < wide; w++)
-                sum[r][w] *= last[r];
+                sum[r][w] *= out.last[r];
+    lanes zeros = {0};
     for (int r = 0; r < ROWS; r++)
-        if (r < rows)
-            for (int w = 0; w < wide; w++)
-                *(lanes *)(out + r * stride + w * LANES) = sum[r][w];
+        if (r < out.rows)
+            for (int w = 0; w < wide; w++) {
+                put(out.at + r * out.stride + w * LANES, sum[r][w], out.past);
+                zeros += 0 * sum[r][w];
+            }
+    if (out.zeros)
+        *out.zeros += zeros;
 }
 
-/* out [rows columns] = last * (scale * p + more), at most ROWS rows; factors that are null are 1. */
-static void block(float *out, long stride, long rows, long columns, Product p, const float *scale, Product more,
-                  const float *last)
+/* out [rows columns] = last * (scale * p + more); a scale that is null is 1. */
+static void block(Out out, long columns, Product p, const float *scale, Product more)
 {
     for (; columns >= WIDE * LANES; columns -= WIDE * LANES) {
-        panel(WIDE, out, stride, rows, p, scale, more, last);
-        out += WIDE * LANES, p.b += WIDE * LANES, more.b += WIDE * LANES;
+        panel(WIDE, out, p, scale, more);
+        out.at += WIDE * LANES, p.b += WIDE * LANES, more.b += WIDE * LANES;
     }
-    if (columns >= 3 * LANES)
-        panel(WIDE > 2 ? 3 : 1, out, stride, rows, p, scale, more, last);
-    else if (columns >= 2 * LANES)
-        panel(WIDE > 2 ? 2 : 1, out, stride, rows, p, scale, more, last);
-    else if (columns >= LANES)
-        panel(1, out, stride, rows, p, scale, more, last);
+    if (columns)
+        panel(1, out, p, scale, more);
 }
 
 /* to [rows columns] = across * from + p: of whole blocks of rows. */
@@ -249,6 +292,71 @@ INLINE float *take(float **buffer, long count)
     return taken;
 }
 
+/* --- numbers --- */
+
+INLINE lanes widen(const void *from, long type)
+{
+#if LANES == 16
+    const __m256i x = _mm256_loadu_si256(from);
+    return type == FLOAT16 ? (lanes)_mm512_cvtph_ps(x) : (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
+#else
+    const __m128i x = _mm_loadu_si128(from);
+    return type == FLOAT16 ? (lanes)_mm256_cvtph_ps(x) : (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16);
+#endif
+}
+
+/* To the nearest of a type, and to the even one of two. */
+INLINE void narrow(lanes x, long type, void *to)
+{
+    const order bits = (order)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const order half = ((x == x) & rounded) | ((x != x) & 0x7fc0);
+#if LANES == 16
+    _mm256_storeu_si256(to, type == FLOAT16 ? _mm512_cvtps_ph((__m512)x, 0) : _mm512_cvtepi32_epi16((__m512i)half));
+#else
+    const __m256i low = _mm256_and_si256((__m256i)half, _mm256_set1_epi32(0xffff));
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storeu_si128(to, type == FLOAT16 ? _mm256_cvtps_ph((__m256)x, 0) : packed);
+#endif
+}
+
+/* Some numbers as float32 with zeros up to a width: where they are, or in the buffer. */
+INLINE const float *load(const void *from, long type, long numbers, long width, float *buffer)
+{
+    if (type == FLOAT32 && numbers == width)
+        return from;
+    const long size = type == FLOAT32 ? 4 : 2;
+    for (long m = 0; m < width; m += LANES) {
+        const char *part = (const char *)from + m * size;
+        char room[LANES * 4] = {0};
+        if (m + LANES > numbers)
+            part = m < numbers ? memcpy(room, part, (numbers - m) * size) : room;
+        *(lanes *)(buffer + m) = type == FLOAT32 ? *(const lanes *)part : widen(part, type);
+    }
+    return buffer;
+}
+
+/* The row i of an input. */
+INLINE const float *load_row(const Input *o, Chunk n, long i, float *buffer)
+{
+    return load(place_of(&o->x, n, i, o->type), o->type, o->numbers, o->width, buffer);
+}
+
+INLINE void store(const float *x, long type, long numbers, void *to)
+{
+    const long whole = numbers / LANES * LANES;
+    char room[LANES * 2];
+    if (type == FLOAT32) {
+        memcpy(to, x, numbers * 4);
+        return;
+    }
+    for (long m = 0; m < whole; m += LANES)
+        narrow(*(const lanes *)(x + m), type, (char *)to + m * 2);
+    if (whole < numbers) {
+        narrow(*(const lanes *)(x + whole), type, room);
+        memcpy((char *)to + whole * 2, room, (numbers - whole) * 2);
+    }
+}
+
 /* --- features --- */
 
 INLINE lanes choose(order where, lanes a, lanes b)
@@ -275,27 +383,30 @@ INLINE lanes at_least(lanes x, float least)
 #endif
 }
 
-/* To about one unit in the last place; with infinities and NaN as they should be. */
-INLINE lanes exponential(lanes x)
+/* exp of the smaller one of x and `most`, to about one unit in the last place; with infinities and NaN as they should be. */
+INLINE lanes exponential(lanes x, float most)
 {
-    const lanes zero = {0};
-    x = at_least(at_most(x, 89), -104);
+    const float log2 = 1.44269504f, high = 0.693359375f, low = -2.12194440e-4f; /* high + low = log 2 */
+    x = at_least(at_most(x, most), -104);
 #if LANES == 16
-    const lanes power = (lanes)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    /* x = log(2) n + r, where n has four binary places: 2^n is a number of a table times a power of 2 */
+    static const float powers[16] ALIGNED = {1.0f, 1.0442737824f, 1.0905077327f, 1.1387886348f, 1.1892071150f, 1.2418578121f,
+                                             1.2968395547f, 1.3542555469f, 1.4142135624f, 1.4768261459f, 1.5422108254f,
+                                             1.6104903319f, 1.6817928305f, 1.7562521604f, 1.8340080864f, 1.9152065614f};
+    const lanes shift = (lanes){0} + 0x1.8p19f, shifted = x * log2 + shift, n = shifted - shift;
+    const lanes r = (x - n * high) - n * low, s = r * 1.6666667163e-1f + 0.5f, y = (s * r) * r + r;
+    const lanes power = __builtin_shuffle(*(const lanes *)powers, (order)shifted & 15);
+    return (lanes)_mm512_scalef_ps((__m512)(power * y + power), (__m512)n);
 #else
-    const lanes power = (lanes)_mm256_round_ps((__m256)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#endif
-    const lanes r = (x - power * 0.693359375f) + power * 2.12194440e-4f;
-    lanes y = zero + 1.9875691500e-4f;
+    const lanes power = (lanes)_mm256_round_ps((__m256)(x * log2), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const lanes r = (x - power * high) - power * low;
+    lanes y = (lanes){0} + 1.9875691500e-4f;
     y = y * r + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-#if LANES == 16
-    return (lanes)_mm512_scalef_ps((__m512)y, (__m512)power);
-#else
     const order whole = (order)_mm256_cvtps_epi32((__m256)power), half = whole >> 1;
     return y * (lanes)((half + 127) << 23) * (lanes)((whole - half + 127) << 23);
 #endif
@@ -315,7 +426,7 @@ static void raise_all(float *x, long count)
     for (long i = count; i % LANES; i++)
         x[i] = 0;
     for (long i = 0; i < count; i += LANES)
-        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i));
+        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i), 0);
 }
 
 static void make_weights(const Call *call, Chunk n, Weights *w)
@@ -323,8 +434,8 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
     const long c = n.c;
     w->fades = 0;
     if (call->g_q.first) {
-        const double *query = (const double *)call->g_q.first + index_of(call, &call->g_q, n);
-        const double *key = (const double *)call->g_k.first + index_of(call, &call->g_k, n);
+        const double *query = (const double *)call->g_q.first + index_of(&call->g_q, n);
+        const double *key = (const double *)call->g_k.first + index_of(&call->g_k, n);
         const int first = call->begins && n.start == 0; /* then the state before is zero */
         const double start = key[first ? 0 : -call->g_k.token], end = key[(c - 1) * call->g_k.token];
         for (long i = 0; i < c; i++) {
@@ -343,7 +454,7 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         raise_all(w->before, c);
         raise_all(w->after, c);
         raise_all(w->step, c);
-        w->across = exponential((lanes){w->across})[0];
+        w->across = exponential((lanes){w->across}, 0)[0];
         return;
     }
     for (long i = 0; i < CHUNK; i++)
@@ -354,7 +465,7 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
 /* The weight of a token's own key. */
 INLINE float own_weight(const Weights *w, long i)
 {
-    return w->fades && w->query[i] != w->key[i] ? exponential((lanes){w->query[i] - w->key[i]})[0] : 1;
+    return w->fades && w->query[i] != w->key[i] ? exponential((lanes){w->query[i] - w->key[i]}, 0)[0] : 1;
 }
 
 /* Weights inside a chunk [c CHUNK], for those that a query sees; null where all are 1. */
@@ -374,12 +485,12 @@ INLINE lanes feature(long phi, lanes x)
 {
     const lanes positive = at_least(x, 0);
     if (phi == ELU1)
-        return exponential(at_most(x, 0)) + positive;
+        return exponential(x, 0) + positive;
     if (phi == RELU)
         return positive + 1e-3f;
     if (phi == RELU2)
         return positive * positive;
-    return phi == EXP ? exponential(x) : x;
+    return phi == EXP ? exponential(x, 89) : x;
 }
 
 /* Of x and its feature y. */
@@ -485,7 +596,7 @@ INLINE void move(const Input *o, const float *x, const void *table, float *y)
     if (o->kind == ROTATION)
         rotate(x, table, 1, y, o->width);
     else if (o->kind == GATHER)
-        gather(x, table, y, o->width);
+        gather(x, table, y, o->numbers);
     else
         for (long m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
@@ -501,7 +612,7 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
     if (o->kind == ROTATION)
         rotate(y, table, -1, x, o->width);
     else if (o->kind == GATHER)
-        for (long m = 0; m < o->width; m++)
+        for (long m = 0; m < o->numbers; m++)
             x[((const long *)table)[m]] = y[m];
     else
         for (long m = 0; m < o->width; m += LANES) {
@@ -533,21 +644,35 @@ INLINE void pull_table(const Input *o, const float *x, const float *grad, float 
     }
 }
 
-/* The token i of a chunk in the table of an input: numbers are of 4 bytes, indices of 8. */
-INLINE const void *table_of(const Call *call, const Input *o, Chunk n, long i)
+/* The token i of a chunk in the table of an input, in the buffer if need be: indices of 8 bytes, or float32. */
+INLINE const void *table_of(const Input *o, Chunk n, long i, float *buffer)
 {
-    const long at = index_of(call, &o->table, n) + i * o->table.token;
-    return (const char *)o->table.first + at * (o->kind == GATHER ? 8 : 4);
+    const long at = index_of(&o->table, n) + i * o->table.token;
+    if (o->kind == GATHER)
+        return (const long *)o->table.first + at;
+    const long each = o->kind == LIFT ? 2 : 1;
+    return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
+}
+
+/* The normal of a head, in the buffer if need be, or null. */
+INLINE const float *normal_of(const Input *o, Chunk n, float *buffer)
+{
+    return o->normal.first ? load(rows_of(&o->normal, n), FLOAT32, o->numbers, o->width, buffer) : 0;
+}
+
+INLINE int whole(const Input *o)
+{
+    return o->type == FLOAT32 && o->numbers == o->width;
 }
 
 INLINE int ready(const Input *o, long c)
 {
-    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0;
+    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0 && whole(o);
 }
 
-INLINE int dropped(const Call *call, const Input *o, Chunk n, long i)
+INLINE int dropped(const Input *o, Chunk n, long i)
 {
-    return o->mask.first && !((const char *)o->mask.first)[index_of(call, &o->mask, n) + i * o->mask.token];
+    return o->mask.first && !((const char *)o->mask.first)[index_of(&o->mask, n) + i * o->mask.token];
 }
 
 /* What is known of an input's chunk: features [c d], those of its denominator alone [c own], and phi's [c width] or null. */
@@ -565,27 +690,35 @@ INLINE int moves(const Input *o)
 INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d, float *plain, float *features)
 {
     const long width = o->width;
-    if (dropped(call, o, n, i)) { /* whatever it holds */
+    if (dropped(o, n, i)) { /* whatever it holds */
         memset(plain, 0, width * sizeof(float));
         memset(features, 0, d * sizeof(float));
         return;
     }
-    map(o->phi, rows_of(call, &o->x, n) + i * o->x.token, plain, width);
+    float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
+    map(o->phi, load_row(o, n, i, buffer), plain, width);
+    for (long m = o->numbers; m < width; m++)
+        plain[m] = 0; /* whatever phi makes of zero */
     if (!moves(o))
         return;
     const float *y = plain;
-    float buffer[MOST] ALIGNED;
     if (o->normal.first) {
         float *reflected = o->kind == NONE ? features : buffer;
         memcpy(reflected, plain, width * sizeof(float));
-        reflect((const float *)o->normal.first + index_of(call, &o->normal, n), reflected, width);
+        reflect(normal_of(o, n, room), reflected, width);
         y = reflected;
     }
-    if (o->kind == GATHER && !in_range(table_of(call, o, n, i), width)) {
-        *call->out_of_range = 1;
+    if (o->kind == NONE)
+        return;
+    const void *table = table_of(o, n, i, room);
+    if (o->kind == GATHER && !in_range(table, o->numbers)) {
+        find(call, OUT_OF_RANGE);
         memset(features, 0, d * sizeof(float));
-    } else if (o->kind != NONE)
-        move(o, y, table_of(call, o, n, i), features);
+        return;
+    }
+    move(o, y, table, features);
+    for (long m = o->numbers; o->kind == GATHER && m < width; m++)
+        features[m] = 0;
 }
 
 /* The features of a chunk, in the buffer or where they are; their buffer ends with zeros up to a whole block. */
@@ -593,7 +726,7 @@ static Made make_features(const Call *call, const Input *o, Chunk n, long d, flo
 {
     const long c = n.c;
     const int own = call->own && o != &call->v;
-    Made made = {{rows_of(call, &o->x, n), o->x.token}, {0, 0}, 0};
+    Made made = {{rows_of(&o->x, n), o->x.token}, {0, 0}, 0};
     if (!ready(o, c)) {
         const int apart = moves(o) && own && !o->own.first;
         float *rows = take(buffer, CHUNK * d), *plains = apart ? take(buffer, CHUNK * o->width) : 0, room[MOST] ALIGNED;
@@ -605,7 +738,7 @@ static Made make_features(const Call *call, const Input *o, Chunk n, long d, flo
         made = (Made){{rows, d}, {plains, o->width}, apart ? plains : moves(o) ? 0 : rows};
     }
     if (own && o->own.first)
-        made.own = (Rows){rows_of(call, &o->own, n), o->own.token};
+        made.own = (Rows){rows_of(&o->own, n), o->own.token};
     else if (!made.own.at)
         made.own = made.features; /* of maps that move nothing, and where denominators have none of their own */
     return made;
@@ -614,26 +747,27 @@ static Made make_features(const Call *call, const Input *o, Chunk n, long d, flo
 /* Gradients of a learned table from those of features [c d], given phi's own where they are. */
 static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const float *grad, const float *saved)
 {
-    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
-    float *out = rows_of(call, &o->grad_table, n), buffer[MOST] ALIGNED;
+    const long numbers = (o->kind == LIFT ? 2 : 1) * o->numbers;
+    float *out = rows_of(&o->grad_table, n), buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
     for (long i = 0; i < n.c; i++, grad += d, out += o->grad_table.token) {
-        if (dropped(call, o, n, i)) {
-            memset(out, 0, (o->kind == LIFT ? 2 : 1) * o->width * sizeof(float));
+        if (dropped(o, n, i)) {
+            memset(out, 0, numbers * sizeof(float));
             continue;
         }
         if (saved)
             memcpy(buffer, saved + i * o->width, o->width * sizeof(float));
         else
-            map(o->phi, rows_of(call, &o->x, n) + i * o->x.token, buffer, o->width);
-        if (normal)
-            reflect(normal, buffer, o->width);
-        pull_table(o, buffer, grad, out);
+            map(o->phi, load_row(o, n, i, room), buffer, o->width);
+        if (o->normal.first)
+            reflect(normal_of(o, n, room), buffer, o->width);
+        pull_table(o, buffer, grad, room);
+        memcpy(out, room, numbers * sizeof(float));
     }
 }
 
 /* The gradient of a token x, from that of phi's features and phi's features y, or null. */
 static void pull_token(long phi, const float *x, const float *y, const float *grad, const float *more, long width, long add,
-                       float *out)
+                       int past, float *out)
 {
 #define PULL(phi)                                                                                    \
     for (long m = 0; m < width; m += LANES) {                                                        \
@@ -646,7 +780,7 @@ static void pull_token(long phi, const float *x, const float *y, const float *gr
         }                                                                                            \
         if (add)                                                                                     \
             g += *(const lanes *)(out + m);                                                          \
-        *(lanes *)(out + m) = g;                                                                     \
+        put(out + m, g, past);                                                                       \
     }
     BY_MAP(phi, PULL)
 }
@@ -654,34 +788,43 @@ static void pull_token(long phi, const float *x, const float *y, const float *gr
 /* Gradients of x from those of its features [c d] and of its own ones [c own]; saved are phi's features or null. */
 static void pull(const Call *call, const Input *o, Chunk n, long d, const float *saved, float *grad, float *grad_own)
 {
-    const float *normal = o->normal.first ? (const float *)o->normal.first + index_of(call, &o->normal, n) : 0;
-    const long width = o->width;
+    const long width = o->width, size = o->numbers * (o->type == FLOAT32 ? 4 : 2);
+    float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED, sum[MOST] ALIGNED;
     if (o->grad_own.first) {
         for (long i = 0; i < n.c; i++)
-            memcpy(rows_of(call, &o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
+            memcpy(rows_of(&o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->own, call->own * sizeof(float));
         grad_own = 0;
     }
     if (o->grad_table.first)
         pull_tables(call, o, n, d, grad, saved);
     for (long i = 0; i < n.c; i++, grad += d) {
-        const float *x = rows_of(call, &o->x, n) + i * o->x.token, *from = grad;
-        float *out = rows_of(call, &o->grad, n) + i * o->grad.token, buffer[MOST] ALIGNED;
-        if (dropped(call, o, n, i)) { /* whatever it holds */
+        const float *from = grad;
+        char *out = place_of(&o->grad, n, i, o->type);
+        if (dropped(o, n, i)) { /* whatever it holds */
             if (!o->add)
-                memset(out, 0, width * sizeof(float));
+                memset(out, 0, size);
             continue;
         }
-        if (o->kind != NONE && !*call->out_of_range) {
-            move_adjoint(o, grad, table_of(call, o, n, i), buffer);
+        if (o->kind != NONE && !(__atomic_load_n(call->found, __ATOMIC_RELAXED) & OUT_OF_RANGE)) {
+            move_adjoint(o, grad, table_of(o, n, i, room), buffer);
             from = buffer;
         }
-        if (normal) {
+        if (o->normal.first) {
             if (from != buffer)
                 memcpy(buffer, from, width * sizeof(float));
-            reflect(normal, buffer, width);
+            reflect(normal_of(o, n, room), buffer, width);
             from = buffer;
         }
-        pull_token(o->phi, x, saved ? saved + i * width : 0, from, grad_own ? grad_own + i * call->own : 0, width, o->add, out);
+        const float *x = load_row(o, n, i, room);
+        const float *y = saved ? saved + i * width : 0, *more = grad_own ? grad_own + i * call->own : 0;
+        if (whole(o)) {
+            pull_token(o->phi, x, y, from, more, width, o->add, o->past, (float *)out);
+            continue;
+        }
+        if (o->add)
+            load(out, o->type, o->numbers, width, sum); /* into it, as they are not whole */
+        pull_token(o->phi, x, y, from, more, width, o->add, 0, sum);
+        store(sum, o->type, o->numbers, out);
     }
 }
 
@@ -739,11 +882,6 @@ static void part_of(const Call *call, long part, long *from, long *to)
         *to = call->length;
 }
 
-INLINE Chunk chunk_of(long head, long start, long to)
-{
-    return (Chunk){head, start, to - start < CHUNK ? to - start : CHUNK};
-}
-
 /* A part's total: a state, a denominator's, and the weight across the part. */
 INLINE float *total_of(const Call *call, long head, long part)
 {
@@ -764,24 +902,43 @@ static void start_part(const Call *call, long head, long part, const float *stat
 
 /* --- sums of a chunk --- */
 
+/* Products of ROWS rows of a chunk, from row i on, and of columns from j on: less a number a row, weighted, and zero where a
+   query does not see. */
+INLINE void score_panel(const int wide, Product p, const float *less, const float *inside, long c, long i, long j, float *out)
+{
+    lanes sum[ROWS][WIDE];
+    order column;
+    for (int l = 0; l < LANES; l++)
+        column[l] = j + l;
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] = (lanes){0};
+    add_product(sum, wide, p);
+    for (int r = 0; r < ROWS; r++) {
+        const int seen = i + r < c ? i + r + 1 : 0;
+        const long at = (i + r) * CHUNK + j;
+        for (int w = 0; w < wide; w++) {
+            lanes x = sum[r][w] - less[r];
+            if (inside)
+                x *= *(const lanes *)(inside + at + w * LANES);
+            *(lanes *)(out + at + w * LANES) = (lanes)((column + w * LANES < seen) & (order)x);
+        }
+    }
+}
+
 /* Weighted products of rows a and columns b [width CHUNK], less a number a row: zero where a query does not see. */
 static void weigh(Rows a, const float *b, long width, const float *inside, const float *less, long c, float *out)
 {
     for (long i = 0; i < c; i += ROWS) {
-        const long seen = (i + ROWS + LANES - 1) / LANES * LANES;
-        const Product p = {a.at + i * a.stride, a.stride, 1, b, CHUNK, width};
-        block(out + i * CHUNK, CHUNK, ROWS, seen, p, 0, NOTHING, 0);
-        for (long r = i; r < i + ROWS; r++) {
-            const long some = r < c ? r + 1 : 0;
-            const float of_row = less && r < c ? less[r] : 0;
-            if (of_row != 0)
-                for (long j = 0; j < some; j++)
-                    out[r * CHUNK + j] -= of_row;
-            if (inside)
-                for (long j = 0; j < some; j++)
-                    out[r * CHUNK + j] *= inside[r * CHUNK + j];
-            for (long j = some; j < seen; j++)
-                out[r * CHUNK + j] = 0;
+        float of_rows[ROWS] = {0};
+        for (long r = i; less && r < i + ROWS && r < c; r++)
+            of_rows[r - i] = less[r];
+        for (long j = 0; j < i + ROWS; j += WIDE * LANES) {
+            const Product p = {a.at + i * a.stride, a.stride, 1, b + j, CHUNK, width};
+            if (i + ROWS - j > LANES)
+                score_panel(WIDE, p, of_rows, inside, c, i, j, out);
+            else
+                score_panel(1, p, of_rows, inside, c, i, j, out);
         }
     }
 }
@@ -794,9 +951,12 @@ static void denominators(const Call *call, long c, const Weights *w, const Made 
     if (!own) {
         for (long i = 0; i < c; i++) {
             lanes sum = {0};
+            for (long m = 0; m < d; m += LANES)
+                sum += *(const lanes *)(q->features.at + i * q->features.stride + m) * *(const lanes *)(row + m);
+            sum *= w->before[i];
             for (long j = 0; j <= i; j += LANES) /* zeros follow */
                 sum += *(const lanes *)(scores + i * CHUNK + j);
-            denominator[i] = w->before[i] * dot(q->features.at + i * q->features.stride, row, d) + total(sum);
+            denominator[i] = total(sum);
         }
         return;
     }
@@ -850,13 +1010,15 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
     }
 }
 
-/* Asks for what will be read of some tokens, which are further than a processor looks ahead. */
-INLINE void prefetch(const Call *call, const View *view, Chunk n, long from, long width)
+/* Asks for some tokens of a chunk, which are further than a processor looks ahead. */
+INLINE void prefetch(const View *view, Chunk n, long from, long numbers, long type)
 {
-    if (view->first && n.c == CHUNK)
-        for (long i = from; i < from + ROWS; i++)
-            for (long m = 0; m < width; m += 16)
-                __builtin_prefetch(rows_of(call, view, n) + i * view->token + m, 0, 2);
+    const long size = numbers * (type == FLOAT32 ? 4 : 2);
+    if (!view->first || from + ROWS > n.c)
+        return;
+    for (long i = from; i < from + ROWS; i++)
+        for (long m = 0; m < size; m += 64)
+            __builtin_prefetch(place_of(view, n, i, type) + m, 0, 3);
 }
 
 /* What a pass knows of a chunk. */
@@ -882,50 +1044,58 @@ static void forward_chunk(const Call *call, const Step *step, Chunk next, const 
     const long c = n.c, d = call->d, e = call->e, reach = call->begins && n.start == 0 ? 0 : d;
     const Rows q = step->q.features, v = step->v.features;
     float *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK), *scores = take(&rest, CHUNK * CHUNK);
-    float denominator[CHUNK], inverse[CHUNK + ROWS], *out = rows_of(call, &call->out, n);
+    float *aside = take(&rest, ROWS * e);
+    const int narrower = call->values < e; /* sums than whole vectors */
+    lanes zeros = {0};
+    float denominator[CHUNK], inverse[CHUNK + ROWS], *out = rows_of(&call->out, n);
     const float *inside = make_inside(&step->w, c, buffer);
     transpose(step->k.features, c, d, transposed, CHUNK);
     weigh(q, transposed, d, inside, 0, c, scores);
     if (call->denominated) {
-        float *into = rows_of(call, &call->denominator, n);
+        float *into = rows_of(&call->denominator, n);
         denominators(call, c, &step->w, &step->q, &step->k, row, scores, denominator);
         for (long i = 0; i < c; i++) {
             if (call->divide && __builtin_fabsf(denominator[i]) < SMALL)
                 denominator[i] = __builtin_copysignf(SMALL, denominator[i]);
             into[i * call->denominator.token] = denominator[i];
+            zeros[0] += 0 * denominator[i];
             inverse[i] = 1 / denominator[i];
         }
     }
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c;
-        float weight[ROWS] = {0};
+        Out rows = {out + i * call->out.token, call->out.token, to - i, call->divide ? inverse + i : 0, call->past, &zeros};
+        if (narrower)
+            rows.at = aside, rows.stride = e;
         for (const Input *o = &call->q; o <= &call->v; o++)
-            prefetch(call, &o->x, next, i, o->width);
-        for (long r = i; r < to; r++)
-            weight[r - i] = step->w.before[r];
-        block(out + i * call->out.token, call->out.token, to - i, e,
-              (Product){q.at + i * q.stride, q.stride, 1, state, e, reach}, weight,
-              (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to}, call->divide ? inverse + i : 0);
+            prefetch(&o->x, next, i, o->numbers, o->type);
+        block(rows, e, (Product){q.at + i * q.stride, q.stride, 1, state, e, reach}, step->w.before + i,
+              (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to});
+        for (long r = i; narrower && r < to; r++)
+            memcpy(out + r * call->out.token, aside + (r - i) * e, call->values * sizeof(float));
     }
+    if (total(zeros) != 0)
+        find(call, NOT_FINITE);
 }
 
 /* Gradients of a chunk's sums [c e], with zeros up to a whole block, and less those of its denominators. */
 static void make_grads(const Call *call, Step *step, float **buffer)
 {
     const long c = step->n.c, e = call->e;
-    const float *grad = rows_of(call, &call->grad, step->n);
+    const float *grad = rows_of(&call->grad, step->n);
+    float buffers[2][MOST] ALIGNED;
     step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK);
     for (long i = 0; i < c; i++) {
-        const float *from = grad + i * call->grad.token;
+        const float *row = grad + i * call->grad.token, *from = load(row, FLOAT32, call->values, e, buffers[0]);
         float *to = step->grads + i * e;
         if (!call->divide) {
             memcpy(to, from, e * sizeof(float));
             if (call->denominated)
-                step->less[i] = -from[e];
+                step->less[i] = -row[call->values];
             continue;
         }
-        const float *out = rows_of(call, &call->out, step->n) + i * call->out.token;
-        const float denominator = rows_of(call, &call->denominator, step->n)[i * call->denominator.token];
+        const float *out = load(rows_of(&call->out, step->n) + i * call->out.token, FLOAT32, call->values, e, buffers[1]);
+        const float denominator = rows_of(&call->denominator, step->n)[i * call->denominator.token];
         const float inverse = 1 / denominator;
         lanes sum = {0};
         for (long m = 0; m < e; m += LANES) {
@@ -941,7 +1111,7 @@ static void make_grads(const Call *call, Step *step, float **buffer)
 /* Gradients of a chunk's inputs, given those of the states after it; its own states have keys as columns. */
 static void backward_chunk(const Call *call, const Step *step, const float *grad_state, const float *grad_row, float *rest)
 {
-    const Chunk n = step->n;
+    const Chunk n = step->n, next = chunk_of(call, n.head, n.start - GROUP * CHUNK, n.start < GROUP * CHUNK ? 0 : n.start);
     const Weights *w = &step->w;
     const long c = n.c, d = call->d, e = call->e, own = call->own;
     const long earlier = call->begins && n.start == 0 ? 0 : e, later = call->ends && n.start + c == call->length ? 0 : 1;
@@ -958,17 +1128,23 @@ static void backward_chunk(const Call *call, const Step *step, const float *grad
     weigh(grad, transposed, e, inside, own ? 0 : less, c, grad_scores);
     if (later)
         transpose((Rows){grad_state, e}, d, e, transposed, d);
+    for (long i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
+        const long to = i + ROWS < c ? i + ROWS : c;
+        for (const Input *o = &call->q; o <= &call->v; o++)
+            prefetch(&o->x, next, i, o->numbers, o->type);
+        block((Out){dq + i * d, d, to - i}, d, (Product){grad.at + i * e, e, 1, step->state, d, earlier}, w->before + i,
+              (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to});
+    }
     for (long i = 0; i < c; i += ROWS) {
-        const long to = i + ROWS < c ? i + ROWS : c, from = i * CHUNK + i, rows = to - i;
-        float near[ROWS] = {0}, far[ROWS] = {0};
-        for (long r = i; r < to; r++)
-            near[r - i] = w->before[r], far[r - i] = w->after[r];
-        block(dq + i * d, d, rows, d, (Product){grad.at + i * e, e, 1, step->state, d, earlier}, near,
-              (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to}, 0);
-        block(dk + i * d, d, rows, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, later * e}, far,
-              (Product){grad_scores + from, 1, CHUNK, q.at + i * q.stride, q.stride, c - i}, 0);
-        block(dv + i * e, e, rows, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, later * d}, far,
-              (Product){scores + from, 1, CHUNK, grad.at + i * e, e, c - i}, 0);
+        prefetch(&call->grad, next, i, e, FLOAT32);
+        block((Out){dk + i * d, d, c - i}, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, later * e}, w->after + i,
+              (Product){grad_scores + i * CHUNK + i, 1, CHUNK, q.at + i * q.stride, q.stride, c - i});
+    }
+    for (long i = 0; i < c; i += ROWS) {
+        if (call->divide)
+            prefetch(&call->out, next, i, e, FLOAT32);
+        block((Out){dv + i * e, e, c - i}, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, later * d}, w->after + i,
+              (Product){scores + i * CHUNK + i, 1, CHUNK, grad.at + i * e, e, c - i});
     }
     if (less && own)
         pull_denominators(call, c, w, &step->q, &step->k, less, step->row, grad_row, dq_own, dk_own);
@@ -1026,8 +1202,8 @@ static void forward_part(const Call *call, long head, long part)
             memcpy(call->saved + at * size, state, size * sizeof(float));
             memcpy(call->saved_rows + at * rows, row, rows * sizeof(float));
         }
-        begin_step(call, chunk_of(head, start, to), &step, &buffer);
-        forward_chunk(call, &step, chunk_of(head, start + CHUNK, to), state, row, buffer);
+        begin_step(call, chunk_of(call, head, start, to), &step, &buffer);
+        forward_chunk(call, &step, chunk_of(call, head, start + CHUNK, to), state, row, buffer);
         if (start + CHUNK >= to && !kept)
             continue;
         outer(step.k.features, step.v.features, &step.w, step.w.after, step.n.c, d, e, scaled, state, state);
@@ -1048,7 +1224,7 @@ static void backward_group(const Call *call, long head, long start, long to, flo
     const long at = head * isopos_groups(call->length) + start / (GROUP * CHUNK);
     Step steps[GROUP], *step = steps;
     for (long n = start; n < to; n += CHUNK, step++) {
-        begin_step(call, chunk_of(head, n, to), step, &rest);
+        begin_step(call, chunk_of(call, head, n, to), step, &rest);
         make_grads(call, step, &rest);
         step->state = take(&rest, size), step->row = take(&rest, d > call->own ? d : call->own);
         if (n == start) {
@@ -1100,7 +1276,7 @@ static void sum_part(const Call *call, long head, long part, int back)
         float *buffer = rest;
         Step step;
         start = back ? from + (to - from - 1) / CHUNK * CHUNK - m : from + m;
-        step.n = chunk_of(head, start, to);
+        step.n = chunk_of(call, head, start, to);
         make_weights(call, step.n, &step.w);
         const Made keys = make_features(call, back ? &call->q : &call->k, step.n, d, &buffer);
         const float *weight = back ? step.w.before : step.w.after, *less = 0;
@@ -1134,10 +1310,24 @@ static void join_parts(const Call *call, long head, int back)
     }
 }
 
+/* Whether rows [width] of all tokens are written past the caches: where they are many, and whole lines of memory that has been
+   in use (what the system has cleared just now is in a cache). */
+static int streams(const Call *call, const View *view, long width)
+{
+    const long strides = view->sample | view->head | view->token | width;
+    const unsigned long first = (unsigned long)view->first, inside = (first + call->length / 2 * view->token * 4) & -4096;
+    unsigned char used;
+    return call->all * call->length * width >= PAST && strides % 16 == 0 && first % 64 == 0 &&
+           !mincore((void *)inside, 1, &used) && used & 1;
+}
+
 /* Every head, by whoever is free. */
-static void run(const Call *call, int back)
+static void run(Call *call, int back)
 {
     const long all = call->all * call->parts;
+    call->past = !back && call->values == call->e && streams(call, &call->out, call->e);
+    for (Input *o = &call->q; back && o <= &call->v; o++)
+        o->past = !o->add && whole(o) && streams(call, &o->grad, o->width);
 #pragma omp parallel num_threads(call->threads)
     {
         if (call->parts > 1) {
@@ -1150,20 +1340,22 @@ static void run(const Call *call, int back)
                 join_parts(call, head, back);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (long n = 0; n < all; n++)
+        for (long n = 0; n < all; n++) {
             if (back)
                 backward_part(call, n / call->parts, n % call->parts);
             else
                 forward_part(call, n / call->parts, n % call->parts);
+            _mm_sfence(); /* what is written past the caches is there before others read it */
+        }
     }
 }
 
-void isopos_forward(const Call *call)
+void isopos_forward(Call *call)
 {
     run(call, 0);
 }
 
-void isopos_backward(const Call *call)
+void isopos_backward(Call *call)
 {
     run(call, 1);
 }
@@ -1175,15 +1367,15 @@ void isopos_step(const Call *call)
     const long d = call->d, e = call->e, own = call->own, columns = e + (call->denominated && !own);
     for (long n = 0; n < call->all; n++) /* before a state is written over */
         for (const Input *o = &call->q; o <= &call->v; o++)
-            if (o->kind == GATHER && !in_range(table_of(call, o, (Chunk){n, call->start, 1}, 0), o->width)) {
-                *call->out_of_range = 1;
+            if (o->kind == GATHER && !in_range(table_of(o, chunk_of(call, n, call->start, call->start + 1), 0, 0), o->numbers)) {
+                find(call, OUT_OF_RANGE);
                 return;
             }
 #pragma omp parallel for num_threads(call->threads) if (call->all * d * columns > 1 << 17)
     for (long n = 0; n < call->all; n++) {
-        const Chunk token = {n, call->start, 1};
+        const Chunk token = chunk_of(call, n, call->start, call->start + 1);
         float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
-        float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(call, &call->out, token);
+        float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(&call->out, token);
         const float across = call->across ? call->across[call->start * call->all + n] : 1;
         make_token(call, &call->q, token, 0, d, moves(&call->q) ? q_plain : q, q);
         make_token(call, &call->k, token, 0, d, moves(&call->k) ? k_plain : k, k);
@@ -1213,7 +1405,7 @@ void isopos_step(const Call *call)
         if (__builtin_fabsf(denominator) < SMALL)
             denominator = __builtin_copysignf(SMALL, denominator);
         if (call->denominator.first)
-            *rows_of(call, &call->denominator, token) = denominator;
+            *rows_of(&call->denominator, token) = denominator;
         for (long j = 0; j < e; j++)
             out[j] = call->denominated ? sum[j] / denominator : sum[j];
     }
@@ -1234,17 +1426,6 @@ long isopos_rotate_size(void)
     return sizeof(Rotate);
 }
 
-/* Past the cache, which could not hold the result: without reading what is overwritten. */
-INLINE void stream(const float *x, float *out, long width)
-{
-    for (long m = 0; m < width; m += LANES)
-#if LANES == 16
-        _mm512_stream_ps(out + m, (__m512) * (const lanes *)(x + m));
-#else
-        _mm256_stream_ps(out + m, (__m256) * (const lanes *)(x + m));
-#endif
-}
-
 static void rotate_tokens(const Rotate *call, long head, long from, long to)
 {
     const Input *o = &call->input;
@@ -1259,7 +1440,8 @@ static void rotate_tokens(const Rotate *call, long head, long from, long to)
             move_adjoint(o, x, table, buffer);
         else
             move(o, x, table, buffer);
-        stream(buffer, out, width);
+        for (long m = 0; m < width; m += LANES)
+            put(out + m, *(const lanes *)(buffer + m), 1);
     }
 }
 
@@ -1270,5 +1452,6 @@ void isopos_rotate(const Rotate *call)
     for (long n = 0; n < call->all * pieces; n++) {
         const long from = n % pieces * CHUNK, to = from + CHUNK < call->tokens ? from + CHUNK : call->tokens;
         rotate_tokens(call, n / pieces, from, to);
+        _mm_sfence();
     }
 }

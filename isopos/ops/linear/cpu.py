@@ -1,20 +1,21 @@
-"""The compiled sums of cpu.c, for float32 on a CPU: features, positions, decay, sums and division of a chunk in one go.
+"""The compiled sums of cpu.c, on a CPU: features, positions, decay, float32 sums and division of a chunk in one go.
 
-Features in closed form are made on the way, with gradients of tables that are learned. Those of `ROWS`, of opaque maps, of
-learned normals and of narrower dtypes are made by PyTorch and read as they are. What sums over later tokens is left to
-PyTorch's walk.
+Features in closed form are made on the way, with gradients of tables that are learned. Those of `ROWS`, of opaque maps and
+of learned normals are made by PyTorch and read as they are. What sums over later tokens is left to PyTorch's walk.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import library
-from isopos.ops.library import KIND, Call, Input, View, flat, view
+from isopos.ops.library import KIND, TYPES, Call, Input, View, flat, view, whole
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.chunks import CHUNKS, ChunkWalk
 from isopos.ops.linear.division import count
@@ -28,7 +29,7 @@ ONE = slice(0, 1)
 
 
 class Closed(NamedTuple):
-    """Features as cpu.c makes them: phi, a reflection, then a table. All numbers are float32, but those of an index."""
+    """Features as cpu.c makes them: phi, a reflection, then a table. They are float32, and tables but an index, too."""
 
     phi: int
     kind: str  # of the table
@@ -44,7 +45,7 @@ class Closed(NamedTuple):
         kinds, table, normal, last = features.kinds, None, None, "none"
         if phi is None or kinds is None:
             return None
-        if x.dtype != torch.float32 or features.dtype not in (None, torch.float32):
+        if x.dtype not in TYPES or (features.dtype or x.dtype) != torch.float32:
             return None
         for kind, tensor in zip(kinds, () if features.map is None else features.map.tensors(), strict=True):
             if table is not None or (kind == "reflection" and normal is not None):
@@ -65,9 +66,10 @@ class Closed(NamedTuple):
         return 2 if self.kind == "lift" else 1
 
     def describe(self, part: Input, x: Tensor) -> tuple[int, list[Tensor]]:
-        """Say in `part` what makes features of x; their width, and the tensors that must live on."""
+        """Say in `part` what makes features of x; their number up to whole vectors, and the tensors that must live on."""
         x = flat(x)
-        part.x, part.width, part.phi, part.kind = view(x), x.shape[-1], self.phi, KIND[self.kind]
+        part.x, part.type, part.numbers, part.width = view(x), TYPES[x.dtype], x.shape[-1], whole(x.shape[-1])
+        part.phi, part.kind = self.phi, KIND[self.kind]
         alive = [x]
         if self.normal is not None:
             alive.append(flat(self.normal))
@@ -78,20 +80,27 @@ class Closed(NamedTuple):
         if self.mask is not None:
             alive.append(self.mask)
             part.mask = view(self.mask)
-        return x.shape[-1] * self.doubled, alive
+        return part.width * self.doubled, alive
 
 
-def _widths(features: Features, x: Tensor) -> list[int]:
-    """Numbers of features of x that cpu.c meets: those of the map, phi's own where they count, those of its input."""
+def _widths(features: Features, x: Tensor) -> tuple[tuple[int, int], list[int]]:
+    """How features of x lie, in so many runs of so many numbers; and the widths that cpu.c meets."""
     needs = [torch.is_grad_enabled() and a.requires_grad for a in features.tensors]
     closed = Closed.of(features, x) if not any(needs) or features.table(needs) is not None else None
     if closed is not None:
-        return [x.shape[-1] * closed.doubled, *[x.shape[-1]] * closed.own, x.shape[-1]]
+        return (closed.doubled, x.shape[-1]), [closed.doubled * x.shape[-1]]
     if features.ready(x):
-        return [x.shape[-1]]
+        return (1, x.shape[-1]), [x.shape[-1]]
     place = Place((ONE,) * (x.ndim - 3), ONE, ONE)
     with torch.no_grad():
-        return [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
+        found = [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
+    return (1, found[0]), found
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Rows ``[*b h t .]`` with zeros up to whole vectors."""
+    more = whole(rows.shape[-1]) - rows.shape[-1]
+    return F.pad(rows, (0, more)) if more else rows
 
 
 class Pass:
@@ -108,11 +117,10 @@ class Pass:
         heads, length = self.leading.numel(), self.span.stop - self.span.start
         call = self.call = Call(all=heads, heads=self.leading[-1], length=length, denominated=denominator)
         call.begins, call.ends, call.threads = n == 0, n == len(plan.spans) - 1, torch.get_num_threads()
-        self.rows: list[list[Tensor] | None] = []
+        self.rows: list[Sequence[Tensor] | None] = []
         widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
         _, (call.d, call.own), (call.e, _) = widths
-        lib = library.library(call.d, call.e, call.own, *(part.width for part in self._parts()))
-        assert lib is not None
+        lib = library.libraries()[0][library.lanes()]
         self.library, groups, own = lib, lib.isopos_groups(length), call.own or call.d
         call.parts = min(groups, -(-call.threads // heads))
         self.shapes = [(groups, call.d, call.e), *[(groups, 1, own)] * denominator]
@@ -129,10 +137,11 @@ class Pass:
         x, features = operand.xs[self.n], operand.described(self.span)
         closed = None if features is None else Closed.of(features, x)
         if closed is None:
-            rows = [flat(x.resolve_neg()) for x in operand.read(self.n, self.span)]
-            self.rows.append(rows)
+            given = operand.read(self.n, self.span)
+            rows = [flat(_padded(x.resolve_neg())) for x in given]
+            self.rows.append(given)
             self.alive += rows
-            part.x, part.width = view(rows[0]), rows[0].shape[-1]
+            part.x, part.numbers, part.width = view(rows[0]), rows[0].shape[-1], rows[0].shape[-1]
             own = 0
             for x in rows[1:]:
                 part.own, own = view(x), x.shape[-1]
@@ -163,13 +172,16 @@ class Pass:
         denominator: Tensor | None,
         *,
         divide: bool,
-    ) -> None:
-        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after, groups' own are saved."""
+    ) -> bool:
+        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after, groups' own are saved.
+
+        Returns whether all are finite.
+        """
         self._prepare(g, states, saved)
-        self.call.out, self.call.divide = view(out), divide
+        self.call.out, self.call.values, self.call.divide = view(out), out.shape[-1], divide
         if denominator is not None:
             self.call.denominator = view(denominator)
-        library.run(self.library.isopos_forward, self.call)
+        return library.run(self.library.isopos_forward, self.call)
 
     def backward(
         self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
@@ -183,9 +195,11 @@ class Pass:
         grad, out, denominator = (None if part is None else part[self.n] for part in upstream.parts)
         assert grad is not None
         grad = flat(grad)
-        call.grad = view(grad)
+        call.grad, call.values = view(grad), grad.shape[-1]
         if out is not None and denominator is not None:
             call.out, call.denominator, call.divide = view(out), view(denominator), 1
+        elif call.denominated:
+            call.values -= 1  # the last column is the denominator
         call.grad_state, call.grad_row = grads[0].data_ptr(), grads[-1].data_ptr()
         pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, strict=True)]
         shape = (*self.leading, self.span.stop - self.span.start)
@@ -200,24 +214,27 @@ class Pass:
                 operand.pull_table(self.span, table)
         return grad_g
 
-    def _grads(self, operand: Operand, part: Input, rows: list[Tensor] | None) -> list[Tensor]:
+    def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None) -> list[Tensor]:
         """Say where gradients of an operand go: into its own; of its table, or of its rows, into buffers returned."""
         if rows is None:
             assert operand.grad_xs is not None
             part.grad, part.add = view(operand.grad_xs[self.n]), not operand.first
             if operand.table is None:
                 return []
-            width = part.width * (2 if part.kind == KIND["lift"] else 1)
+            width = part.numbers * (2 if part.kind == KIND["lift"] else 1)
             table = operand.buffers("cpu grad table", *self.leading, self.span.stop - self.span.start, width)
             part.grad_table = view(table)
             return [table]
-        own = [operand.buffers(f"cpu grad {m}", *x.shape) for m, x in enumerate(rows)]
+        own = [operand.buffers(f"cpu grad {m}", *x.shape[:-1], whole(x.shape[-1])) for m, x in enumerate(rows)]
         part.grad, part.grad_own = view(own[0]), view(own[1]) if len(own) > 1 else View()
-        return own
+        return [grad[..., : x.shape[-1]] for grad, x in zip(own, rows, strict=True)]
 
 
+@dataclass(eq=False)
 class CpuWalk(Walk):
-    """Causal sums, a call of the library for each of the plan's spans."""
+    """Causal sums, a call of the library for each of the plan's spans. `notes` are of the whole problem."""
+
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -226,7 +243,8 @@ class CpuWalk(Walk):
             like = self.operands[0].x.new_empty
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
             saved = [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes] if keep else []
-            part.forward(self.g, states, saved, outs[n], denominators[n] if self.denominator else None, divide=divide)
+            own = denominators[n] if self.denominator else None
+            self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
             yield n, None, None, saved
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
@@ -234,10 +252,10 @@ class CpuWalk(Walk):
         after = [torch.zeros_like(state[..., 0, :, :]) for state in states[0]]
         for n, saved in zip(reversed(self.order), reversed(states), strict=True):
             span, part = self.plan.spans[n], Pass(self.operands, n, self.plan, self.buffers, self.denominator)
-            for whole, scale in zip(
+            for every, scale in zip(
                 grad_g, part.backward(self.g, saved, after, upstream, bool(grad_g)), strict=bool(grad_g)
             ):
-                whole[..., span.start : span.stop].add_(scale)
+                every[..., span.start : span.stop].add_(scale)
 
 
 class Cpu(Walking):
@@ -260,13 +278,13 @@ class Cpu(Walking):
             return "sums over all keys are products of matrices, which PyTorch has"
         if why := library.unreadable(*sums.tensors):
             return why
-        widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
-        if widths[0][0] != widths[1][0]:
-            return f"features of queries and keys are {widths[0][0]} and {widths[1][0]}"
-        every = sorted({width for own in widths for width in own})
-        if library.library(*every) is None:
-            return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}, not by {every}"
-        return ""
+        (queries, _), (keys, _), _ = widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
+        if math.prod(queries) != math.prod(keys):
+            return f"features of queries and keys are {math.prod(queries)} and {math.prod(keys)}"
+        if queries != keys and any(width % library.lanes() for _, width in (queries, keys)):
+            return f"features of queries and keys lie {queries} and {keys}, and not in whole vectors"
+        widest = max(width for _, own in widths for width in own)
+        return f"features come up to {library.WIDEST}, not {widest}" if widest > library.WIDEST else ""
 
     def _refuses_step(self, sums: Sums) -> str:
         (q, k, v), stream, tensors = sums.inputs, sums.stream, sums.tensors
@@ -287,16 +305,16 @@ class Cpu(Walking):
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
             return "a step has one state a query, and at most two axes of heads and samples"
         known = [own for features, x in zip(sums.features, sums.inputs, strict=True) if (own := Closed.of(features, x))]
-        if len(known) < 3:
-            return "a step makes float32 features in closed form"
+        if len(known) < 3 or any(x.dtype != torch.float32 for x in sums.inputs):
+            return "a step makes features of float32 in closed form"
         d, own = width * known[0].doubled, width * known[0].own
         shapes = [(*leading, d, e + (sums.denominator is not None and not own)), *[(*leading, own, 1)] * bool(own)]
         fit = [x.shape for x in stream.sums if x.is_contiguous() and x.dtype == torch.float32] == shapes
         if known[0].doubled != known[1].doubled or not fit:
             return f"a step needs contiguous float32 sums {shapes}, for queries and keys alike"
-        lib = library.library(d, width, e)
-        if lib is None:
-            return f"features come by {min(library.libraries()[0])} up to {library.WIDEST}"
+        if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
+            return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
+        lib = library.libraries()[0][library.lanes()]
         sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, d, e, own)
         return ""
 
@@ -309,10 +327,17 @@ class Cpu(Walking):
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
-        first = CpuWalk(operands, plan, g, buffers, denominator)
+        first = CpuWalk(operands, plan, g, buffers, denominator, notes=sums.notes)
         if sums.causal:
             return [first]
         return [first, ChunkWalk(operands, plan, g, buffers, denominator, reverse=True)]
+
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        sums.notes["finite"] = True
+        found = super().forward(sums, needs)
+        if not sums.causal:
+            del sums.notes["finite"]  # PyTorch's walk back does not look
+        return found
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved

@@ -32,7 +32,8 @@ def isolated(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tensor
 
     Without log decays the last row sees every key; of another row's query gradients alone would hold something.
     """
-    if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]):
+    known = sums.notes.get("finite")
+    if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]) if known is None else known:
         return total
     clean, seen = cleaned(sums)
     return total if bool(seen.all()) else joined(total, run(clean), seen)
