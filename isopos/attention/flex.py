@@ -6,7 +6,7 @@ long as tokens: log decays, positions, masks, ids of segments, and tables of ter
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def _samples(problem: Problem) -> int:
     return problem.batch[-2] if len(problem.batch) - (problem.groups > 1) > 1 else 1
 
 
-@cache
+@lru_cache(32)
 def _blocks(t: int, s: int, causal: bool, window: int | None, device: torch.device) -> Any:
     """Which blocks of queries and keys hold pairs that take part, by their indices alone."""
 
@@ -102,7 +102,8 @@ def _blocks(t: int, s: int, causal: bool, window: int | None, device: torch.devi
         part = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
         return part if window is None else part & (back.abs() < window)
 
-    return flex.create_block_mask(takes_part, None, None, t, s, device=device, _compile=device.type == "cuda")
+    with torch.inference_mode(False):  # a later backward pass may save them
+        return flex.create_block_mask(takes_part, None, None, t, s, device=device, _compile=device.type == "cuda")
 
 
 def _score(problem: Problem, added: list[Pair]) -> Any:
