@@ -14,8 +14,9 @@ from torch import Tensor
 
 from isopos.catalog import at_least, expect
 from isopos.exact import ExactModule, Weight, full_precision, narrow, normal, wide
+from isopos.ops import gpu
 from isopos.positions import Group, Line, lines
-from isopos.terms import Clipped, Indexed, Numbers, Term
+from isopos.terms import Clipped, Indexed, Kernel, Numbers, Offsets, Term
 
 __all__ = ["T5", "ClippedKeys", "DeBERTa", "Fire", "Kerple", "RelativeBias", "Shaw"]
 
@@ -80,7 +81,7 @@ class T5(RelativeBias):
         return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        return (Indexed(self.parameter.to(dtype), "none", self.bucket(_offsets(x, y))),)
+        return (_of_offsets(self.parameter.to(dtype), "none", x, y, self.bucket, self.starts),)
 
 
 class Shaw(RelativeBias):
@@ -158,10 +159,10 @@ class DeBERTa(RelativeBias):
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        offset = _offsets(x, y)
+        sign, (keys, queries) = 1 if self.released else -1, (own.parameter.to(dtype) for own in (self.keys, self.queries))
         return (
-            Indexed(self.keys.parameter.to(dtype), "query", self.bucket(offset)),
-            Indexed(self.queries.parameter.to(dtype), "key", self.bucket(offset if self.released else -offset)),
+            _of_offsets(keys, "query", x, y, self.bucket, self.starts),
+            _of_offsets(queries, "key", x, y, lambda offset: self.bucket(sign * offset), self.starts),
         )
 
 
@@ -208,6 +209,8 @@ class Kerple(RelativeBias):
         return torch.nn.functional.softplus(first), r2
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
+        if _apart(x, y):
+            return (Kernel(narrow(torch.stack(self.numbers(), -1), dtype, x.device), "none", wide(x), wide(y), self.kernel),)
         distance = narrow(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
         r1, r2 = (narrow(a, dtype, x.device)[:, None, None] for a in self.numbers())
         return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)
@@ -304,6 +307,21 @@ class ClippedKeys(RelativeBias):
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)
+
+
+def _apart(x: Tensor, y: Tensor) -> bool:
+    """Whether a kernel of a GPU may be asked, which forms no pairs."""
+    return not (torch.compiler.is_compiling() or gpu.unreadable(x, y))
+
+
+def _of_offsets(
+    table: Tensor, side: str, x: Tensor, y: Tensor, bucket: Callable[[Tensor], Tensor], starts: Tensor
+) -> Indexed | Offsets:
+    """A term of offsets, with the buckets of all pairs, or of each offset; from the last start on these share one."""
+    if not _apart(x, y):
+        return Indexed(table, side, bucket(_offsets(x, y)))
+    most = int(starts[-1])
+    return Offsets(table, side, x, y, bucket(torch.arange(-most, most + 1, device=x.device)))
 
 
 def _offsets(x: Tensor, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ They are the values that relative biases return, as maps are those of encodings.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from isopos.exact import shown
 from isopos.ops import clipped
 
-__all__ = ["Clipped", "Indexed", "Numbers", "Term"]
+__all__ = ["Clipped", "Indexed", "Kernel", "Numbers", "Offsets", "Term"]
 
+Place = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a sample, a query and a key, by their numbers
 SIDES = ("query", "key", "none", "value")
 
 
@@ -51,6 +53,10 @@ class Term(ABC):
     def index(self) -> Tensor:
         """The bucket of each query and key: int64 ``[*b t s]``."""
 
+    def bucket(self, samples: int) -> Place | None:
+        """The bucket of one pair of so many samples' tokens, for who forms no pairs; None where only all are known."""
+        return None
+
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """What is added to the score of each query ``[*b h t d]`` and key ``[*b h s d]``: ``[*b h t s]``."""
         index = self.index().unsqueeze(-3)
@@ -83,6 +89,91 @@ class Indexed(Term):
 
     def index(self) -> Tensor:
         return self.buckets
+
+    def bucket(self, samples: int) -> Place:
+        buckets = self.buckets.expand(samples, *self.buckets.shape[-2:])
+        return lambda b, i, j: buckets[b, i, j]
+
+
+def _samples(x: Tensor, y: Tensor) -> torch.Size:
+    """Samples, queries and keys of positions ``[*b t c]`` and ``[*b s c]``."""
+    samples = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    return torch.Size((*samples, x.shape[-2], y.shape[-2]))
+
+
+def _offset(x: Tensor, y: Tensor, samples: int) -> Place:
+    """The key's position less the query's, on a line."""
+    of_queries, of_keys = (a[..., 0].expand(samples, -1) for a in (x, y))
+    return lambda b, i, j: of_keys[b, j] - of_queries[b, i]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Offsets(Term):
+    """A term of offsets on a line, whose buckets are looked up when they are asked for.
+
+    Args:
+        x: Positions of queries ``[*b t 1]``, integers.
+        y: Positions of keys ``[*b s 1]``.
+        buckets: Of the offsets -m, ..., m, int64 ``[2m+1]``; those beyond have that of the nearest.
+    """
+
+    x: Tensor
+    y: Tensor
+    buckets: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return _samples(self.x, self.y)
+
+    def index(self) -> Tensor:
+        return self._of(self.y[..., None, :, 0] - self.x[..., :, None, 0])
+
+    def bucket(self, samples: int) -> Place:
+        offset = _offset(self.x, self.y, samples)
+        return lambda b, i, j: self._of(offset(b, i, j))
+
+    def _of(self, offset: Tensor) -> Tensor:
+        most = len(self.buckets) // 2
+        return self.buckets[offset.long().clamp(-most, most) + most]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Kernel(Term):
+    """Less r1 log(1 + r2 |t|), or r1 |t|^r2, of an offset t, with a table ``[h 2]`` of r1 and r2, computed when asked for.
+
+    Args:
+        x: Positions of queries ``[*b t 1]``.
+        y: Positions of keys ``[*b s 1]``.
+        kernel: "log" or "power".
+    """
+
+    x: Tensor
+    y: Tensor
+    kernel: str
+
+    @property
+    def shape(self) -> torch.Size:
+        return _samples(self.x, self.y)
+
+    def index(self) -> Tensor:
+        raise TypeError("index: expected a term with buckets, got a function of distances, which has none")
+
+    def distance(self, samples: int) -> Place:
+        """The distance of one pair of so many samples' tokens, rounded once."""
+        offset = _offset(self.x, self.y, samples)
+        return lambda b, i, j: offset(b, i, j).abs().to(self.table.dtype)
+
+    def number(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+        """What is added at a distance."""
+        return -r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)
+
+    def numbers(self) -> Tensor:
+        """What is added to each pair: ``[*b h t s]``."""
+        distance = (self.y[..., None, :, 0] - self.x[..., :, None, 0]).abs().to(self.table.dtype)
+        return self.number(distance.unsqueeze(-3), *(a[:, None, None] for a in self.table.unbind(-1)))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.numbers()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,8 +215,13 @@ class Clipped(Term):
 
     @property
     def shape(self) -> torch.Size:
-        samples = torch.broadcast_shapes(self.x.shape[:-2], self.y.shape[:-2])
-        return torch.Size((*samples, self.x.shape[-2], self.y.shape[-2]))
+        return _samples(self.x, self.y)
 
     def index(self) -> Tensor:
         return clipped.buckets(self.x, self.y, self.reach, self.outside)
+
+    def bucket(self, samples: int) -> Place | None:
+        if self.outside or self.x.shape[-1] > 1:
+            return None
+        offset, most = _offset(self.x, self.y, samples), self.reach
+        return lambda b, i, j: offset(b, i, j).long().clamp(-most, most) + most

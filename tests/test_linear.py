@@ -160,6 +160,13 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
         close(several, one_group)
 
 
+def test_groups_are_large_where_launches_cost():
+    """A plan for another device than a CPU has one group of 8,192 tokens, and few of 65,536."""
+    for shape, groups in (((2, 4, 8192, 64), 1), ((1, 2, 65536, 64), 8), ((8, 16, 4096, 64), 2)):
+        plan = walk.Plan(torch.empty(shape, device="meta"))
+        assert (len(plan.places), len(plan.spans)) == (1, groups)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("fuse", [True, False])

@@ -6,7 +6,7 @@ from cases import HEADS, close, inputs, same_everywhere
 
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.positions import grid, sequence
-from isopos.terms import SIDES, Clipped, Indexed, Term
+from isopos.terms import SIDES, Clipped, Indexed, Kernel, Numbers, Offsets, Term
 
 N, D = 5, 4
 
@@ -103,3 +103,37 @@ def test_locality_has_a_factor_for_each_pair():
     for wrong in (torch.ones(3, 3), torch.ones(5), torch.ones(3, 3, 5), torch.ones(2, HEADS, 3, 5)):
         with pytest.raises(ValueError, match=r"locality: expected \[\*b 3 5\]"):
             softmax_attention(q, k, v, locality=wrong)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("side", SIDES)
+def test_offsets_are_looked_up(batch, side):
+    x, y = (torch.randint(-20, 20, (*batch, t, 1)) for t in (4, 7))
+    buckets = torch.randint(N, (11,))  # of offsets from -5 to 5
+    index = buckets[(y[..., None, :, 0] - x[..., :, None, 0]).clamp(-5, 5) + 5]
+    term, known = (kind(table(side), side, *rest) for kind, rest in ((Offsets, (x, y, buckets)), (Indexed, (index,))))
+    assert term.shape == known.shape
+    assert term.index().equal(index)
+    every = torch.meshgrid(*(torch.arange(n) for n in (2, 4, 7)), indexing="ij")
+    clipped = Clipped(table(side), side, x, y, 2)
+    for one, whole in ((term, index), (known, index), (clipped, clipped.index())):
+        assert one.bucket(2)(*every).equal(whole.expand(2, 4, 7))
+    assert Clipped(table(side), side, x, y, 2, outside=1).bucket(2) is None
+
+
+@pytest.mark.parametrize("kernel", ["log", "power"])
+def test_kernels_are_computed_when_asked_for(kernel):
+    x, y = (torch.randint(20, (2, t, 1)).double() for t in (4, 7))
+    rates = (torch.rand(HEADS, 2, dtype=torch.float64) + 0.5).requires_grad_()
+    term = Kernel(rates, "none", x, y, kernel)
+    distance, (r1, r2) = (x - y.mT).abs()[:, None], rates[:, :, None, None].unbind(1)
+    known = Numbers(-r1 * (1 + r2 * distance).log() if kernel == "log" else -r1 * distance**r2)
+    assert (term.shape, term.heads) == (known.shape, HEADS)
+    q, k, v = inputs(2, t=4, s=7, d=D)
+    found, expected = (softmax_attention(q, k, v, terms=[own]) for own in (term, known))
+    same_everywhere(found, expected, [rates])
+    close(reference.rows(term), known.table)
+    every = torch.meshgrid(*(torch.arange(n) for n in (2, 4, 7)), indexing="ij")
+    close(term.distance(2)(*every), distance[:, 0])
+    with pytest.raises(TypeError, match="distances"):
+        term.index()

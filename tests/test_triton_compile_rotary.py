@@ -67,9 +67,9 @@ def steps():
         signature = {"q": side, "k": side, "v": plain, "before": (sums, rows), "after": (sums, rows), "out": dtype}
         signature |= {"weights": "*fp32:16" if decays else None, "denominators": None}
         signature |= {"heads": "i32", "n": "i32", "across": "i32", "eps": "fp32"}
-        way = (1, kind, half, False)
+        way = ("elu+1", kind, half, False)
         constants = {"D": d, "W": w, "WP": power(w), "E": e, "EP": power(e), "C": min(power(d), 2048 // power(e))}
-        constants |= {"OF_Q": way, "OF_K": way, "OF_V": (0, "none", False, half), "DECAYS": decays}
+        constants |= {"OF_Q": way, "OF_K": way, "OF_V": ("identity", "none", False, half), "DECAYS": decays}
         constants |= {"DENOMINATED": True, "OWN": own, "COUNTED": False}
         yield "isopos.ops.linear.triton_step_kernel:step", signature, constants
 

@@ -1,4 +1,4 @@
-"""isopos.ops.triton_rotate in Triton's interpreter: the maps of `isopos.ops.rotate` and their gradients, against float64."""
+"""isopos.ops.triton_rotate in Triton's interpreter, or on a GPU: the maps of `isopos.ops.rotate`, against float64."""
 
 from copy import deepcopy
 
@@ -8,9 +8,16 @@ from cases import gradients
 
 import isopos
 from isopos.encodings import Partial
+from isopos.ops import gpu
 from isopos.ops import rotate as ops
 
-pytestmark = pytest.mark.triton
+DEVICE = "cpu" if gpu.interpreted() else "cuda"
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU is here, and TRITON_INTERPRET=1 is not set"
+    ),
+]
 MAPS = {"rotate": (2, 2), "unrotate": (2, 2), "lift": (1, 2), "unlift": (2, 1)}  # features taken and returned of a pair
 SHAPES = {  # of features, without their last axis, and of angles
     "one table": ((2, 3, 5), (5, 3)),
@@ -38,11 +45,11 @@ def calls(monkeypatch):
 
 def table_of(*shape):
     draw = torch.Generator().manual_seed(1)
-    return ops.rotation_table(torch.randn(*shape, generator=draw, dtype=torch.float64), torch.float32)
+    return ops.rotation_table(torch.randn(*shape, generator=draw, dtype=torch.float64), torch.float32).to(DEVICE)
 
 
 def features(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
 
 
 def agree(found, expected, dtype=torch.float32):
@@ -59,7 +66,7 @@ def compare(fast, slow, *given):
     wide = [x.detach().double().requires_grad_() for x in given]
     out, expected = fast(*given), slow(*wide)
     agree([out], [expected], dtype)
-    agree(gradients(out, given), gradients(expected, wide), dtype)
+    agree(gradients(out.cpu(), given), gradients(expected.cpu(), wide), dtype)
     return out
 
 
@@ -118,29 +125,31 @@ def test_features_lie_anywhere(calls, name):
 @pytest.mark.parametrize("rotary_dim", [None, 6])
 def test_encodings_partial_and_in_both_layouts(calls, dtype, layout, rotary_dim):
     """Three passes of PyTorch, or more, are one of the kernel."""
-    scheme = isopos.rope(16, 3, rotary_dim=rotary_dim, layout=layout, learned=True)
-    x, rho = features(2, 3, 5, 16, dtype=dtype), scheme.encoding(isopos.sequence(5))
+    scheme = isopos.rope(16, 3, rotary_dim=rotary_dim, layout=layout, learned=True).to(DEVICE)
+    x, rho = features(2, 3, 5, 16, dtype=dtype), scheme.encoding(isopos.sequence(5, device=DEVICE))
     again = deepcopy(scheme).double()
-    wide = again.encoding(isopos.sequence(5), torch.float64)
+    wide = again.encoding(isopos.sequence(5, device=DEVICE), torch.float64)
     out, expected = rho(x), wide(x.double())
     assert calls == ["rotate"]
     assert out.dtype == dtype
     agree([out], [expected], dtype)
     own = features(2, 3, 5, 16, dtype=dtype).requires_grad_()
     compare(lambda x: rho(x), lambda x: wide(x), own)
-    agree(*(gradients(out, list(own.parameters())) for out, own in ((rho(x), scheme), (wide(x.double()), again))), dtype)
+    agree(
+        *(gradients(out.cpu(), list(own.parameters())) for out, own in ((rho(x), scheme), (wide(x.double()), again))), dtype
+    )
     assert calls[-1] == "pulled"
 
 
 def test_angles_are_learned_through_attention(calls):
-    scheme = isopos.rope(8, 2, learned=True, attention="softmax")
+    scheme = isopos.rope(8, 2, learned=True, attention="softmax").to(DEVICE)
     q, k, v = features(3, 2, 2, 6, 8).unbind(0)
-    out = scheme(q, k, v, isopos.sequence(6), causal=True)
-    (found,) = gradients(out, list(scheme.parameters()))
+    out = scheme(q, k, v, isopos.sequence(6, device=DEVICE), causal=True)
+    (found,) = gradients(out.cpu(), list(scheme.parameters()))
     assert calls == ["rotate", "rotate", "pulled", "pulled"]
     scheme = deepcopy(scheme).double()
-    out = scheme(q.double(), k.double(), v.double(), isopos.sequence(6), causal=True)
-    agree([found], gradients(out, list(scheme.parameters())))
+    out = scheme(q.double(), k.double(), v.double(), isopos.sequence(6, device=DEVICE), causal=True)
+    agree([found], gradients(out.cpu(), list(scheme.parameters())))
 
 
 @pytest.mark.parametrize("adjoint", [False, True])
@@ -154,7 +163,7 @@ def test_in_place(calls, adjoint):
     out = ops.rotate_(y, table, adjoint=adjoint)
     assert (out is y, y.data_ptr(), calls) == (True, given, ["rotate"])
     agree([y], [expected])
-    agree(gradients(y, [x]), gradients(expected, [wide]))
+    agree(gradients(y.cpu(), [x]), gradients(expected.cpu(), [wide]))
     with pytest.raises(RuntimeError, match="in-place"):
         ops.rotate_(x, table)
     with pytest.raises(ValueError, match="table: expected one without a gradient"):
@@ -172,7 +181,7 @@ def test_what_is_differentiated_again_or_packed_is_the_definitions(calls):
     agree(twice(x, table), twice(*wide))
     with torch.autograd.graph.saved_tensors_hooks(lambda a: a.double(), lambda a: a.float()):
         out = ops.rotate(x, table)
-    agree(gradients(out, [x, table]), gradients(ops.rotate(*wide), wide))
+    agree(gradients(out.cpu(), [x, table]), gradients(ops.rotate(*wide).cpu(), wide))
     calls.clear()
     rows = torch.func.vmap(ops.rotate, (0, None))(x.detach(), table.detach())
     agree([rows], [ops.rotate(*wide)])
@@ -201,6 +210,9 @@ def test_what_the_kernel_does_not_know_it_refuses(calls):
 
 def test_partial_encodings_are_what_they_say():
     inner = isopos.rope(4, 1).encoding
-    rho = Partial(inner, 7)(isopos.sequence(3))
+    rho = Partial(inner, 7)(isopos.sequence(3, device=DEVICE))
     x = features(1, 3, 7)
-    agree([rho(x)], [torch.cat((inner(isopos.sequence(3), torch.float64)(x[..., :4].double()), x[..., 4:].double()), -1)])
+    agree(
+        [rho(x)],
+        [torch.cat((inner(isopos.sequence(3, device=DEVICE), torch.float64)(x[..., :4].double()), x[..., 4:].double()), -1)],
+    )

@@ -1,4 +1,4 @@
-"""isopos.ops.linear.triton_step in Triton's interpreter: steps of a stream, against float64."""
+"""isopos.ops.linear.triton_step in Triton's interpreter, or on a GPU: steps of a stream, against float64."""
 
 from dataclasses import replace
 
@@ -11,12 +11,19 @@ from isopos.attention import Steps, steps
 from isopos.attention.linear import sums_of
 from isopos.attention.problem import check_linear
 from isopos.maps import Gather
+from isopos.ops import gpu
 from isopos.ops.linear import Clamped
 from isopos.ops.linear.cpu import CPU
 from isopos.ops.linear.triton_step import STEP, Prepared
 from isopos.state import State
 
-pytestmark = pytest.mark.triton
+DEVICE = "cpu" if gpu.interpreted() else "cuda"
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU is here, and TRITON_INTERPRET=1 is not set"
+    ),
+]
 NAMES = ("cosformer", "lrpe-orthogonal", "lrpe-permutation", "lrpe-unitary", "none", "permuteformer", "retnet", "rope")
 DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -41,7 +48,7 @@ def launches(monkeypatch):
 def content(scheme, t, *batch, dtype=torch.float32, values=None):
     width, draw = scheme.encoding.features, torch.Generator().manual_seed(0)
     widths = width, width, values or width // scheme.width
-    return [torch.randn(*batch, scheme.heads, t, e, generator=draw).to(dtype) for e in widths]
+    return [torch.randn(*batch, scheme.heads, t, e, generator=draw).to(DEVICE, dtype) for e in widths]
 
 
 def at_end(scheme, given, *, dtype=None, **options):
@@ -51,10 +58,10 @@ def at_end(scheme, given, *, dtype=None, **options):
     first, last = ([x[..., part, :] for x in (q, k, v)] for part in (slice(t - 1), slice(t - 1, t)))
     own = {name: x[..., : t - 1] if name == "mask" else x for name, x in options.items()}
     _, state = attention.linear_attention(
-        *first, **scheme.at(torch.arange(t - 1)[:, None], state=State(), dtype=torch.float64), **run, **own
+        *first, **scheme.at(torch.arange(t - 1, device=DEVICE)[:, None], state=State(), dtype=torch.float64), **run, **own
     )
     own = {name: x[..., t - 1 :] if name == "mask" else x for name, x in options.items()}
-    position = torch.tensor([[t - 1]])
+    position = torch.tensor([[t - 1]], device=DEVICE)
     out, after = attention.linear_attention(*last, **scheme.at(position, state=state, dtype=torch.float64), **run, **own)
     narrow = replace(
         state, kind="", tensors={name: x.float() if name.startswith("sum") else x for name, x in state.tensors.items()}
@@ -109,7 +116,7 @@ def test_feature_maps_and_sizes(monkeypatch, feature_map, width, values):
 def test_masked_tokens_leave_the_sums(denominator):
     scheme = isopos.retnet(8, 2, denominator=denominator, feature_map="elu+1")
     given = content(scheme, 4, 3)
-    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask = torch.ones(3, 4, dtype=torch.bool, device=DEVICE)
     mask[1, 3] = mask[2, 1] = False
     sums, out, after = at_end(scheme, given, mask=mask)
     given[1][1, :, 3] = given[2][1, :, 3] = torch.nan
@@ -175,7 +182,9 @@ def test_prepared_steps_go_on(monkeypatch, launches, name, dtype):
     assert found[-1].dtype == dtype
     q, k, v = (x.double() for x in given)
     run = {"causal": True, "return_state": True, "state": State()}
-    out, state = attention.linear_attention(q, k, v, **scheme.at(torch.arange(9)[:, None], dtype=torch.float64) | run)
+    out, state = attention.linear_attention(
+        q, k, v, **scheme.at(torch.arange(9, device=DEVICE)[:, None], dtype=torch.float64) | run
+    )
     agree([torch.cat(found, -2)], [out], dtype)
     for name, x in layer.state.tensors.items():
         agree([x], [state.tensors[name]])
@@ -188,7 +197,7 @@ def test_what_the_kernel_does_not_know_it_refuses():
         "after others": replace(sums, stream=replace(sums.stream, sums=())),
         "one token": replace(sums, q=sums.q.expand(2, 2, 2, 8)),
         "divides at once": replace(sums, denominator="column"),
-        "one log decay": replace(sums, g=(torch.zeros(2, 2, 1, dtype=torch.float64),) * 2),
+        "one log decay": replace(sums, g=(torch.zeros(2, 2, 1, dtype=torch.float64, device=DEVICE),) * 2),
         "one state a query": replace(sums, q=sums.q.expand(3, 2, 2, 1, 8)),
         "closed form": replace(sums, features=(sums.features[0]._replace(kinds=None), *sums.features[1:])),
         "contiguous float32 sums": replace(

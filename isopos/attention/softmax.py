@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.attention import flex
 from isopos.attention.problem import (
     DecayPair,
     IsometryPair,
@@ -101,6 +102,9 @@ def softmax_attention(
     CPU), and for several new tokens at positions p ``[t]`` an attn_mask ``slots <= p[:, None]``; not `causal`, which would
     align the last query with the last slot.
 
+    Where kernels of a GPU are asked for (`isopos.ops.gpu`), decays, terms, locality, windows, masks and segments go through
+    PyTorch's flex attention, which keeps no scores; what that does not serve, a warning says.
+
     Returns:
         ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
 
@@ -164,6 +168,8 @@ def _attend(problem: Problem, scale: float) -> Tensor:
     if mask is not None:
         k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
         problem = problem._replace(k=k, v=v)
+    if (out := flex.attended(problem, scale)) is not None:
+        return out
     if problem.window is not None and not problem.terms and locality is None and added is None and _splits(problem):
         return _by_blocks(problem, scale)
     takes_part = _takes_part(problem)

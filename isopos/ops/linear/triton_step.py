@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isopos.feature_maps import FeatureMap
 from isopos.ops import gpu
 from isopos.ops.library import flat
 from isopos.ops.linear.autograd import Backend
-from isopos.ops.linear.cpu import PHI
 from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Features, Sums
+from isopos.ops.linear.triton import Closed
 
 TILE = 2048  # numbers of the sums that a program has at a time
 WIDEST = 1024  # features of a head
@@ -42,7 +41,7 @@ class Side(NamedTuple):
 class Way(NamedTuple):
     """What is known of a side when the kernel is compiled."""
 
-    phi: int
+    phi: str
     kind: str
     reflected: bool
     masked: bool
@@ -57,25 +56,19 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
     """What makes features of x, if the kernel knows it."""
-    phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
-    table, normal, last = None, None, "none"
-    if phi is None or features.kinds is None or features.dtype not in (None, torch.float32):
+    closed = Closed.of(features)
+    if closed is None or not closed.widths <= {x.shape[-1]} or features.dtype not in (None, torch.float32):
         return None
-    for kind, tensor in zip(features.kinds, () if features.map is None else features.map.tensors(), strict=True):
-        if table is not None or (kind == "reflection" and normal is not None):
-            return None
-        pairs = kind in ("rotation", "lift")
-        width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
-        if width != x.shape[-1] or tensor.dtype != (torch.int64 if kind == "gather" else torch.float32):
-            return None
-        if kind == "reflection":
-            normal = flat(tensor)
-        else:
-            last, table = kind, flat(tensor.flatten(-2) if pairs else tensor)
-    mask, own = features.mask, [None if a is None else _strides(a) for a in (table, normal, features.mask)]
-    places = [(0, 0, 0) if a is None else a for a in own]
-    side = Side(flat(x), table, normal, mask if mask is None else mask.view(torch.uint8), _strides(flat(x)), *places)
-    return side, Way(phi, last, normal is not None, mask is not None)
+    table, normal, mask, x = closed.table, closed.normal, features.mask, flat(x)
+    dtypes = (torch.int64 if closed.kind == "gather" else torch.float32, torch.float32)
+    if any(a is not None and a.dtype != dtype for a, dtype in zip((table, normal), dtypes, strict=True)):
+        return None
+    if table is not None:
+        table = flat(table if closed.kind == "gather" else table.flatten(-2))
+    normal = None if normal is None else flat(normal)
+    strides = ((0, 0, 0) if a is None else _strides(a) for a in (x, table, normal, mask))
+    side = Side(x, table, normal, None if mask is None else mask.view(torch.uint8), *strides)
+    return side, Way(closed.phi, closed.kind, normal is not None, mask is not None)
 
 
 class Plan(NamedTuple):
@@ -164,7 +157,11 @@ class Step(Backend):
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or math.prod(leading[:-2]) > 1 or max(width, e) > WIDEST:
             return None, f"a step has one state a query, one axis of samples, and at most {WIDEST} features"
         known = [side for own, x in zip(sums.features, sums.inputs, strict=True) if (side := _side(own, x)) is not None]
-        if len(known) < 3 or known[2][1][:3] != (0, "none", False) or any(x.dtype == torch.float64 for x in sums.inputs):
+        if (
+            len(known) < 3
+            or known[2][1][:3] != ("identity", "none", False)
+            or any(x.dtype == torch.float64 for x in sums.inputs)
+        ):
             return None, "a step makes features in closed form, of float32, bfloat16 or float16"
         sides, ways = zip(*known, strict=True)
         doubled = [2 if way.kind == "lift" else 1 for way in ways]

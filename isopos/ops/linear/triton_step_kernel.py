@@ -5,29 +5,15 @@ It makes the features of the token, adds them to the sums, block by block of fea
 """
 
 from isopos.ops import gpu
+from isopos.ops.linear.triton_tiles import phi
 
 jit, tl = gpu.language()
 
 
 @jit
-def _phi(x, PHI: tl.constexpr):
-    """A feature map, as PHI of `isopos.ops.linear.cpu` counts them; of NaN it is NaN."""
-    x = x.to(tl.float32)
-    if PHI == 1:
-        x = tl.exp(tl.where(x > 0, 0.0, x)) + tl.where(x < 0, 0.0, x)
-    elif PHI == 2:
-        x = tl.where(x < 0, 0.0, x) + 1e-3
-    elif PHI == 3:
-        x = tl.where(x < 0, 0.0, x) * tl.where(x < 0, 0.0, x)
-    elif PHI == 4:
-        x = tl.exp(x)
-    return x
-
-
-@jit
 def _at(x, normal, dot, place, seen, PHI: tl.constexpr, REFLECTED: tl.constexpr):
     """Features at places, after a reflection with <phi(x), normal> = dot; zero where not `seen`."""
-    value = tl.where(seen, _phi(tl.load(x + place, mask=seen, other=0.0), PHI), 0.0)
+    value = tl.where(seen, phi(tl.load(x + place, mask=seen, other=0.0).to(tl.float32), PHI), 0.0)
     if REFLECTED:
         value -= 2 * dot * tl.load(normal + place, mask=seen, other=0.0)
     return value

@@ -16,6 +16,9 @@ from isopos.ops.place import Place
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 LEAST, MOST = 4, 16  # chunks of a group: states before a group are saved for the backward pass
+MANY = (
+    128  # the most elsewhere than on a CPU, for few launches; from there on the carry from chunk to chunk is half the work
+)
 GROUP, WIDE = 1 << 17, 1 << 24  # features of a group, on a CPU and elsewhere: some fifteen buffers of that size are in use
 
 
@@ -51,13 +54,14 @@ class Plan:
             return
         *batch, heads, length, width = x.shape
         whole, chunk = length - length % CHUNK, CHUNK * width
-        size = max(1, (GROUP if x.device.type == "cpu" else WIDE) // chunk)  # in chunks
+        features, most = (GROUP, MOST) if x.device.type == "cpu" else (WIDE, MANY)
+        size = max(1, features // chunk)  # in chunks
         some = max(1, size // min(LEAST, -(-length // CHUNK)))  # heads of all samples
         per_head = -(-heads // -(-heads // min(heads, some)))
         steps = [*(1 for _ in batch[:-1]), min(batch[-1], max(1, some // per_head)), per_head]
         parts = itertools.product(*(_slices(n, step) for n, step in zip((*batch, heads), steps, strict=True)))
         self.places = [Place(part[:-1], part[-1], slice(None)) for part in parts]
-        count = min(MOST, max(LEAST, size // (steps[-1] * steps[-2])))
+        count = min(most, max(LEAST, size // (steps[-1] * steps[-2])))
         self.spans = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, count * CHUNK)]
         self.spans += [Span(whole, length, length - whole)] if whole < length else []
         self.sizes = [span.stop - span.start for span in self.spans]

@@ -1,0 +1,179 @@
+"""Softmax attention through PyTorch's flex attention, which forms scores tile by tile and keeps none of them.
+
+What is added to a score, or says whether a key takes part, is a function of a head, a query and a key that reads tensors as
+long as tokens: log decays, positions, masks, ids of segments, and tables of terms. Gradients reach these, too.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from isopos.attention.problem import Problem
+from isopos.exact import full_precision
+from isopos.ops import gpu
+from isopos.terms import Kernel, Numbers, Term
+
+Pair = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of a sample, a head, a query and a key
+LEAST = 16  # features that its kernels take
+
+
+def attended(problem: Problem, scale: float) -> Tensor | None:
+    """Attention as `isopos.attention.softmax_attention` has it, where flex attention serves; None elsewhere.
+
+    It is asked where a GPU's kernels are asked for (`isopos.ops.gpu`); what it does not know it warns of, once.
+    """
+    if torch.compiler.is_compiling() or gpu.unreadable(problem.q, problem.k, problem.v):
+        return None
+    if why := refuses(problem):
+        warnings.warn(f"softmax_attention: all scores are formed in memory, since flex attention {why}", stacklevel=2)
+        return None
+    with full_precision(problem.q.device):
+        return _run(problem, scale)
+
+
+def refuses(problem: Problem) -> str:
+    """Why flex attention does not serve a problem, in the words that follow its name, or ""."""
+    widths = problem.q.shape[-1], problem.v.shape[-1]
+    if problem.q.dtype == torch.float64:
+        return "computes in float32"
+    if problem.q.is_cuda and min(widths) < LEAST:
+        return f"takes {LEAST} features and more, not {min(widths)}"
+    if problem.state is not None:
+        return "is not made for streams"
+    if len(problem.batch) - (problem.groups > 1) > 2:
+        return "has one axis of samples"
+    if problem.attn_mask is not None or problem.dropout:
+        return "takes no attn_mask of all pairs" if problem.attn_mask is not None else "has no dropout"
+    for term in problem.terms:
+        if term.side == "value":
+            return "adds no terms to values"
+        if isinstance(term, Numbers) or (not isinstance(term, Kernel) and term.bucket(_samples(problem)) is None):
+            return f"computes terms of pairs one by one, and {type(term).__name__} has them all at once"
+    return ""
+
+
+def _run(problem: Problem, scale: float) -> Tensor:
+    groups, (*_, heads), t, s = problem.groups, problem.batch, problem.q.shape[-2], problem.k.shape[-2]
+    q, k, v = problem.rho_q(problem.q), problem.rho_k(problem.k), problem.v
+    keys = problem.batch[1:] if groups > 1 else problem.batch
+    query = _four(_joined(q.expand(*problem.batch, *q.shape[-2:]), groups))
+    key, value = (_four(x.expand(*keys, *x.shape[-2:])) for x in (k, v))
+    score = _score(problem, _added(problem, scale))
+    blocks = None
+    if problem.causal or problem.window is not None:
+        blocks = _blocks(t, s, problem.causal, problem.window, query.device)
+    run = _compiled() if query.is_cuda else flex.flex_attention
+    out = run(query, key, value, score_mod=score, block_mask=blocks, scale=scale, enable_gqa=groups > 1)
+    if groups > 1:
+        return out.unflatten(-3, (heads, groups)).movedim(-3, 0).reshape(*problem.batch, t, v.shape[-1])
+    return out.reshape(*problem.batch, t, v.shape[-1])
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex.flex_attention)
+
+
+def _joined(x: Tensor, groups: int) -> Tensor:
+    """Heads of queries ``[groups *b h . .]`` that share one of keys, next to each other."""
+    return x if groups == 1 else x.movedim(0, -3).flatten(-4, -3)
+
+
+def _four(x: Tensor) -> Tensor:
+    """With an axis of samples."""
+    return x if x.ndim == 4 else x[None]
+
+
+def _samples(problem: Problem) -> int:
+    return problem.batch[-2] if len(problem.batch) - (problem.groups > 1) > 1 else 1
+
+
+@lru_cache(32)
+def _blocks(t: int, s: int, causal: bool, window: int | None, device: torch.device) -> Any:
+    """Which blocks of queries and keys hold pairs that take part, by their indices alone."""
+
+    def takes_part(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        back = i + (s - t) - j
+        part = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
+        return part if window is None else part & (back.abs() < window)
+
+    with torch.inference_mode(False):  # a later backward pass may save them
+        return flex.create_block_mask(takes_part, None, None, t, s, device=device, _compile=device.type == "cuda")
+
+
+def _score(problem: Problem, added: list[Pair]) -> Any:
+    """The score of a pair: what is added to it, and -inf where the key takes no part."""
+    t, s, ids, samples = problem.q.shape[-2], problem.k.shape[-2], problem.segments, _samples(problem)
+    locality = None if problem.locality is None else problem.locality.expand(samples, t, s)
+    mask = None if problem.mask is None else problem.mask.expand(samples, s)
+    of_queries, of_keys = (None, None) if ids is None else (ids[0][..., ids[0].shape[-1] - t :].expand(samples, t), ids[1])
+    of_keys = None if of_keys is None else of_keys.expand(samples, s)
+
+    def score(found: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if locality is not None:
+            found = found * locality[b, i, j]
+        for add in added:
+            found = found + add(b, h, i, j)
+        if mask is not None:
+            found = torch.where(mask[b, j], found, -torch.inf)
+        if of_queries is not None and of_keys is not None:
+            found = torch.where(of_queries[b, i] == of_keys[b, j], found, -torch.inf)
+        return found
+
+    return score
+
+
+def _added(problem: Problem, scale: float) -> list[Pair]:
+    """What is added to a score."""
+    samples, groups, heads = _samples(problem), problem.groups, problem.batch[-1]
+    added: list[Pair] = []
+    if problem.decay is not None:
+        of_q, of_k = (g.expand(samples, heads, -1) for g in problem.decay)
+        causal = problem.causal
+
+        def decay(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            difference = of_q[b, h // groups, i] - of_k[b, h // groups, j]  # float64
+            return (difference if causal else -difference.abs()).to(torch.float32)
+
+        added.append(decay)
+    for term in problem.terms:
+        added.append(_number(problem, term) if term.side == "none" else _product(problem, term, scale))
+    return added
+
+
+def _number(problem: Problem, term: Term) -> Pair:
+    """A number of a table, or of a kernel, that a term adds."""
+    groups, samples, table, one = problem.groups, _samples(problem), term.table, term.heads == 1
+    if isinstance(term, Kernel):
+        distance = term.distance(samples)
+
+        def add(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            own = 0 * h if one else h // groups
+            return term.number(distance(b, i, j), table[own, 0], table[own, 1])
+
+        return add
+    bucket = term.bucket(samples)
+    assert bucket is not None
+    return lambda b, h, i, j: table[0 * h if one else h // groups, bucket(b, i, j)]
+
+
+def _product(problem: Problem, term: Term, scale: float) -> Pair:
+    """The product of a row of a table with the query or the key, of which each has one with every row: ``[b h t n]``."""
+    groups, samples, heads, bucket = problem.groups, _samples(problem), problem.batch[-1], term.bucket(_samples(problem))
+    assert bucket is not None
+    of_query = term.side == "query"
+    x, batch = (problem.q, problem.batch) if of_query else (problem.k, torch.Size((samples, heads)))
+    rows = scale * (x.to(torch.float32) @ term.table.mT.to(torch.float32))
+    rows = rows.expand(*batch, *rows.shape[-2:])
+    rows = _four(_joined(rows, groups if of_query else 1))
+
+    def add(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        index = bucket(b, i, j)
+        return rows[b, h, i, index] if of_query else rows[b, h // groups, j, index]
+
+    return add
