@@ -45,7 +45,7 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own", "values")),
-        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "start")),
+        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "reverse", "start")),
         *((name, View) for name in ("g_q", "g_k")),
         *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),
