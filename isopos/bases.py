@@ -131,7 +131,7 @@ class OddEven(Basis):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         place = torch.arange(self.features, device=device)
-        return Gather((place // 2 + place % 2 * ((self.features + 1) // 2))[None, None], constant=True)
+        return Gather((place // 2 + place % 2 * ((self.features + 1) // 2))[None, None], constant=True, halves=True)
 
 
 class Fourier(Basis):

@@ -26,6 +26,7 @@ from isopos.ops.rotate import (
     rotate,
     transform,
     transform_tokens,
+    turned,
     unlift,
     unpermute,
     unrotate,
@@ -89,6 +90,10 @@ class TokenMap(ABC):
     def adjoint(self, x: Tensor) -> Tensor:
         """The linear map with <rho a, x> = <a, rho* x>, which undoes an isometry: x ``[*b h t d'] -> [*b h t d]``."""
         raise NotImplementedError(f"{type(self).__name__} has no adjoint")
+
+    def at_once(self, x: Tensor) -> Tensor | None:
+        """The map of x of any floating dtype, in that dtype, in one pass of a kernel of a GPU; None where none serves."""
+        return None
 
     @property
     def linear(self) -> bool:
@@ -209,6 +214,8 @@ class TokenMap(ABC):
                 f"x: expected {own[-1]} heads, one a table, got {x.shape[-3]}; softmax_attention and "
                 "linear_attention of isopos share tables among fewer heads of keys"
             )
+        if (out := self.at_once(x)) is not None:
+            return out
         wide = x if x.dtype.itemsize >= 4 else x.float()
         with full_precision(x.device):
             return self.apply(wide).to(x.dtype)
@@ -242,6 +249,9 @@ class Rotation(Isometry):
     def adjoint(self, x: Tensor) -> Tensor:
         return (unlift if self.lifted else unrotate)(*self._wide(x))
 
+    def at_once(self, x: Tensor) -> Tensor | None:
+        return turned(x, self.table, lifted=self.lifted)
+
     def _wide(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x.dtype, self.table.dtype)
         return x.to(dtype), self.table.to(dtype)
@@ -253,10 +263,14 @@ class Rotation(Isometry):
 
 
 class Gather(Isometry):
-    """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for every token alike."""
+    """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for every token alike.
+
+    With ``halves`` it is that of `isopos.bases.OddEven`, which brings pairs (i, i + d/2) to (2i, 2i + 1).
+    """
 
     index: Tensor = axes("*b h t d")
     constant: bool = False
+    halves: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
         return permute(x, self.index)
@@ -386,6 +400,10 @@ class BlockSum(_SideBySide, Isometry):
     widths: tuple[int, ...]
     returned: tuple[int, ...] = ()
 
+    def at_once(self, x: Tensor) -> Tensor | None:
+        partial = len(self.parts) == 2 and isinstance(self.parts[1], Identity)
+        return self.parts[0].at_once(x) if partial else None  # the kernel passes on what comes after
+
 
 class Blocks(_SideBySide):
     """Maps side by side, each on its own slice of the features."""
@@ -407,6 +425,12 @@ class Chain(_Composition, Isometry):
 
     first: Isometry
     second: Isometry
+
+    def at_once(self, x: Tensor) -> Tensor | None:
+        match self.first, self.second:
+            case Gather(halves=True), Rotation(lifted=False) as rotation if self.first.features == rotation.features:
+                return turned(x, rotation.table, halves=True)
+        return None
 
 
 class Composed(_Composition):

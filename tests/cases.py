@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isopos import bases, encodings, generators, schemes
+from isopos import bases, encodings, feature_maps, generators, schemes
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
-from isopos.positions import Group, Line, Product, Ring, Tree, grid
+from isopos.positions import Group, Line, Product, Ring, Tree, grid, sequence
 from isopos.state import State
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -505,3 +505,53 @@ def same_everywhere(actual, expected, leaves, roundings=TOLERANCE):
     for fast, slow in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
         assert fast.isfinite().all()
         close(fast, slow, roundings=roundings)
+
+
+def linear_options(name, b, h, t, d):
+    """Options of linear attention by name: of `LINEAR` or `BOTH_WAYS`, or a scheme."""
+    g = -torch.rand(h, t, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).cumsum(-1) / 10
+    steady = -torch.arange(t, dtype=torch.float64) * torch.linspace(0.01, 1, h, dtype=torch.float64)[:, None]
+    between = torch.cat(((g[:, :-1] + g[:, 1:]) / 2, g[:, -1:] - 0.01), -1)
+    scheme = schemes.REGISTRY[name](d, h).at(sequence(t)) if name in schemes.REGISTRY else {}
+    ids = (torch.arange(t) // 37).expand(b, t)
+    mask = torch.rand(b, t, generator=torch.Generator().manual_seed(3)) > 0.3
+    rope = schemes.REGISTRY["rope"](d).at(sequence(t))
+    own = {
+        "no denominator": {"denominator": None},
+        "encoded": rope | {"denominator": "encoded"},
+        "drawn decay": {"decay": g},
+        "drawn decay, plain": rope | {"decay": g},
+        "steady decay, plain": rope | {"decay": steady},
+        "decays of queries and keys": rope | {"decay": (g - 0.01, g)},
+        "both ways with a decay": rope | {"decay": g, "causal": False},
+        "both ways, masked": rope | {"decay": (between, g), "causal": False, "mask": mask},
+        "both ways, encoded": rope | {"decay": steady, "causal": False, "denominator": "encoded"},
+        "both ways, packed": {"segment_ids": ids, "decay": steady, "causal": False, "denominator": None},
+        "packed": rope | {"segment_ids": ids},
+        "masked": rope | {"mask": mask},
+        "masked decay, encoded": rope | {"mask": mask, "decay": steady, "denominator": "encoded"},
+        "favor": {"feature_map": feature_maps.Favor(d, 48), "denominator": "plain"},
+        "identity": rope | {"feature_map": None, "denominator": None},
+        **{phi: rope | {"feature_map": feature_maps.FEATURE_MAPS[phi]} for phi in ("relu", "relu2", "exp")},
+    }
+    return {"feature_map": feature_maps.FEATURE_MAPS["elu+1"], "causal": True} | own.get(name, scheme)
+
+
+LINEAR = """
+no denominator; encoded; drawn decay; drawn decay, plain; steady decay, plain; decays of queries and keys
+both ways with a decay; packed; masked; masked decay, encoded; favor; identity; relu; relu2; exp
+permuteformer; lrpe-unitary; lrpe-orthogonal; lrpe-permutation; retnet; cosformer
+"""
+LINEAR = [name for line in LINEAR.strip().splitlines() for name in line.split("; ")]
+BOTH_WAYS = ["both ways, masked", "both ways, encoded", "both ways, packed"]
+
+
+def with_gradients(inputs, dtype, given, grad, attend=linear_attention):
+    """Linear attention in a dtype, and gradients of inputs and decays from that of the output."""
+    inputs, decay = [x.to(dtype).requires_grad_() for x in inputs], given.get("decay")
+    several = decay if isinstance(decay, tuple) else () if decay is None else (decay,)
+    learned = [g.detach().clone().requires_grad_() for g in several]
+    if learned:
+        given = given | {"decay": tuple(learned) if isinstance(decay, tuple) else learned[0]}
+    out = attend(*inputs, **given)
+    return [out.detach(), *torch.autograd.grad(out, [*inputs, *learned], grad.to(dtype))]

@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SCHEMES, inputs_of, ordered
+from cases import BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_gradients
+from cases import linear_options as options
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isopos import positions, schemes
 from isopos.attention import explain, linear_attention
-from isopos.feature_maps import FEATURE_MAPS, Favor
+from isopos.feature_maps import FEATURE_MAPS
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import library
 from isopos.ops.linear import Clamped, cpu
@@ -38,75 +39,8 @@ SHAPES = [
 ]
 
 
-def options(name, b, h, t, d):
-    g = -torch.rand(h, t, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).cumsum(-1) / 10
-    steady = -torch.arange(t, dtype=torch.float64) * torch.linspace(0.01, 1, h, dtype=torch.float64)[:, None]
-    between = torch.cat(((g[:, :-1] + g[:, 1:]) / 2, g[:, -1:] - 0.01), -1)
-    scheme = schemes.REGISTRY[name](d, h).at(positions.sequence(t)) if name in schemes.REGISTRY else {}
-    ids = (torch.arange(t) // 37).expand(b, t)
-    mask = torch.rand(b, t, generator=torch.Generator().manual_seed(3)) > 0.3
-    rope = schemes.REGISTRY["rope"](d).at(positions.sequence(t))
-    own = {
-        "no denominator": {"denominator": None},
-        "encoded": rope | {"denominator": "encoded"},
-        "drawn decay": {"decay": g},
-        "drawn decay, plain": rope | {"decay": g},
-        "steady decay, plain": rope | {"decay": steady},
-        "decays of queries and keys": rope | {"decay": (g - 0.01, g)},
-        "both ways with a decay": rope | {"decay": g, "causal": False},
-        "both ways, masked": rope | {"decay": (between, g), "causal": False, "mask": mask},
-        "both ways, encoded": rope | {"decay": steady, "causal": False, "denominator": "encoded"},
-        "both ways, packed": {"segment_ids": ids, "decay": steady, "causal": False, "denominator": None},
-        "packed": rope | {"segment_ids": ids},
-        "masked": rope | {"mask": mask},
-        "masked decay, encoded": rope | {"mask": mask, "decay": steady, "denominator": "encoded"},
-        "favor": {"feature_map": Favor(d, 48), "denominator": "plain"},
-        "identity": rope | {"feature_map": None, "denominator": None},
-        **{phi: rope | {"feature_map": FEATURE_MAPS[phi]} for phi in ("relu", "relu2", "exp")},
-    }
-    return {"feature_map": FEATURE_MAPS["elu+1"], "causal": True} | own.get(name, scheme)
-
-
-NAMES = [
-    "no denominator",
-    "encoded",
-    "drawn decay",
-    "drawn decay, plain",
-    "steady decay, plain",
-    "decays of queries and keys",
-]
-NAMES += [
-    "both ways with a decay",
-    "both ways, masked",
-    "both ways, encoded",
-    "both ways, packed",
-    "packed",
-    "masked",
-    "masked decay, encoded",
-    "favor",
-    "identity",
-    "relu",
-    "relu2",
-    "exp",
-]
-NAMES += ["permuteformer", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "retnet", "cosformer"]
-
-
-def run(inputs, dtype, given, grad):
-    inputs = [x.to(dtype).requires_grad_() for x in inputs]
-    decay = given.get("decay")
-    learned = (
-        []
-        if decay is None
-        else [g.detach().clone().requires_grad_() for g in (decay if isinstance(decay, tuple) else (decay,))]
-    )
-    given = given | ({} if decay is None else {"decay": tuple(learned) if isinstance(decay, tuple) else learned[0]})
-    out = linear_attention(*inputs, **given)
-    return [out.detach(), *torch.autograd.grad(out, [*inputs, *learned], grad.to(dtype))]
-
-
 @NEEDED
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LINEAR + BOTH_WAYS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
     b, h, t, d, e = shape
@@ -120,10 +54,10 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
     forward = cpu.Pass.forward
     monkeypatch.setattr(cpu.Pass, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw))
     with torch.random.fork_rng():
-        ours = run(inputs, torch.float32, given, grad)
+        ours = with_gradients(inputs, torch.float32, given, grad)
     assert calls
     monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
-    other, exact = run(inputs, torch.float32, given, grad), run(inputs, torch.float64, given, grad)
+    other, exact = with_gradients(inputs, torch.float32, given, grad), with_gradients(inputs, torch.float64, given, grad)
     for a, b_, c in zip(ours, other, exact, strict=True):
         largest = c.abs().max().clamp_min(exact[0].abs().max())  # a decay of queries divides out
         error, usual = ((x.double() - c).abs().max() / largest for x in (a, b_))
@@ -146,9 +80,7 @@ def test_every_scheme_agrees(monkeypatch, case):
 @NEEDED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [32, 20])
-@pytest.mark.parametrize(
-    "name", ["no denominator", "masked decay, encoded", "drawn decay, plain", *NAMES[-6:], "both ways with a decay"]
-)
+@pytest.mark.parametrize("name", ["no denominator", "masked decay, encoded", "drawn decay, plain", *LINEAR[-6:], *BOTH_WAYS])
 def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
@@ -156,10 +88,10 @@ def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
         [torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37)],
         torch.randn(2, 3, 131, 37),
     )
-    assert str(explain(*inputs, **given)) == "cpu serves"
-    exact = run(inputs, torch.float64, given, grad.to(dtype))
+    assert explain(*inputs, **given).backend == "cpu"
+    exact = with_gradients(inputs, torch.float64, given, grad.to(dtype))
     monkeypatch.setattr(Operand, "read", None)
-    for x, y in zip(run(inputs, dtype, given, grad), exact, strict=True):
+    for x, y in zip(with_gradients(inputs, dtype, given, grad), exact, strict=True):
         assert x.dtype in (dtype, torch.float64)
         assert (x.double() - y).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max().clamp_min(exact[0].abs().max())
 
@@ -200,9 +132,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 
 
 @NEEDED
-@pytest.mark.parametrize(
-    "name", ["no denominator", "masked decay, encoded", "drawn decay, plain", "lrpe-unitary", "retnet", *NAMES[6:10]]
-)
+@pytest.mark.parametrize("name", ["no denominator", "masked decay, encoded", "drawn decay, plain", "retnet", *BOTH_WAYS])
 def test_threads_share_the_tokens_of_few_heads(name):
     """Whoever computes what, the results are those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
@@ -212,10 +142,10 @@ def test_threads_share_the_tokens_of_few_heads(name):
     try:
         for threads in (1, 3, 4, 16):
             torch.set_num_threads(threads)
-            found.append(run(inputs, torch.float32, given, grad))
+            found.append(with_gradients(inputs, torch.float32, given, grad))
     finally:
         torch.set_num_threads(before)
-    for one, *others, exact in zip(*found, run(inputs, torch.float64, given, grad), strict=True):
+    for one, *others, exact in zip(*found, with_gradients(inputs, torch.float64, given, grad), strict=True):
         usual, size = (one.double() - exact).abs().max(), exact.abs().max()
         for other in others:
             assert (other.double() - exact).abs().max() <= 3 * usual + 3e-6 * size
@@ -339,8 +269,8 @@ def test_inputs_may_be_views(layout):
     }[layout]
     q, k, v, grad = (make() for _ in range(4))
     given = options("steady decay, plain", 2, 3, 100, 16)
-    strided = run((q, k, v), torch.float32, given, grad)
-    whole = run([x.contiguous() for x in (q, k, v)], torch.float32, given, grad.contiguous())
+    strided = with_gradients((q, k, v), torch.float32, given, grad)
+    whole = with_gradients([x.contiguous() for x in (q, k, v)], torch.float32, given, grad.contiguous())
     for a, b in zip(strided, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -356,7 +286,7 @@ def test_threads_change_nothing():
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(run(inputs, torch.float32, given, grad))
+            found.append(with_gradients(inputs, torch.float32, given, grad))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -395,7 +325,9 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
 def test_widths_of_all_kinds(name, d, denominator):
     given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
     inputs, grad = torch.randn(3, 1, 2, 70, d), torch.randn(1, 2, 70, d)
-    for ours, exact in zip(*(run(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64)), strict=True):
+    for ours, exact in zip(
+        *(with_gradients(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64)), strict=True
+    ):
         torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
 
 
@@ -419,12 +351,12 @@ def test_threads_with_small_stacks():
     inputs, grad, given = torch.randn(3, 1, 2, 150, 128), torch.randn(1, 2, 150, 128), options("rope", 1, 2, 150, 128)
     found, before = [], threading.stack_size(256 * 1024)
     try:
-        worker = threading.Thread(target=lambda: found.append(run(inputs, torch.float32, given, grad)))
+        worker = threading.Thread(target=lambda: found.append(with_gradients(inputs, torch.float32, given, grad)))
         worker.start()
         worker.join()
     finally:
         threading.stack_size(before)
-    for a, b in zip(found[0], run(inputs, torch.float32, given, grad), strict=True):
+    for a, b in zip(found[0], with_gradients(inputs, torch.float32, given, grad), strict=True):
         assert torch.equal(a, b)
 
 
@@ -463,12 +395,12 @@ def test_the_default_dtype_changes_nothing(monkeypatch):
     monkeypatch.setattr(library, "PAST", 0)
     q, k, v = torch.randn(3, 1, 2, 70, 16)
     given = options("drawn decay, plain", 1, 2, 70, 16)
-    expected = run((q, k, v), torch.float32, given, v)
+    expected = with_gradients((q, k, v), torch.float32, given, v)
     table = torch.randn(70, 8, 2)
     rotated = rotate(q, table)
     torch.set_default_dtype(torch.float64)
     try:
-        for a, b in zip(run((q, k, v), torch.float32, given, v), expected, strict=True):
+        for a, b in zip(with_gradients((q, k, v), torch.float32, given, v), expected, strict=True):
             assert torch.equal(a, b)
         assert torch.equal(rotate(q, table), rotated)
         with torch.no_grad():
@@ -488,7 +420,7 @@ def test_lazily_negated_numbers():
     inputs, grad = torch.randn(3, 1, 2, 70, 16), torch.randn(1, 2, 70, 16)
     given = options("drawn decay", 1, 2, 70, 16)
     other = given | {"decay": torch._neg_view(-given["decay"])}
-    one = run(inputs, torch.float32, given, grad)[:4]
+    one = with_gradients(inputs, torch.float32, given, grad)[:4]
     with torch.no_grad():
         negated = [torch._neg_view(-x) for x in inputs]
     leaves = [x.requires_grad_() for x in negated]
@@ -625,8 +557,8 @@ def test_large_results_are_written_past_the_caches(bad):
     if bad:
         inputs[2, 0, 1, 4100, 3] = torch.nan
     given = options("no denominator", 1, 4, 4160, 64)
-    small = run([x[:, 1:2] for x in inputs], torch.float32, given, grad[:, 1:2])
+    small = with_gradients([x[:, 1:2] for x in inputs], torch.float32, given, grad[:, 1:2])
     for _ in range(3):
-        for a, b in zip(run(list(inputs), torch.float32, given, grad), small, strict=True):
+        for a, b in zip(with_gradients(list(inputs), torch.float32, given, grad), small, strict=True):
             torch.testing.assert_close(a[:, 1:2], b, rtol=1e-4, atol=1e-3, equal_nan=True)
             assert a[:, 1, :4000].isfinite().all()

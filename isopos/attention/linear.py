@@ -156,6 +156,7 @@ def explain(
         >>> from isopos.feature_maps import FEATURE_MAPS
         >>> print(explain(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True))
         chunks serves
+        triton does not: it runs on CUDA devices, not on cpu
         cpu does not: it sums up float32, not torch.float64
     """
     problem = segmented(check_linear(q, k, v, options, streams=return_state))

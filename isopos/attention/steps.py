@@ -9,6 +9,7 @@ from torch import Tensor
 from isopos.attention.linear import linear_attention, sums_of
 from isopos.attention.problem import check_linear
 from isopos.attention.softmax import softmax_attention
+from isopos.ops.linear import triton_step
 from isopos.ops.linear.prepared import Prepared
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State, expect_state
@@ -23,8 +24,9 @@ class Steps:
 
     A call is ``linear_attention(q, k, v, **scheme.at([[length]], state=state), causal=True, return_state=True)``, or
     `softmax_attention`, without its checks: they are made once, tables of 64 tokens at once, and sums are written over in
-    place. That is so for float32 on a CPU with what its kernel serves (`isopos.attention.explain`), without gradients;
-    other tokens, and those laid out otherwise than the one before, go the long way, to the same numbers.
+    place. That is so for float32 on a CPU with what its kernel serves (`isopos.attention.explain`), and on a CUDA device
+    where Triton's kernel is asked for (`isopos.ops.gpu`), without gradients; other tokens, and those laid out otherwise than
+    the one before, go the long way, to the same numbers.
 
     What the scheme learns is taken to stay as it is. `Attention` and `Block` take steps for `at`, and `Decoder.steps` are
     those of a whole model.
@@ -69,7 +71,7 @@ class Steps:
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
         self._ahead = _Ahead(scheme) if beside is None else beside._ahead
         self._learns = any(parameter.requires_grad for parameter in scheme.parameters())
-        self._prepared: Prepared | None = None
+        self._prepared: Prepared | triton_step.Prepared | None = None
         self._served = True  # until the kernel refuses a step
         self._rows = range(0)  # positions whose tables are prepared
         self._decay: Tensor | None = None  # log decays there and at the one before, [*b h 1+n]
@@ -122,15 +124,15 @@ class Steps:
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
         if all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
-            self._prepared, self._problem = Prepared.of(step), problem
+            self._prepared, self._problem = Prepared.of(step) or triton_step.Prepared.of(step), problem
             self._rows = range(self.length, self.length)
             self._decay = None if problem.before is None else problem.before[..., None]
         self._served = self._prepared is not None
 
-    def _look_ahead(self, prepared: Prepared) -> None:
+    def _look_ahead(self, prepared: Prepared | triton_step.Prepared) -> None:
         """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
         self._state.stamped(self.scheme.fingerprint, None)
-        self._rows, at = self._ahead(self.length)
+        self._rows, at = self._ahead(self.length, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
         rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)
         features = sums_of(self._problem._replace(rho_q=rho_q, rho_k=rho_k)).features
@@ -145,14 +147,14 @@ class _Ahead:
     """A scheme at the next positions, for all layers that share it."""
 
     def __init__(self, scheme: Scheme):
-        self.scheme, self.rows, self.at = scheme, range(0), Arguments()
+        self.scheme, self.rows, self.at, self.device = scheme, range(0), Arguments(), torch.device("cpu")
 
-    def __call__(self, length: int) -> tuple[range, Arguments]:
+    def __call__(self, length: int, device: torch.device) -> tuple[range, Arguments]:
         """Positions from `length` on, and the scheme there."""
-        if self.rows.start != length or not self.rows:
+        if self.rows.start != length or not self.rows or self.device != device:
             most = self.scheme.max_length
             count = AHEAD if most is None else min(AHEAD, max(1, most - length))
-            self.rows = range(length, length + count)
+            self.rows, self.device = range(length, length + count), device
             with torch.no_grad():
-                self.at = self.scheme.at(torch.arange(length, length + count, device="cpu")[:, None])
+                self.at = self.scheme.at(torch.arange(length, length + count, device=device)[:, None])
         return self.rows, self.at

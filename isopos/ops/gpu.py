@@ -3,6 +3,8 @@
 import os
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,3 +38,16 @@ def unreadable(*tensors: Tensor) -> str:
     if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     return _absent()
+
+
+def language() -> tuple[Any, Any]:
+    """`triton.jit` and `triton.language`, for modules of kernels.
+
+    Where Triton is not installed such a module can be imported all the same, for the sake of who reads every module.
+    """
+    if _absent():
+        return (lambda function: function), SimpleNamespace(constexpr=object)
+    import triton
+    import triton.language
+
+    return triton.jit, triton.language

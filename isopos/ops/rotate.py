@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isopos.exact import wide
-from isopos.ops import library
+from isopos.ops import gpu, library
 
 BLOCK = 1 << 14  # tokens whose angles are formed at a time
 
@@ -55,8 +55,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """`rotate_naive` as one complex product: pairs and table are viewed as complex, nothing but the result is made."""
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
-    if _large(x, table, lifted=False, adjoint=False):
-        return _Compiled.apply(x, table, False, False)
+    if (out := _compiled(x, table, lifted=False, adjoint=False)) is not None:
+        return out
     return torch.view_as_real(_complex(x.unflatten(-1, (-1, 2))) * _complex(table)).flatten(-2)
 
 
@@ -70,27 +70,105 @@ def _complex(pairs: Tensor) -> Tensor:
 
 def unrotate(x: Tensor, table: Tensor) -> Tensor:
     """The inverse of `rotate`, which is its adjoint."""
-    if _large(x, table, lifted=False, adjoint=True):
-        return _Compiled.apply(x, table, False, True)
+    if (out := _compiled(x, table, lifted=False, adjoint=True)) is not None:
+        return out
     cos, sin = table.unbind(-1)
     return rotate(x, torch.stack((cos, -sin), -1))
 
 
 def lift(x: Tensor, table: Tensor) -> Tensor:
     """x ``[*b h t d]`` -> (x cos, x sin) ``[*b h t 2d]``: complex numbers x e^{i angle} as real features (LRPE, Eq. 22)."""
-    if _large(x, table, lifted=True, adjoint=False):
-        return _Compiled.apply(x, table, True, False)
+    if (out := _compiled(x, table, lifted=True, adjoint=False)) is not None:
+        return out
     cos, sin = table.unbind(-1)
     return torch.cat((x * cos, x * sin), -1)
 
 
 def unlift(x: Tensor, table: Tensor) -> Tensor:
     """The adjoint of `lift`: (a, b) ``[*b h t 2d]`` -> a cos + b sin ``[*b h t d]``, which undoes it."""
-    if _large(x, table, lifted=True, adjoint=True):
-        return _Compiled.apply(x, table, True, True)
+    if (out := _compiled(x, table, lifted=True, adjoint=True)) is not None:
+        return out
     cos, sin = table.unbind(-1)
     first, second = x.chunk(2, -1)
     return first * cos + second * sin
+
+
+def rotate_(x: Tensor, table: Tensor, *, adjoint: bool = False) -> Tensor:
+    """`rotate`, or with ``adjoint`` `unrotate`, written over x, which is returned. On a GPU nothing else is made.
+
+    Raises:
+        ValueError: Where the table needs a gradient, for which x would have to stay.
+    """
+    if torch.is_grad_enabled() and table.requires_grad:
+        raise ValueError("table: expected one without a gradient, since x is written over, got one that learns; use rotate")
+    overlaps = any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True))
+    if x.stride(-1) == 1 and not overlaps and (kernel := _kernel(x, table)) is not None:
+        how = {"lifted": False, "adjoint": adjoint, "halves": False}
+        return _Turned.apply(x, table, kernel, how, True)  # pyright: ignore[reportReturnType]
+    return x.copy_((unrotate if adjoint else rotate)(x, table))
+
+
+def turned(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False, halves: bool = False) -> Tensor | None:
+    """One of the four maps of x, of any floating dtype but float64, in one pass of a GPU's kernel; None where none serves.
+
+    Arithmetic is float32 and the result has the dtype of x. Features after those of the table's pairs pass unchanged. With
+    `halves` pairs come from (i, i + f), from where `half_to_interleaved` brings them.
+    """
+    kernel = _kernel(x, table, lifted=lifted, adjoint=adjoint)
+    how = {"lifted": lifted, "adjoint": adjoint, "halves": halves}
+    return None if kernel is None else _Turned.apply(x, table, kernel, how, False)  # pyright: ignore[reportReturnType]
+
+
+def _kernel(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False) -> Any:
+    """`triton_rotate`, where it serves these."""
+    if torch.compiler.is_compiling() or gpu.unreadable(x, table):
+        return None
+    from isopos.ops import triton_rotate
+
+    return None if triton_rotate.refuses(x, table, lifted=lifted, adjoint=adjoint) else triton_rotate
+
+
+class _Turned(torch.autograd.Function):
+    """`triton_rotate.rotate`, with the gradient of the table, and in the backward pass its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, kernel: Any, how: dict[str, bool], in_place: bool) -> Tensor:
+        ctx.save_for_backward(table, x if ctx.needs_input_grad[1] else None)
+        ctx.kernel, ctx.how = kernel, how
+        if in_place:
+            ctx.mark_dirty(x)
+        return kernel.rotate(x, table, **how, in_place=in_place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (table, x), (grad,), how, wanted = ctx.saved_tensors, grads, ctx.how, ctx.needs_input_grad[:2]
+        if x is None:
+            how = {**how, "adjoint": not how["adjoint"]}
+            out = turned(grad, table, **how)
+            found = [_defined(grad, table, **how) if out is None else out, None]
+        elif torch.is_grad_enabled() or gpu.unreadable(x, table, grad):  # for another derivative; or others unpacked these
+            with torch.enable_grad():
+                out, leaves = _defined(x, table, **how), [a for a, want in zip((x, table), wanted, strict=True) if want]
+            own = iter(torch.autograd.grad(out, leaves, grad, create_graph=torch.is_grad_enabled()))
+            found = [next(own) if want else None for want in wanted]
+        else:
+            found = ctx.kernel.pulled(x, table, grad, **how, of_x=wanted[0])
+        return *found, None, None, None
+
+
+def _defined(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool, halves: bool) -> Tensor:
+    """What `turned` computes, by PyTorch's operations alone."""
+    wide, width = x.to(torch.promote_types(x.dtype, table.dtype)), x.shape[-1] if lifted else 2 * table.shape[-2]
+    own, index = wide[..., :width], half_to_interleaved(width, device=x.device) if halves else None
+    own = own if index is None or adjoint else own[..., index]
+    cos, sin = table.to(wide.dtype).unbind(-1)
+    if lifted:
+        first, second = own.chunk(2, -1) if adjoint else (own, own)
+        own = first * cos + second * sin if adjoint else torch.cat((first * cos, second * sin), -1)
+    else:
+        own = rotate_naive(own, torch.stack((cos, -sin if adjoint else sin), -1))
+    own = own if index is None or not adjoint else own[..., index.argsort()]
+    return torch.cat((own, wide[..., width:]), -1).to(x.dtype)
 
 
 class _Compiled(torch.autograd.Function):
@@ -107,10 +185,13 @@ class _Compiled(torch.autograd.Function):
         return _ROTATIONS[ctx.lifted, not ctx.adjoint](grads[0], *ctx.saved_tensors), None, None, None
 
 
-def _large(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
-    """Whether `_Compiled` serves these and is faster: where the result is larger than a cache."""
-    eager = not torch.compiler.is_compiling() and not table.requires_grad
-    return eager and library.rotates(x, table, lifted=lifted, adjoint=adjoint)
+def _compiled(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> Tensor | None:
+    """One of the four maps by compiled code, where it serves and is faster: on a CPU where the result exceeds a cache."""
+    if torch.compiler.is_compiling() or x.dtype != table.dtype:
+        return None
+    if not table.requires_grad and library.rotates(x, table, lifted=lifted, adjoint=adjoint):
+        return _Compiled.apply(x, table, lifted, adjoint)  # pyright: ignore[reportReturnType]
+    return turned(x, table, lifted=lifted, adjoint=adjoint)
 
 
 _ROTATIONS = {(False, False): rotate, (False, True): unrotate, (True, False): lift, (True, True): unlift}

@@ -29,12 +29,13 @@ from isopos.ops.linear.features import Stream, Sums
 from isopos.ops.linear.graph import GRAPH
 from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
+from isopos.ops.linear.triton_step import STEP
 from isopos.ops.linear.window import windowed
 
 __all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear"]
 __all__ += ["windowed"]
 
-BACKENDS: tuple[Backend, ...] = (*KERNELS, GRAPH)
+BACKENDS: tuple[Backend, ...] = (*KERNELS, STEP, GRAPH)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def explain(sums: Sums) -> Explanation:
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
         >>> print(explain(Sums(q, k, v, ALL_READY)))
         chunks serves
+        triton does not: it runs on CUDA devices, not on cpu
         cpu does not: it sums up float32, not torch.float64
     """
     sums, refusals = sums.lifted(), {}

@@ -3,5 +3,6 @@
 from isopos.ops.linear.autograd import Kernel
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.cpu import CPU
+from isopos.ops.linear.triton import TRITON
 
-KERNELS: tuple[Kernel, ...] = (CPU, CHUNKS)
+KERNELS: tuple[Kernel, ...] = (TRITON, CPU, CHUNKS)

@@ -1,0 +1,382 @@
+"""Linear attention by Triton's kernels, on CUDA devices: features, positions, decay, sums and division in one go.
+
+Nothing is in memory but inputs, outputs, and a state a segment: as many segments as fill the device. Features are made again
+in each walk. Accuracy: features of bfloat16 inputs are rounded to bfloat16 again after phi and positions, as are weights and
+states where they are multiplied; float16 goes through TF32, of as many digits; float32 through three products of TF32, to
+some 1e-6.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
+from isopos.ops import gpu
+from isopos.ops.linear.autograd import Kernel, refusal
+from isopos.ops.linear.division import count
+from isopos.ops.linear.features import Features, Sums
+from isopos.ops.linear.triton_tiles import Grads, Inputs, Rows, Shape, Values
+
+PHI = (identity, elu1, relu, relu2, exp)
+WIDEST = 256  # features, and values
+LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
+REFLECTED = 1 << 14  # numbers of a state whose features no block divides
+TILE = 16  # the least side of a product of matrices
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Closed(NamedTuple):
+    """Features as the kernels make them: phi, a reflection, then a table."""
+
+    phi: str
+    kind: str  # of the table
+    table: Tensor | None
+    normal: Tensor | None
+
+    @classmethod
+    def of(cls, features: Features) -> "Closed | None":
+        """What makes these features, if the kernels know it."""
+        kinds, table, normal, kind = features.kinds, None, None, "none"
+        if kinds is None or not isinstance(features.phi, FeatureMap) or features.phi not in PHI:
+            return None
+        for own, tensor in zip(kinds, () if features.map is None else features.map.tensors(), strict=True):
+            if table is not None or (own == "reflection" and normal is not None):
+                return None
+            if own == "reflection":
+                normal = tensor
+            else:
+                kind, table = own, tensor
+        return cls(features.phi.name, kind, table, normal)
+
+    @property
+    def doubled(self) -> int:
+        """How many features it makes of one."""
+        return 2 if self.kind == "lift" else 1
+
+    @property
+    def widths(self) -> set[int]:
+        """How many numbers of x its tensors take."""
+        found = set() if self.normal is None else {self.normal.shape[-1]}
+        if self.table is not None:
+            doubled = 2 if self.kind == "rotation" else 1
+            found.add(self.table.shape[-1] if self.kind == "gather" else doubled * self.table.shape[-2])
+        return found
+
+
+class Config(NamedTuple):
+    """How a problem is cut into tiles.
+
+    Attributes:
+        chunk: Tokens whose weights are formed.
+        features: Of a program of `gradients` and `states`.
+        values: Of a program of `outputs` and `states`.
+        warps: Of a program.
+        stages: Chunks whose loads are under way.
+    """
+
+    chunk: int
+    features: int
+    values: int
+    warps: int
+    stages: int
+
+
+def config(features: int, values: int, precision: str, *, whole: bool = False) -> Config:
+    """What fits into registers and shared memory of sm_80 and later; features and values are powers of two.
+
+    A reflection needs the whole row of features, whatever that spills.
+    """
+    most = 1 << 13  # numbers of a state
+    parts = max(TILE, min(values, most // features))
+    return Config(64, features if whole else max(TILE, min(features, most // values)), parts, 8, 2)
+
+
+class Way(NamedTuple):
+    """A walk: back or not, and whether a token leaves itself out, as one of two ways does."""
+
+    reverse: bool
+    strict: bool
+
+    @property
+    def back(self) -> "Way":
+        """Of keys that gather what queries leave, or the other way round."""
+        return Way(not self.reverse, self.strict)
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """As kernels take it."""
+        return {"REVERSE": self.reverse, "STRICT": self.strict}
+
+
+def _tile(n: int) -> int:
+    """The power of two that holds so many."""
+    return max(TILE, 1 << (n - 1).bit_length())
+
+
+def _rows(x: Tensor, leading: torch.Size) -> Rows:
+    """x ``[*b h t .]`` or broadcastable to it, in strides."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    x = x.expand(*leading, *x.shape[-2:])
+    x = x.flatten(0, len(leading) - 3) if len(leading) > 3 else x[(None,) * (3 - len(leading))]
+    outer, inner, head, token, _ = x.stride()
+    return Rows(x, outer, inner, head, token if x.shape[-2] > 1 else 0)
+
+
+def _kernels() -> Any:
+    from isopos.ops.linear import triton_kernels
+
+    return triton_kernels
+
+
+@cache
+def _busy(device: torch.device) -> int:
+    """Programs that fill a device."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
+
+
+def _precision(*inputs: Tensor) -> str:
+    """How matrices are multiplied."""
+    if gpu.interpreted():
+        return "ieee"
+    dtypes = {x.dtype for x in inputs}
+    return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtypes.pop(), "tf32x3") if len(dtypes) == 1 else "tf32x3"
+
+
+class Call:
+    """The kernels' arguments for one problem; of queries (0) and keys (1), either may gather what the other leaves."""
+
+    def __init__(self, sums: Sums, closed: Sequence[Closed]):
+        self.sums, self.leading, self.closed = sums, sums.q.shape[:-2], closed
+        self.ways = (Way(False, False),) if sums.causal else (Way(False, False), Way(True, True))
+        self.own = "none" if sums.denominator is None else "plain" if sums.features[0].own else "encoded"
+        self.divide, self.precision = sums.denominator == "divide", _precision(*sums.inputs)
+        length, width, values, doubled = *sums.q.shape[-2:], sums.v.shape[-1], closed[0].doubled
+        self.x, self.d, self.e = _tile(width), _tile(width) * doubled, _tile(values)
+        whole = any(own.normal is not None for own in closed)
+        self.config = config(self.d, self.e, self.precision, whole=whole)
+        self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
+        chunks, heads = -(-length // self.config.chunk), self.leading.numel()
+        each = -(-chunks // max(1, min(-(-_busy(sums.q.device) // heads), chunks // LEAST)))
+        own = {"none": 0, "plain": width, "encoded": width * doubled}[self.own]
+        inner = self.leading[-2] if len(self.leading) > 1 else 1
+        axes, segments = (inner, self.leading[-1]), (each, -(-chunks // each))
+        self.shape = Shape(length, width, width * doubled, values, own, *axes, *segments, 1)
+        self.borders = self.rows(sums.g[1][..., None]) if sums.g is not None else None
+
+    def rows(self, x: Tensor) -> Rows:
+        """A tensor ``[*b h t .]`` or broadcastable to it."""
+        return _rows(x, self.leading)
+
+    def optional(self, x: Tensor | None) -> Rows | None:
+        """The same of what may be absent."""
+        return None if x is None else self.rows(x)
+
+    def inputs(self, n: int, less: Tensor | None = None) -> Inputs:
+        """What makes features."""
+        closed, mask, g = self.closed[n], self.sums.features[n].mask, self.sums.g
+        table = closed.table.flatten(-2) if closed.table is not None and closed.kind != "gather" else closed.table
+        more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
+        return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, less)))
+
+    def values(self) -> Values:
+        """v."""
+        mask = self.sums.features[2].mask
+        return Values(self.rows(self.sums.v), None, None if mask is None else self.rows(mask.view(torch.uint8)))
+
+    def constants(self, n: int, features: int, values: int) -> dict[str, Any]:
+        """Of readers' or feeders' features, in tiles."""
+        own = {"C": self.config.chunk, "X": features // self.closed[n].doubled, "D": features, "E": values}
+        own |= {"PHI": self.closed[n].phi, "KIND": self.closed[n].kind, "PRECISION": self.precision}
+        return own | {"num_warps": self.config.warps, "num_stages": self.config.stages}
+
+    def of_both(self, n: int, features: int, values: int) -> dict[str, Any]:
+        """The same with those of feeders."""
+        others = {"PHI_OF_FEEDERS": self.closed[1 - n].phi, "KIND_OF_FEEDERS": self.closed[1 - n].kind}
+        return self.constants(n, features, values) | others
+
+    def launch(self, kernel: Any, blocks: int, *given: Any, segments: int | None = None, **constants: Any) -> None:
+        """Run a kernel for all heads and segments."""
+        shape = self.shape._replace(blocks=blocks, segments=segments or self.shape.segments)
+        kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
+
+    def befores(self, n: int, less: Tensor | None, values: Values, way: Way) -> Tensor | None:
+        """What they leave before each segment; None where there is one segment only."""
+        kernels, shape, heads = _kernels(), self.shape, self.leading.numel()
+        if shape.segments == 1:
+            return None
+        size = shape.features * shape.columns + shape.own
+        out = self.sums.q.new_empty(heads, shape.segments, size, dtype=torch.float32)
+        constants = self.constants(n, self.config.features, self.config.values) | way.constants
+        given = self.inputs(n, less), values, self.borders, out
+        self.launch(kernels.states, self.blocks * self.parts, *given, DENOMINATOR=self.own, **constants)
+        number = min(1024, _tile(size))
+        decay = {"DECAY": self.borders is not None, **way.constants}
+        kernels.scan[heads, -(-size // number)](out, self.borders, shape, SIZE=number, C=self.config.chunk, **decay)
+        return out
+
+    def outputs(
+        self, n: int, values: Values, befores: Tensor | None, out: Tensor, denominators: Tensor | None, way: Way
+    ) -> None:
+        """Write what they gather of the others, and denominators; divide at the last."""
+        own = {"DENOMINATOR": "none", "DIVIDE": False} if denominators is None else {"DENOMINATOR": self.own}
+        own = {"DIVIDE": self.divide and way is self.ways[-1]} | own | way.constants | {"ADD": way.strict}
+        given = (
+            self.inputs(n),
+            self.inputs(1 - n),
+            values,
+            self.borders,
+            befores,
+            self.rows(out),
+            self.optional(denominators),
+        )
+        self.launch(_kernels().outputs, self.parts, *given, **own, **self.of_both(n, self.d, self.config.values))
+
+    def gradients(
+        self, n: int, less: Tensor | None, pair: Sequence[Values], befores: Tensor | None, grads: Grads, way: Way
+    ) -> None:
+        """Write their gradients; `pair` are values of queries and keys."""
+        both, other = (self.inputs(0, less), self.inputs(1)), 1 - n
+        given = both[n], both[other], pair[n], pair[other], self.borders, befores, grads
+        own = {"DENOMINATOR": self.own, "ADD": way.strict} | way.constants
+        self.launch(_kernels().gradients, self.blocks, *given, **own, **self.of_both(n, self.config.features, self.e))
+
+    def deltas(self, grad: Tensor, out: Tensor, denominators: Tensor) -> Tensor:
+        """Less the gradients of denominators ``[*b h t 1]``."""
+        less, chunk = torch.empty_like(denominators), 64
+        rows = map(self.rows, (grad, out, denominators, less))
+        self.launch(_kernels().deltas, 1, *rows, segments=-(-self.shape.length // chunk), C=chunk, E=self.e)
+        return less
+
+
+class _Sink:
+    """Buffers for gradients of queries (0) or keys (1): of x, and of the tensors of features that need one."""
+
+    def __init__(self, call: Call, n: int, needs: Sequence[bool], *, decay: bool):
+        self.call, self.n, self.closed, self.decay = call, n, call.closed[n], decay
+        x, self.tensors = call.sums.inputs[n], call.sums.features[n].tensors
+        pairs = [*zip(self.tensors, needs, strict=True)]
+        self.needed = [next((need for own, need in pairs if own is tensor), False) for tensor in self.closed[2:]]
+        added = len(call.ways) > 1 or (self.closed.kind == "gather" and call.own == "plain")
+        self.x = torch.empty_like(x, dtype=torch.float32 if added else x.dtype, memory_format=torch.contiguous_format)
+        self.table, self.normals, self.decays = None, [], []
+        if self.needed[0] and self.closed.table is not None:
+            shape = (*call.leading, call.shape.length, self.closed.table.shape[-2:].numel())
+            self.table = x.new_empty(shape, dtype=torch.float32)
+
+    def grads(self) -> Grads:
+        """Where the gradients of one walk go."""
+        call, shape, normal, decay = self.call, self.call.shape, None, None
+        if self.needed[1]:
+            normal = self.x.new_empty(*call.leading, shape.segments, shape.width, dtype=torch.float32)
+            self.normals.append(normal)
+        if self.decay:
+            decay = self.x.new_empty(*call.leading, shape.length, call.blocks, dtype=torch.float32)
+            self.decays.append(decay)
+        return Grads(call.rows(self.x), call.optional(self.table), call.optional(decay), normal)
+
+    def of_decay(self) -> Tensor | None:
+        """That of log decays ``[*b h t]``."""
+        if not self.decay:
+            return None
+        there, *back = (x.sum(-1, dtype=torch.float64) for x in self.decays)
+        total = there - back[0] if back else there
+        return -total if self.n else total
+
+    def found(self, tensor: Tensor) -> Tensor | None:
+        """That of a tensor of features."""
+        if tensor is self.closed.table and self.table is not None:
+            return self.table.unflatten(-1, (-1, 2)).sum_to_size(tensor.shape).to(tensor.dtype)
+        if tensor is self.closed.normal and self.normals:
+            return torch.stack(self.normals).sum((0, -2))[..., None, :].sum_to_size(tensor.shape).to(tensor.dtype)
+        return None
+
+
+class Triton(Kernel):
+    """Walks over segments in parallel, each chunk by chunk."""
+
+    name = "triton"
+
+    def serves(self, sums: Sums) -> str:
+        if why := gpu.unreadable(*sums.tensors) or refusal(sums):
+            return why
+        if unknown := [x.dtype for x in sums.inputs if x.dtype not in DTYPES]:
+            return f"it reads float32, bfloat16 and float16, not {unknown[0]}"
+        if not sums.causal and sums.g is None:
+            return "sums over all keys are products of matrices, which PyTorch has"
+        return _refuses(sums)
+
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        call, e, shape = _call(sums), sums.v.shape[-1], sums.q.shape[:-1]
+        out = sums.q.new_empty(*shape, e + (sums.denominator == "column"), dtype=torch.float32)
+        denominators = out.new_empty(*shape, 1) if call.divide else out[..., e:]
+        saved = [out, denominators] if call.divide else []
+        with torch.cuda.device_of(sums.q):
+            for way in call.ways:
+                before = call.befores(1, None, call.values(), way)
+                saved += [] if before is None else [before]
+                given = out[..., :e], None if sums.denominator is None else denominators
+                call.outputs(0, call.values(), before, *given, way)
+        if call.divide:
+            count(denominators)
+        return out, saved if any(needs) else []
+
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        call, e, rest = _call(sums), sums.v.shape[-1], iter(needs[5:])
+        scale, less = None, -grad[..., e:] if sums.denominator == "column" else None
+        learned = [[next(rest) for _ in own.tensors] for own in sums.features]
+        with torch.cuda.device_of(sums.q):
+            if call.divide:
+                out, denominators, *saved = saved
+                scale, less = call.rows(denominators), call.deltas(grad, out, denominators)
+            pair = Values(call.rows(grad[..., :e]), scale, None), call.values()
+            sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
+            dtype = sums.v.dtype if len(call.ways) == 1 else torch.float32
+            dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
+            for way in call.ways:
+                before, after = next(states, None), call.befores(0, less, pair[0], way.back)
+                call.gradients(0, less, pair, before, sinks[0].grads(), way)
+                call.gradients(1, less, pair, after, sinks[1].grads(), way.back)
+                call.outputs(1, pair[0], after, dv, None, way.back)
+        of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
+        own = [x.to(y.dtype) for x, y in zip((sinks[0].x, sinks[1].x, dv), sums.inputs, strict=True)]
+        return [*own, *(sink.of_decay() for sink in sinks), *of_tensors, *(None for _ in learned[2])]
+
+
+def _call(sums: Sums) -> Call:
+    closed = [own for own in map(Closed.of, sums.features[:2]) if own is not None]
+    return Call(sums, closed)
+
+
+def _refuses(sums: Sums) -> str:
+    """Why the kernels do not make these features, or ""."""
+    (q, k, v), (queries, keys, values) = sums.inputs, sums.features
+    for phi in (queries.phi, keys.phi):
+        if isinstance(phi, FeatureMap) and phi not in PHI:
+            known = ", ".join(own.name for own in PHI)
+            return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
+    of_q, of_k = Closed.of(queries), Closed.of(keys)
+    if of_q is None or of_k is None:
+        return "it makes features by a reflection, then a rotation, a lift or a gather, and by no other maps"
+    if any(own.kind == "gather" and own.normal is not None and own.normal.requires_grad for own in (of_q, of_k)):
+        return "it has no gradient of a normal that a gather follows"
+    if values.phi is not identity or values.map is not None or values.mask is not keys.mask or queries.mask is not None:
+        return "values are summed up as they are, and a mask is one of keys and values"
+    width, e = q.shape[-1], v.shape[-1]
+    if k.shape[-1] != width or of_q.doubled != of_k.doubled or {width} != {width, *of_q.widths, *of_k.widths}:
+        return (
+            f"queries, keys and their maps have one width, here {sorted({width, k.shape[-1], *of_q.widths, *of_k.widths})}"
+        )
+    if any(x.shape[:-2] != q.shape[:-2] for x in (k, v)):
+        return "queries, keys and values have one shape of samples and heads"
+    if max(width * of_q.doubled, e) > WIDEST:
+        return f"features and values come up to {WIDEST}, not by {max(width * of_q.doubled, e)}"
+    reflected = of_q.normal is not None or of_k.normal is not None
+    if reflected and _tile(width) * of_q.doubled * _tile(e) > REFLECTED:
+        return f"features of a reflection times values come up to {REFLECTED}, not by {width * of_q.doubled} x {e}"
+    return ""
+
+
+TRITON = Triton()

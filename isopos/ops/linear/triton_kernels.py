@@ -1,0 +1,347 @@
+"""Linear attention by Triton: three walks over chunks of tokens that are one and the same.
+
+    out_i = sum_j w_ij <q_i, k_j> v_j       dq_i = sum_j w_ij <grad_i, v_j> k_j       dk_j, dv_j: the same, from j to i
+
+In each of them *readers* gather what *feeders* left in a state: sums of features times values, from chunk to chunk times a
+decay. A walk goes through the tokens in order or, `REVERSE`, back; a program takes a *segment* of it, some chunks of one
+head, and holds the state in registers. What all segments before it have left is found first: `states` sums up each segment
+by itself, and `scan` adds these up.
+
+Dots of bfloat16 inputs round features, weights and states to bfloat16; those of others are "tf32x3" or "tf32", as the host
+says. Sums are float32. Decays are float64 until their difference is taken.
+"""
+
+# pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
+
+from isopos.ops.gpu import language
+from isopos.ops.linear import triton_tiles as tiles
+
+jit, tl = language()
+
+
+@jit
+def states(
+    inputs,
+    values,
+    borders,
+    out,
+    shape,
+    C: tl.constexpr,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PHI: tl.constexpr,
+    KIND: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STRICT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What each segment alone leaves in the state. Programs: blocks of features, by those of values, of heads; segments."""
+    place, parts = tiles.place_of(shape), tl.cdiv(shape.columns, E)
+    block, part = tiles.block_of(shape) // parts, tiles.block_of(shape) % parts
+    column = part * E + tl.arange(0, E)
+    state = tl.zeros((D, E), tl.float32)
+    own = tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
+    for i in range(shape.chunks):
+        chunk = tiles.chunk_of(i, shape, REVERSE)
+        token, ok = tiles.tokens_of(shape, chunk, C)
+        y, plain = tiles.features(inputs, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
+        summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
+        tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
+        _, _, after, across = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
+        state, own = tiles.advanced(state, own, y, summed, tile, after, across, PRECISION)
+    row = block * D + tl.arange(0, D)
+    both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
+    first = tiles.state_address(out, shape)
+    tl.store(first + row[:, None] * shape.columns + column[None, :], state, mask=both)
+    if DENOMINATOR != "none":
+        row = block * own.shape[0] + tl.arange(0, own.shape[0])
+        tl.store(first + shape.features * shape.columns + row, own, mask=(row < shape.own) & (part == 0))
+
+
+@jit
+def scan(
+    states,
+    borders,
+    shape,
+    SIZE: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STRICT: tl.constexpr,
+):
+    """States of segments become the states before them, in place. Programs: heads; blocks of numbers."""
+    place, size = tiles.place_of(shape), shape.features * shape.columns + shape.own
+    number = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    first = states + tl.program_id(0).to(tl.int64) * shape.segments * size + number
+    before = tl.zeros((SIZE,), tl.float32)
+    for i in range(shape.segments):
+        segment = shape.segments - 1 - i if REVERSE else i
+        at = first + tl.cast(segment, tl.int64) * size
+        own = tl.load(at, mask=number < size, other=0)
+        tl.store(at, before, mask=number < size)
+        if DECAY:
+            start, end = (segment + 1, segment) if REVERSE else (segment, segment + 1)
+            start = tiles.load_border(borders, place, start * shape.chunks, shape, C, STRICT)
+            before = before * tiles.fall(
+                tiles.load_border(borders, place, end * shape.chunks, shape, C, STRICT), start, REVERSE
+            )
+        before += own
+
+
+@jit
+def _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of a chunk ``[C E]`` and their denominators ``[C]``, which without any are zero."""
+    total = tiles.dot(q, state, PRECISION)
+    if DENOMINATOR == "plain":
+        far, near = own_q, tiles.dot(own_q, tl.trans(own_k), PRECISION) * inside
+    else:
+        far, near = q, scores
+    denominator = tl.sum(far.to(tl.float32) * own[None, :], 1)
+    if before is not None:
+        total, denominator = total * before[:, None], denominator * before
+    return total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
+
+
+@jit
+def _finish(
+    out,
+    denominators,
+    total,
+    denominator,
+    place,
+    token,
+    ok,
+    column,
+    shape,
+    DENOMINATOR: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Write sums ``[C E]`` or quotients, and denominators ``[C]``."""
+    both = ok[:, None] & (column < shape.columns)[None, :]
+    at = tiles.address(out, place, token)[:, None] + column[None, :]
+    if ADD:
+        total += tl.load(at, mask=both, other=0).to(tl.float32)
+    if DENOMINATOR != "none":
+        one = tiles.address(denominators, place, token)
+        if ADD:
+            denominator += tl.load(one, mask=ok, other=0)
+        if DIVIDE:
+            denominator = tiles.clamped(denominator)
+            total = total / denominator[:, None]
+        tl.store(one, denominator, mask=ok & (tiles.block_of(shape) == 0))
+    tl.store(at, total.to(out.first.dtype.element_ty), mask=both)
+
+
+@jit
+def outputs(
+    readers,
+    feeders,
+    values,
+    borders,
+    befores,
+    out,
+    denominators,
+    shape,
+    C: tl.constexpr,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PHI: tl.constexpr,
+    KIND: tl.constexpr,
+    PHI_OF_FEEDERS: tl.constexpr,
+    KIND_OF_FEEDERS: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STRICT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sums over what readers see, and denominators. Programs: blocks of values, of heads; segments.
+
+    ADD adds to what is there. DIVIDE writes quotients.
+    """
+    place = tiles.place_of(shape)
+    column, row = tiles.block_of(shape) * E + tl.arange(0, E), tl.arange(0, D)
+    row_own = tl.arange(0, X if DENOMINATOR == "plain" else D)
+    state, own = tl.zeros((D, E), tl.float32), tl.zeros(row_own.shape, tl.float32)
+    if befores is not None:
+        state = tiles.load_state(befores, shape, row, column)
+        if DENOMINATOR != "none":
+            own = tiles.load_own_state(befores, shape, row_own)
+    for i in range(shape.chunks):
+        chunk = tiles.chunk_of(i, shape, REVERSE)
+        token, ok = tiles.tokens_of(shape, chunk, C)
+        q, own_q = tiles.features(readers, place, token, ok, 0, shape.width, C, X, PHI, KIND, PRECISION)
+        k, own_k = tiles.features(
+            feeders, place, token, ok, 0, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+        )
+        tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
+        inside, before, after, across = tiles.load_weights(
+            borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
+        )
+        scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
+        total, denominator = _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR, PRECISION)
+        summed = own_k if DENOMINATOR == "plain" else k
+        state, own = tiles.advanced(state, own, k, summed, tile, after, across, PRECISION)
+        _finish(out, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
+
+
+@jit
+def deltas(grad, out, denominators, less, shape, C: tl.constexpr, E: tl.constexpr):
+    """Less the gradients of denominators, <grad, out> / denominator; zero where it was clamped. Programs: heads; chunks."""
+    place, column = tiles.place_of(shape), tl.arange(0, E)
+    token, ok = tiles.tokens_of(shape, tl.program_id(1), C)
+    product = tiles.load_tile(grad, place, token, ok, column, shape.columns)
+    product *= tiles.load_tile(out, place, token, ok, column, shape.columns)
+    denominator = tl.load(tiles.address(denominators, place, token), mask=ok, other=1)
+    found = tl.where(tl.abs(denominator) <= 1e-6, 0, tl.sum(product, 1) / denominator)
+    tl.store(tiles.address(less, place, token), found, mask=ok)
+
+
+@jit
+def _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients of scores, with the weights inside a chunk."""
+    scores = tiles.dot(near, tl.trans(far), PRECISION)
+    if DENOMINATOR == "encoded":
+        if readers.less is not None:
+            scores -= tl.load(tiles.address(readers.less, place, token), mask=ok, other=0)[:, None]
+        if feeders.less is not None:
+            scores -= tl.load(tiles.address(feeders.less, place, token), mask=ok, other=0)[None, :]
+    return scores * inside
+
+
+@jit
+def _write(grad, place, token, ok, at, inside, value, ADD: tl.constexpr):
+    """Write a tile where all threads have read what was there."""
+    both = ok[:, None] & inside
+    to = tiles.address(grad, place, token)[:, None] + at
+    if ADD:
+        value += tl.load(to, mask=both, other=0).to(tl.float32)
+    tl.store(to, value.to(grad.first.dtype.element_ty), mask=both)
+
+
+@jit
+def _pull(
+    inputs,
+    grads,
+    dy,
+    down,
+    place,
+    token,
+    ok,
+    shape,
+    C: tl.constexpr,
+    X: tl.constexpr,
+    PHI: tl.constexpr,
+    KIND: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Write gradients of x, of its table and log decays from those of features ``[C D]`` and phi's own ``[C X]``.
+
+    Returns that of the normal ``[X]``, summed over tokens.
+    """
+    width, first = shape.width, tiles.block_of(shape) * X
+    column = first + tl.arange(0, X)
+    inside = (column < width)[None, :]
+    plain, x, at, both = tiles.load_plain(inputs, place, token, ok, column, width, PHI, KIND)
+    y, of_normal = plain, tl.zeros((X,), tl.float32)
+    if inputs.normal is not None:
+        normal = tiles.load_normal(inputs, place, at, both, width)
+        y, along = tiles.reflected(y, normal)
+    back, mapped = dy, y
+    if KIND == "rotation" or KIND == "lift":
+        cos, sin = tiles.load_angles(inputs, place, token, ok, first, width, C, X, KIND)
+        mapped = tiles.turned(y, cos, sin, C, X, KIND)
+        back, of_table = tiles.turned_back(y, dy, cos, sin, C, X, KIND)
+        if grads.table is not None:
+            step: tl.constexpr = 2 if KIND == "lift" else 1
+            pairs = step * first + tl.arange(0, step * X)
+            _write(grads.table, place, token, ok, pairs[None, :], (pairs < step * width)[None, :], of_table, ADD)
+    of_decay = tl.sum(mapped * dy, 1)
+    if inputs.normal is not None:
+        back, of_along = tiles.reflected(back, normal)
+        of_normal -= 2 * tl.sum(tl.where(both, along * (back + 2 * of_along * normal) + of_along * plain, 0), 0)
+    if DENOMINATOR == "plain":
+        if KIND == "gather":  # what is not gathered has another order: one after the other
+            own, own_x, _, own_both = tiles.load_plain(inputs, place, token, ok, column, width, PHI, "none")
+            of_decay += tl.sum(own * down, 1)
+            value = tl.where(own_both, down * tiles.slope(own_x, own, PHI), 0)
+            _write(grads.x, place, token, ok, column[None, :], inside, value, ADD)
+            tl.debug_barrier()
+        else:
+            of_decay += tl.sum(plain * down, 1)
+            back += down
+    value = tl.where(both, back * tiles.slope(x, plain, PHI), 0)
+    _write(grads.x, place, token, ok, at, inside, value, ADD or (KIND == "gather" and DENOMINATOR == "plain"))
+    if grads.decay is not None:
+        tl.store(tiles.address(grads.decay, place, token) + tiles.block_of(shape), of_decay, mask=ok)
+    return of_normal
+
+
+@jit
+def gradients(
+    readers,
+    feeders,
+    of_readers,
+    of_feeders,
+    borders,
+    befores,
+    grads,
+    shape,
+    C: tl.constexpr,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PHI: tl.constexpr,
+    KIND: tl.constexpr,
+    PHI_OF_FEEDERS: tl.constexpr,
+    KIND_OF_FEEDERS: tl.constexpr,
+    DENOMINATOR: tl.constexpr,
+    ADD: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STRICT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of readers' inputs. Programs: blocks of features, of heads; segments.
+
+    Scores are products of values: those of keys, and gradients of outputs.
+    """
+    place, first = tiles.place_of(shape), tiles.block_of(shape) * X
+    column = tl.arange(0, E)
+    state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
+    of_normal = tl.zeros((X,), tl.float32)
+    if befores is not None:
+        state = tiles.load_state(befores, shape, tiles.block_of(shape) * D + tl.arange(0, D), column)
+        if DENOMINATOR != "none":
+            own = tiles.load_own_state(befores, shape, tiles.block_of(shape) * own.shape[0] + tl.arange(0, own.shape[0]))
+    for i in range(shape.chunks):
+        chunk = tiles.chunk_of(i, shape, REVERSE)
+        token, ok = tiles.tokens_of(shape, chunk, C)
+        y, plain = tiles.features(
+            feeders, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+        )
+        near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
+        far = tiles.load_values(of_feeders, place, token, ok, column, shape.columns, PRECISION)
+        fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
+        dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(own[None, :], (C, own.shape[0]))
+        inside, before, after, across = tiles.load_weights(
+            borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
+        )
+        if before is not None:
+            dy, down = dy * before[:, None], down * before[:, None]
+        scores = _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
+        dy += tiles.dot(scores, y, PRECISION)
+        if DENOMINATOR == "plain":
+            down = -tiles.weighed(down + tiles.dot(inside, fed, PRECISION), readers, place, token, ok)
+        elif DENOMINATOR == "encoded":
+            dy -= tiles.weighed(down, readers, place, token, ok)
+        state, own = tiles.advanced(state, own, y, fed, far, after, across, PRECISION)
+        of_normal += _pull(readers, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
+    if grads.normal is not None:
+        at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)
+        tl.store(at, of_normal, mask=tl.arange(0, X) < shape.width)

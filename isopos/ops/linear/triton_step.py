@@ -1,0 +1,234 @@
+"""Steps of a stream on CUDA devices, by Triton: sums are read once and written once, in place if they may be.
+
+Sums and arithmetic are float32, whatever the dtype of queries, keys and values.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.feature_maps import FeatureMap
+from isopos.ops import gpu
+from isopos.ops.library import flat
+from isopos.ops.linear.autograd import Backend
+from isopos.ops.linear.cpu import PHI
+from isopos.ops.linear.division import EPS, count, counted
+from isopos.ops.linear.features import Features, Sums
+
+TILE = 2048  # numbers of the sums that a program has at a time
+WIDEST = 1024  # features of a head
+
+
+class Side(NamedTuple):
+    """What makes features of queries, of keys or of values, for the kernel: phi, a reflection, then a table.
+
+    Attributes:
+        of_x: Strides of samples, heads and tokens, as those that follow.
+    """
+
+    x: Any
+    table: Any = None  # of cosines and sines, or an index
+    normal: Any = None
+    mask: Any = None
+    of_x: tuple[int, int, int] = (0, 0, 0)
+    of_table: tuple[int, int, int] = (0, 0, 0)
+    of_normal: tuple[int, int, int] = (0, 0, 0)
+    of_mask: tuple[int, int, int] = (0, 0, 0)
+
+
+class Way(NamedTuple):
+    """What is known of a side when the kernel is compiled."""
+
+    phi: int
+    kind: str
+    reflected: bool
+    masked: bool
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Those of samples, heads and tokens of x ``[*b h t .]``, with one axis of samples; zero where an axis has one."""
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    sample, head, token, _ = [0, *strides][-4:]
+    return sample, head, token
+
+
+def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
+    """What makes features of x, if the kernel knows it."""
+    phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
+    table, normal, last = None, None, "none"
+    if phi is None or features.kinds is None or features.dtype not in (None, torch.float32):
+        return None
+    for kind, tensor in zip(features.kinds, () if features.map is None else features.map.tensors(), strict=True):
+        if table is not None or (kind == "reflection" and normal is not None):
+            return None
+        pairs = kind in ("rotation", "lift")
+        width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
+        if width != x.shape[-1] or tensor.dtype != (torch.int64 if kind == "gather" else torch.float32):
+            return None
+        if kind == "reflection":
+            normal = flat(tensor)
+        else:
+            last, table = kind, flat(tensor.flatten(-2) if pairs else tensor)
+    mask, own = features.mask, [None if a is None else _strides(a) for a in (table, normal, features.mask)]
+    places = [(0, 0, 0) if a is None else a for a in own]
+    side = Side(flat(x), table, normal, mask if mask is None else mask.view(torch.uint8), _strides(flat(x)), *places)
+    return side, Way(phi, last, normal is not None, mask is not None)
+
+
+class Plan(NamedTuple):
+    """A step, checked: what the kernel is given beside tensors of sums and outputs."""
+
+    sides: tuple[Side, ...]
+    ways: tuple[Way, ...]
+    leading: torch.Size
+    d: int  # features
+    w: int  # numbers that make these
+    e: int
+    own: bool
+    denominated: bool
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the sums."""
+        column = self.denominated and not self.own
+        return [(*self.leading, self.d, self.e + column), *[(*self.leading, self.w, 1)] * self.own]
+
+    def __call__(
+        self,
+        sides: Sequence[Side],
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        weights: Tensor | None,
+        n: int,
+        out: Tensor,
+    ) -> None:
+        """Write the sums after a token, and its output."""
+        from isopos.ops.linear.triton_step_kernel import step  # which imports triton
+
+        denominators = out.new_empty(self.leading, dtype=torch.float32) if self.denominated and counted() else None
+        power, values = 1 << (self.w - 1).bit_length(), 1 << (self.e - 1).bit_length()
+        across = self.leading.numel()
+        ways = {f"OF_{name}": tuple(way) for name, way in zip("QKV", self.ways, strict=True)}
+        with torch.cuda.device_of(out):
+            step[(across,)](
+                *sides,
+                (before[0], before[-1]),
+                (after[0], after[-1]),
+                weights,
+                out,
+                denominators,
+                self.leading[-1],
+                n,
+                across,
+                EPS,
+                D=self.d,
+                W=self.w,
+                WP=power,
+                E=self.e,
+                EP=values,
+                C=max(1, min(1 << (self.d - 1).bit_length(), TILE // values)),
+                **ways,
+                DECAYS=weights is not None,
+                DENOMINATED=self.denominated,
+                OWN=self.own,
+                COUNTED=denominators is not None,
+            )
+        if denominators is not None:
+            count(denominators)
+
+
+class Step(Backend):
+    """One token of a stream, in one launch."""
+
+    name = "triton step"
+
+    def serves(self, sums: Sums) -> str:
+        return self._plan(sums)[1]
+
+    def _plan(self, sums: Sums) -> tuple[Plan | None, str]:
+        (q, k, v), stream = sums.inputs, sums.stream
+        if stream is None or q.shape[-2] > 1 or not stream.sums:
+            return None, "it sums up one token of a stream, after others"
+        if why := gpu.unreadable(*sums.tensors):
+            return None, why
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors)):
+            return None, "a step has no gradients, and no compiler traces it"
+        if sums.denominator == "column" or sums.dtype != torch.float32:
+            return None, "a step divides at once, in float32"
+        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
+            return None, "a step has one log decay, and another before it"
+        (*leading, _, width), e = q.shape, v.shape[-1]
+        if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or math.prod(leading[:-2]) > 1 or max(width, e) > WIDEST:
+            return None, f"a step has one state a query, one axis of samples, and at most {WIDEST} features"
+        known = [side for own, x in zip(sums.features, sums.inputs, strict=True) if (side := _side(own, x)) is not None]
+        if len(known) < 3 or known[2][1][:3] != (0, "none", False) or any(x.dtype == torch.float64 for x in sums.inputs):
+            return None, "a step makes features in closed form, of float32, bfloat16 or float16"
+        sides, ways = zip(*known, strict=True)
+        doubled = [2 if way.kind == "lift" else 1 for way in ways]
+        own, denominated = sums.features[0].own, sums.denominator is not None
+        plan = Plan(sides, ways, torch.Size(leading), width * doubled[0], width, e, own, denominated)
+        fit = [tuple(x.shape) for x in stream.sums if x.is_contiguous() and x.dtype == torch.float32] == plan.shapes
+        if doubled[0] != doubled[1] or not fit:
+            return None, f"a step needs contiguous float32 sums {plan.shapes}, for queries and keys alike"
+        sums.notes["plan"] = plan
+        return plan, ""
+
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        plan, v, stream, weights = sums.notes["plan"], sums.v, sums.stream, None
+        assert stream is not None
+        after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
+        out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+        if sums.g is not None and stream.before is not None:
+            weights = (sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(v.shape[:-2]).contiguous()
+        plan(plan.sides, stream.sums, after, weights, 0, out)
+        if stream.in_place:
+            torch.autograd.graph.increment_version(after)
+        return out, after
+
+
+STEP = Step()
+
+
+class Prepared:
+    """Steps that write over the sums of a stream, one launch each.
+
+    Args:
+        sums: One step, which `STEP` serves; its stream's sums are written over from then on.
+
+    Attributes:
+        sums: Those of all tokens so far.
+    """
+
+    def __init__(self, sums: Sums):
+        assert sums.stream is not None
+        self.plan: Plan = sums.notes["plan"]
+        self.sums, self.inputs, self.sides, self.weights = sums.stream.sums, sums.inputs, self.plan.sides, None
+
+    @classmethod
+    def of(cls, sums: Sums) -> "Prepared | None":
+        """The steps after this one, if the kernel serves them."""
+        return cls(sums) if sums.stream is not None and not STEP.serves(sums) else None
+
+    def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
+        """Take the tables of the next n tokens, as `isopos.ops.linear.prepared.Prepared` does."""
+        found = [_side(own, x) for own, x in zip(features, self.inputs, strict=False)]
+        self.sides, self.weights = (*(own[0] for own in found if own is not None), self.plan.sides[2]), weights
+        assert len(self.sides) == 3
+
+    def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are what the step had, and nobody watches."""
+        inputs = (q, k, v)
+        for x, known in zip(inputs, self.inputs, strict=True):
+            if type(x) is not Tensor or x.shape != known.shape or x.dtype != known.dtype or x.stride(-1) != 1:
+                return False
+        return not gpu.unreadable(*inputs, *self.sums)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        """The output ``[*b h 1 e]`` of the token that has row n of the tables, in q's dtype."""
+        out = torch.empty(v.shape, dtype=q.dtype, device=v.device)
+        sides = [side._replace(x=x, of_x=_strides(x)) for side, x in zip(self.sides, (q, k, v), strict=True)]
+        self.plan(sides, self.sums, self.sums, self.weights, n, out)
+        return out

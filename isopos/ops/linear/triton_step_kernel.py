@@ -1,0 +1,170 @@
+# pyright: reportInvalidTypeForm=false
+"""The kernel of `isopos.ops.linear.triton_step`: a program has one head of one sample.
+
+It makes the features of the token, adds them to the sums, block by block of features, and reads those out on the way.
+"""
+
+from isopos.ops import gpu
+
+jit, tl = gpu.language()
+
+
+@jit
+def _phi(x, PHI: tl.constexpr):
+    """A feature map, as PHI of `isopos.ops.linear.cpu` counts them; of NaN it is NaN."""
+    x = x.to(tl.float32)
+    if PHI == 1:
+        x = tl.exp(tl.where(x > 0, 0.0, x)) + tl.where(x < 0, 0.0, x)
+    elif PHI == 2:
+        x = tl.where(x < 0, 0.0, x) + 1e-3
+    elif PHI == 3:
+        x = tl.where(x < 0, 0.0, x) * tl.where(x < 0, 0.0, x)
+    elif PHI == 4:
+        x = tl.exp(x)
+    return x
+
+
+@jit
+def _at(x, normal, dot, place, seen, PHI: tl.constexpr, REFLECTED: tl.constexpr):
+    """Features at places, after a reflection with <phi(x), normal> = dot; zero where not `seen`."""
+    value = tl.where(seen, _phi(tl.load(x + place, mask=seen, other=0.0), PHI), 0.0)
+    if REFLECTED:
+        value -= 2 * dot * tl.load(normal + place, mask=seen, other=0.0)
+    return value
+
+
+@jit
+def _row(side, sample, head, n, WAY: tl.constexpr, W: tl.constexpr, WP: tl.constexpr):
+    """Where a token's numbers, its row n of a table and the normal begin, <phi(x), normal>, and whether it takes part."""
+    x, table, normal, dot, takes_part = side.x, side.table, side.normal, 0.0, True
+    x += sample * side.of_x[0] + head * side.of_x[1]
+    if WAY[1] != "none":
+        table += sample * side.of_table[0] + head * side.of_table[1] + n * side.of_table[2]
+    if WAY[2]:
+        normal += head * side.of_normal[1]
+        place = tl.arange(0, WP)
+        own = tl.load(normal + place, mask=place < W, other=0.0)
+        dot = tl.sum(_at(x, normal, 0.0, place, place < W, WAY[0], False) * own)
+    if WAY[3]:
+        takes_part = tl.load(side.mask + sample * side.of_mask[0]) != 0
+    return x, table, normal, dot, takes_part
+
+
+@jit
+def _features(row, place, D: tl.constexpr, W: tl.constexpr, WAY: tl.constexpr):
+    """The features at places of D, which a table makes of W; NaN where an index is none of these."""
+    x, table, normal, dot, takes_part = row
+    seen = (place < D) & takes_part
+    if WAY[1] == "rotation":
+        cos = tl.load(table + place // 2 * 2, mask=seen, other=0.0)
+        sin = tl.load(table + place // 2 * 2 + 1, mask=seen, other=0.0)
+        other = _at(x, normal, dot, place ^ 1, seen, WAY[0], WAY[2])
+        value = _at(x, normal, dot, place, seen, WAY[0], WAY[2]) * cos + tl.where(place % 2 == 0, -other, other) * sin
+    elif WAY[1] == "lift":
+        turn = tl.load(table + place % W * 2 + place // W, mask=seen, other=0.0)
+        value = _at(x, normal, dot, place % W, seen, WAY[0], WAY[2]) * turn
+    elif WAY[1] == "gather":
+        index = tl.load(table + place, mask=seen, other=0)
+        known = (index >= 0) & (index < W)
+        value = _at(x, normal, dot, index, seen & known, WAY[0], WAY[2])
+        value = tl.where(seen & (known == 0), float("nan"), value)
+    else:
+        value = _at(x, normal, dot, place, seen, WAY[0], WAY[2])
+    return value
+
+
+@jit
+def _added(x, after, place, seen, weight, more, DECAYS: tl.constexpr):
+    """Sums at places, weighed and with what the token adds; what weighs nothing is zero whatever it holds."""
+    total = tl.load(x + place, mask=seen, other=0.0)
+    if DECAYS:
+        total = tl.where(weight == 0, 0.0, total * weight)
+    total += more
+    tl.store(after + place, total, mask=seen)
+    return total
+
+
+@jit
+def _own(
+    query,
+    key,
+    masked,
+    rows,
+    after,
+    weight,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    OF_Q: tl.constexpr,
+    OF_K: tl.constexpr,
+    DECAYS: tl.constexpr,
+):
+    """A denominator of phi's own features."""
+    place = tl.arange(0, WP)
+    of_query = _at(query[0], query[2], 0.0, place, (place < W) & query[4], OF_Q[0], False)
+    of_key = _at(key[0], key[2], 0.0, place, (place < W) & key[4] & masked, OF_K[0], False)
+    return tl.sum(of_query * _added(rows, after, place, place < W, weight, of_key, DECAYS))
+
+
+@jit
+def step(
+    q,
+    k,
+    v,
+    before,
+    after,
+    weights,
+    out,
+    denominators,
+    heads,
+    n,
+    across,
+    eps,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    C: tl.constexpr,
+    OF_Q: tl.constexpr,
+    OF_K: tl.constexpr,
+    OF_V: tl.constexpr,
+    DECAYS: tl.constexpr,
+    DENOMINATED: tl.constexpr,
+    OWN: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """The sums of one head after a token that has row n of tables and of `weights`, and what the token reads out of them.
+
+    `before` and `after` are sums, and the sums of phi's own features for a denominator if OWN; otherwise that is one more
+    column of the sums. C features are added at a time.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    sample, head, columns, values = pid // heads, pid % heads, E + (DENOMINATED and not OWN), tl.arange(0, EP)
+    query = _row(q, sample, head, n, OF_Q, W, WP)
+    key = _row(k, sample, head, n, OF_K, W, WP)
+    value = _row(v, sample, head, n, OF_V, E, EP)
+    weight = 1.0
+    if DECAYS:
+        weight = tl.load(weights + n * across + pid)
+    added = _features(value, values, E, E, OF_V)
+    total, denominator = tl.zeros([EP], tl.float32), tl.full((), 0.0, tl.float32)
+    for start in range(0, D, C):
+        place = start + tl.arange(0, C)
+        of_query, of_key = _features(query, place, D, W, OF_Q), _features(key, place, D, W, OF_K)
+        at, seen = pid * D * columns + place * columns, place < D
+        both = seen[:, None] & (values[None, :] < E)
+        more = of_key[:, None] * added[None, :]
+        own = _added(before[0], after[0], at[:, None] + values[None, :], both, weight, more, DECAYS)
+        total += tl.sum(of_query[:, None] * own, 0)
+        if DENOMINATED and not OWN:
+            ones = tl.where(value[4], of_key, 0.0)
+            denominator += tl.sum(of_query * _added(before[0], after[0], at + E, seen, weight, ones, DECAYS))
+    if DENOMINATED:
+        if OWN:
+            rows, rows_after = before[1] + pid * W, after[1] + pid * W
+            denominator = _own(query, key, value[4], rows, rows_after, weight, W, WP, OF_Q, OF_K, DECAYS)
+        if COUNTED:
+            tl.store(denominators + pid, denominator)
+        least = tl.where(denominator.to(tl.int32, bitcast=True) < 0, -eps, eps)  # of its sign, that of -0, too
+        total /= tl.where(tl.abs(denominator) < eps, least, denominator)
+    tl.store(out + pid * E + values, total.to(out.dtype.element_ty), mask=values < E)

@@ -1,0 +1,84 @@
+"""Triton's kernels of rotations and of steps, compiled ahead of time: what they take of a GPU."""
+
+import itertools
+
+import pytest
+from triton_aot import ARCHITECTURES, SHARED, compiled, compilers
+
+from isopos.ops.linear.triton_step import Side
+
+pytestmark = pytest.mark.triton
+SIZES, STRIDES = ("i32",) * 3, ("i32:16",) * 4
+LAUNCH = {"tokens": "i32", "shared": "i32", "rows": "i32", "sizes": SIZES}
+ROTATIONS = {  # pairs, features passed on, dtype, and where a pair comes from and goes to
+    "rope of 128 in bf16": (64, 0, "*bf16:16", "pairs", "pairs"),
+    "half layout, partly, in fp16": (24, 80, "*fp16:16", "halves", "pairs"),
+    "lift of 64 in fp32": (64, 0, "*fp32:16", "alone", "halves"),
+    "unlift of 60 in fp32": (60, 0, "*fp32", "halves", "alone"),
+    "widest": (1024, 0, "*fp32:16", "pairs", "pairs"),
+}
+
+
+STEPS = {  # features, values, dtype, side, sums of phi's own features, decays
+    "rope": (64, 64, "*bf16:16", "rotation", True, False),
+    "retnet of 128": (128, 128, "*bf16:16", "rotation", False, True),
+    "householder, then lift": (60, 50, "*fp32", "lift", True, False),
+    "permutation of 256": (256, 256, "*fp16:16", "gather", False, False),
+}
+
+
+def power(n):
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
+def rotations():
+    """Arguments of `compiled` for each rotation, forward and back."""
+    for (f, rest, dtype, here, there), kernel in itertools.product(ROTATIONS.values(), ("turn", "pull")):
+        constants = {"F": f, "P": power(f), "REST": rest, "R": power(rest), "T": max(1, 1024 // power(f))}
+        constants |= {"FROM": here, "TO": there, "ADJOINT": there == "alone"}
+        tensors = {"x": dtype, "table": "*fp32:16", "out": dtype}
+        strides = {"of_x": STRIDES, "of_table": STRIDES, "of_out": STRIDES}
+        if kernel == "pull":
+            tensors = {"x": dtype, "table": "*fp32:16", "grad": dtype, "grad_x": dtype, "parts": "*fp32:16"}
+            strides = {name: STRIDES for name in ("of_x", "of_table", "of_grad", "of_grad_x")}
+            constants["OF_X"] = True
+        yield f"isopos.ops.triton_rotate:{kernel}", tensors | LAUNCH | strides, constants
+
+
+def test_rotations_fit_a_gpu():
+    """Nothing is spilled, and a processor holds several programs' shared memory."""
+    with compilers() as pool:
+        jobs = [(*job, arch) for arch in ARCHITECTURES for job in rotations()]
+        for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
+            assert found.spilled == 0, (job, found)
+            assert found.shared <= SHARED[job[-1]] // 8, (job, found)
+            assert found.registers <= (192 if "OF_X" in job[2] else 128), (job, found)
+
+
+def steps():
+    """Arguments of `compiled` for each step."""
+    for w, e, dtype, kind, own, decays in STEPS.values():
+        d, whole, half = w * (1 + (kind == "lift")), "i32:16", kind == "lift"
+        places = (whole,) * 3
+        table = "*i64:16" if kind == "gather" else "*fp32:16"
+        side = Side(dtype, table, "*fp32:16" if half else None, None, places, places, places, places)
+        plain = side._replace(table=None, normal=None, mask="*u8" if half else None)
+        sums, rows = "*fp32:16", "*fp32:16"
+        signature = {"q": side, "k": side, "v": plain, "before": (sums, rows), "after": (sums, rows), "out": dtype}
+        signature |= {"weights": "*fp32:16" if decays else None, "denominators": None}
+        signature |= {"heads": "i32", "n": "i32", "across": "i32", "eps": "fp32"}
+        way = (1, kind, half, False)
+        constants = {"D": d, "W": w, "WP": power(w), "E": e, "EP": power(e), "C": min(power(d), 2048 // power(e))}
+        constants |= {"OF_Q": way, "OF_K": way, "OF_V": (0, "none", False, half), "DECAYS": decays}
+        constants |= {"DENOMINATED": True, "OWN": own, "COUNTED": False}
+        yield "isopos.ops.linear.triton_step_kernel:step", signature, constants
+
+
+def test_steps_fit_a_gpu():
+    """Sums go from memory to registers and back; nothing is spilled."""
+    with compilers() as pool:
+        jobs = [(*job, arch) for arch in ARCHITECTURES for job in steps()]
+        for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
+            assert found.spilled == 0, (job, found)
+            assert found.shared <= SHARED[job[-1]] // 8, (job, found)
+            assert found.registers <= 160, (job, found)

@@ -1,0 +1,98 @@
+"""Triton's kernels compiled ahead of time for NVIDIA GPUs, on a machine without one."""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+ARCHITECTURES = (80, 90, 100)
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block may have (CUDA programming guide)
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes."""
+
+    shared: int  # bytes of a block
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread in local memory
+
+
+@contextmanager
+def compilers(count: int = 2) -> Iterator[ProcessPoolExecutor]:
+    """Processes for `compiled`, in which kernels are not interpreted whatever this one does."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool,
+    ):
+        yield pool
+
+
+def compiled(
+    kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any
+) -> Resources:
+    """Compile a kernel to a cubin, in a process that does not interpret kernels.
+
+    Args:
+        kernel: Where it is, "package.module:name".
+        signature: Types by argument: "*bf16", "i32" and so on; with the suffix ":16" the address or number is a multiple of
+            16. A tuple holds types, as those of a named one's fields; None is for what is None.
+        constexprs: Arguments that are constants.
+        arch: Compute capability, 90 for sm_90.
+        options: num_warps and num_stages.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = kernel.split(":")
+    function = getattr(import_module(module), name)
+    places = {argument: n for n, argument in enumerate(function.arg_names)}
+    assert set(places) == {*signature, *constexprs}
+    constants: dict[Any, Any] = dict(constexprs)
+    hints = {}
+    for argument, given in signature.items():
+        for path, own in _paths(given, (places[argument],)):
+            if own is None:
+                constants[path] = None
+            elif own.endswith(":16"):
+                hints[path] = [["tt.divisibility", 16]]
+    types = {argument: "constexpr" if argument in constexprs else _bare(signature[argument]) for argument in places}
+    source = ASTSource(function, types, constexprs=constants, attrs=hints)
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Resources(found.metadata.shared, *_usage(Path(triton.__file__).parent, found.asm["cubin"]))
+
+
+def _paths(given: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str | None]]:
+    """Where each type is, of a tuple of them, named or not, or of one."""
+    if not isinstance(given, tuple):
+        yield path, given
+        return
+    for n, part in enumerate(given):
+        yield from _paths(part, (*path, n))
+
+
+def _bare(given: Any) -> Any:
+    """Types without what is known of numbers."""
+    if isinstance(given, tuple):
+        return getattr(given, "_make", tuple)(_bare(part) for part in given)
+    return "constexpr" if given is None else given.removesuffix(":16")
+
+
+def _usage(home: Path, cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack, where spills go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [home / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(found) for found in re.findall(r"\b(?:REG|STACK|LOCAL):(\d+)", said))
+    return registers, stack + local
