@@ -231,11 +231,11 @@ def _parsed(text: str) -> Any:
     opened = [(expression, -1)]  # the lists that are not closed, and where they begin
     for match in re.finditer(r"[()]|[^\s()]+", text):
         token, at = match.group(), match.start()
-        inside, start = opened[-1]
+        inside, _ = opened[-1]
         if token == ")" and len(opened) == 1:
             raise Unread("expected balanced parentheses, got ){} that closes nothing", at)
         if token in "()" and len(opened) > 1 and not inside:
-            raise Unread(f"expected a label after ( at {start}, got {token}{{}}", at)
+            raise Unread(f"expected a label after (, got {token}{{}}", at)
         if len(opened) == 1 and inside:
             raise Unread("expected one expression, got another{}; isopos.positions.forest packs several trees", at)
         if token == ")":

@@ -105,7 +105,7 @@ def test_explain_takes_the_arguments_of_linear_attention():
     assert text.splitlines()[0] == "chunks serves"
     assert "cpu does not: it does not know the feature map 'softplus'" in text
     streamed = explain(q, k[:, :2], v[:, :2], **given, return_state=True)
-    assert (streamed.backend, list(streamed.refusals)) == ("graph", ["triton", "cpu", "chunks"])
+    assert (streamed.backend, list(streamed.refusals)) == ("graph", ["triton", "cpu", "chunks", "triton step"])
     with pytest.raises(ValueError, match="denominator: expected"):
         explain(q, k[:, :2], v[:, :2], **given | {"denominator": "none"})
 

@@ -159,6 +159,12 @@ def test_modes_of_images(tmp_path):
     pixels = {tuple(pixel) for pixel in found.pixels[found.labels == 0, :, 4, 4].tolist()}
     assert {(255, 255, 255), (51, 51, 51), (0x33, 0x33, 0x33)} <= pixels
     assert not found.left
+    task = Images(data=str(tmp_path), channels=1)
+    grey = task.load(Recipe(task=task)).pictures
+    assert grey.pixels.shape == (8, 1, 8, 8)
+    luma = (found.pixels.astype(float) * np.array([0.299, 0.587, 0.114])[:, None, None]).sum(1)
+    assert np.abs(grey.pixels[:, 0] - luma).max() <= 1
+    assert np.array_equal(grey.labels, found.labels)
 
     shutil.rmtree(tmp_path / "a")
     exif = Image.Exif()
@@ -372,7 +378,7 @@ def test_an_epoch_has_every_image_once(tmp_path):
         assert sorted(map(bytes, found)) == sorted(map(bytes, data.pictures.pixels[data.pictures.splits["train"]]))
 
 
-def test_repeated_images_are_changed_otherwise_each_time_and_more_epochs_have_them_all(tmp_path):
+def test_repeated_images_are_changed_otherwise_each_time_and_each_epoch_has_a_share(tmp_path):
     recipe, data = ready(tmp_path, side=16, repeats=3, augment="crop")
     rows = np.stack([_epoch(data, 0, epoch, 4) for epoch in range(2)])
     assert rows.shape == (2, 9, 4)

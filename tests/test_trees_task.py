@@ -170,7 +170,7 @@ def test_what_is_no_json_is_refused_with_its_column(line):
             r"line 2, column 1: expected balanced parentheses, got \( that nothing closes; repair",
         ),
         ("a.txt", "(1 a b)\n\n(1 a b))\n", r"line 3, column 8: expected balanced parentheses, got \) that closes nothing"),
-        ("a.txt", "(1 a ( b))\n(1 a ())\n", r"line 2, column 7: expected a label after \( at 5, got \)"),
+        ("a.txt", "(1 a ( b))\n(1 a ())\n", r"line 2, column 7: expected a label after \(, got \)"),
         ("a.txt", "(1 a) (0 b)\n", r"line 1, column 7: expected one expression, got another"),
         ("a.txt", "3\n", r"line 1, column 1: expected a label and a tree, as \(label child \.\.\.\), got '3' alone"),
         ("a.tsv", "1\t(a b\n", r"line 1, column 3: expected balanced parentheses"),

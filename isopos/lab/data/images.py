@@ -87,7 +87,13 @@ def digits(height: int = 0, width: int = 0) -> Pictures:
 
 
 def read(
-    source: str, height: int = 0, width: int = 0, *, cache_root: Path | None = None, console: Console | None = None
+    source: str,
+    height: int = 0,
+    width: int = 0,
+    *,
+    grey: bool = False,
+    cache_root: Path | None = None,
+    console: Console | None = None,
 ) -> Pictures:
     """The images of a folder, an archive or a dataset, memory-mapped from the cache; what is not there is decoded first.
 
@@ -99,6 +105,7 @@ def read(
     Args:
         source: A path, or hf:NAME[:CONFIG] of the hub.
         height, width: In pixels; 0: as found, where all are alike.
+        grey: Make those with colours grey.
         cache_root: As in `corpora.load`.
         console: Hears of the preparation.
 
@@ -121,7 +128,7 @@ def read(
         if survey.differs:
             raise ValueError(f"height: expected one beside images that differ in size, {survey.differs}; give both sides")
         height, width = survey.height, survey.width
-    shape = (survey.channels, height, width)
+    shape = (1 if grey else survey.channels, height, width)
     folder = cache.prepared(
         root, _key("images", survey.sha256, shape), lambda part: _write(part, found, stamp, shape, console)
     )

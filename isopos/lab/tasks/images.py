@@ -54,10 +54,10 @@ class Images(Task):
     mixup: float = 0.0  # Mix pairs of training images by a share of Beta(mixup, mixup), and their classes alike; 0: none.
     cutmix: float = 0.0  # Exchange parts of pairs, by Beta(cutmix, cutmix); beside mixup, half of the batches. 0: none.
     repeats: int = (
-        1  # How often a training image is in an epoch, each time changed otherwise; that many epochs have them all.
+        1  # How often an epoch has a training image, each time changed otherwise; it has the fewer different ones.
     )
     smoothing: float = 0.0  # Of labels: the share of the loss that asks for all classes alike.
-    channels: int = 0  # Of pixels: 1 where all images are grey, 3 otherwise; 0: as found.
+    channels: int = 0  # Of pixels: 1 where all images are grey, or to make them so, 3 otherwise; 0: as found.
     classes: int = 0  # 0: as many as the data has.
     validation_rows: int = 0  # At most so many held-out images are scored; 0: all.
 
@@ -165,7 +165,9 @@ class Images(Task):
         """The images in a size; 0: as found."""
         from isopos.lab.data import images
 
-        return images.read(self.data, height, width, console=console) if self.data else images.digits(height, width)
+        if not self.data:
+            return images.digits(height, width)
+        return images.read(self.data, height, width, grey=self.channels == 1, console=console)
 
 
 class Album(Labelled):

@@ -39,7 +39,7 @@ class Samples(Data):
 
     sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; those of train make the epochs
     unit: str = "samples"  # what they are, for messages
-    copies: int = 1  # how often a sample is in an epoch that has it: that many epochs have them all
+    copies: int = 1  # how often an epoch has a sample; with more than one it has the fewer different ones
 
     @abstractmethod
     def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
@@ -126,7 +126,7 @@ class Labelled(Samples):
             model.train(training)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
     """Which samples are in the batches of an epoch, ``[batches count]``."""
     random, sizes = np.random.default_rng((seed, epoch)), data.sizes["train"]
