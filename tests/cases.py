@@ -508,9 +508,10 @@ def same_everywhere(actual, expected, leaves, roundings=TOLERANCE):
 
 
 def linear_options(name, b, h, t, d):
-    """Options of linear attention by name: of `LINEAR`, or a scheme."""
+    """Options of linear attention by name: of `LINEAR` or `BOTH_WAYS`, or a scheme."""
     g = -torch.rand(h, t, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).cumsum(-1) / 10
     steady = -torch.arange(t, dtype=torch.float64) * torch.linspace(0.01, 1, h, dtype=torch.float64)[:, None]
+    between = torch.cat(((g[:, :-1] + g[:, 1:]) / 2, g[:, -1:] - 0.01), -1)
     scheme = schemes.REGISTRY[name](d, h).at(sequence(t)) if name in schemes.REGISTRY else {}
     ids = (torch.arange(t) // 37).expand(b, t)
     mask = torch.rand(b, t, generator=torch.Generator().manual_seed(3)) > 0.3
@@ -523,6 +524,9 @@ def linear_options(name, b, h, t, d):
         "steady decay, plain": rope | {"decay": steady},
         "decays of queries and keys": rope | {"decay": (g - 0.01, g)},
         "both ways with a decay": rope | {"decay": g, "causal": False},
+        "both ways, masked": rope | {"decay": (between, g), "causal": False, "mask": mask},
+        "both ways, encoded": rope | {"decay": steady, "causal": False, "denominator": "encoded"},
+        "both ways, packed": {"segment_ids": ids, "decay": steady, "causal": False, "denominator": None},
         "packed": rope | {"segment_ids": ids},
         "masked": rope | {"mask": mask},
         "masked decay, encoded": rope | {"mask": mask, "decay": steady, "denominator": "encoded"},
@@ -539,6 +543,7 @@ both ways with a decay; packed; masked; masked decay, encoded; favor; identity; 
 permuteformer; lrpe-unitary; lrpe-orthogonal; lrpe-permutation; retnet; cosformer
 """
 LINEAR = [name for line in LINEAR.strip().splitlines() for name in line.split("; ")]
+BOTH_WAYS = ["both ways, masked", "both ways, encoded", "both ways, packed"]
 
 
 def with_gradients(inputs, dtype, given, grad, attend=linear_attention):

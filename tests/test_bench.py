@@ -220,11 +220,11 @@ def test_a_tree_s_operators_are_measured_for_one_head():
     assert processes.tree(7)["result"] == 7 * 64 * 64 * 4
 
 
-def test_both_states_of_the_allocator_are_below_each_other(here):
-    text = _printed("growth", allocator="both")
-    states = [*processes.states_of("cpu", "both")]
+def test_the_states_of_the_allocator_are_below_each_other(here):
+    text = _printed("growth", allocator="all")
+    states = [*processes.states_of("cpu", "all")]
     assert [environment for _, environment in here] == [processes.ALLOCATORS[state] for state in states]
-    found = re.findall(r"as-is|reused", text)
+    found = re.findall(r"as-is|reused|huge-pages", text)
     assert found == states * (len(found) // len(states))
 
 
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused(here, isopos, tmp_path, arguments, words):
 
 def test_reuse_needs_glibc(monkeypatch):
     monkeypatch.setattr(processes.platform, "libc_ver", lambda: ("", ""))
-    assert [*processes.states_of("cpu", "both")] == ["as-is"]
+    assert [*processes.states_of("cpu", "all")] == ["as-is"]
     with pytest.raises(ValueError, match="only glibc"):
         processes.states_of("cpu", "reused")
 

@@ -36,9 +36,10 @@ ms repeated. Times are medians. A ratio is taken within each round, and shown as
 the other's time by ours, "time" is ours by the other's. Goals are judged by the median. Nothing is called faster, or
 slower, where the quartiles are on both sides of 1: that is "within the spread".
 
-**Allocator.** Each section runs in a process of its own, twice: with glibc's allocator as it is, and told to reuse memory
-(`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_={trim}`). As it is, it gives large tensors back to the system, and pages fresh
-from there can take longer than the arithmetic.
+**Allocator.** Each section runs in a process of its own, once in each state: with glibc's allocator as it is, told to reuse
+memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_={trim}`), and as it is but with huge pages for tensors from 2 MiB on
+(`THP_MEM_ALLOC_ENABLE=1`, which PyTorch reads once, at the first tensor). As it is, it gives large tensors back to the
+system, and pages fresh from there can take longer than the arithmetic.
 
 **Shapes.** B samples, H heads, L tokens, d features a head; causal attention is elu + 1 features with a denominator
 unless a row says otherwise. "forward + backward" takes gradients of all inputs, and of the projections of a module.

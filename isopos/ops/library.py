@@ -45,7 +45,7 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own", "values")),
-        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "start")),
+        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "reverse", "start")),
         *((name, View) for name in ("g_q", "g_k")),
         *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),
@@ -67,6 +67,14 @@ class Rotate(ctypes.Structure):
     )
 
 
+def opened(path: Path) -> ctypes.CDLL:
+    """A library, whose functions know their arguments; OSError where it cannot be loaded."""
+    lib = ctypes.CDLL(str(path))
+    for function, count in ((lib.isopos_groups, 1), (lib.isopos_scratch_size, 3)):
+        function.argtypes, function.restype = (ctypes.c_long,) * count, ctypes.c_long
+    return lib
+
+
 @functools.cache
 def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
     """The libraries for this processor by lanes, the most first; and which they are, or why there is none."""
@@ -77,7 +85,7 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
         stem = Path(__file__).with_name(f"_cpu_{name.lower()}")
         paths = [path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := Path(f"{stem}{suffix}")).exists()]
         try:
-            lib = ctypes.CDLL(str(paths[0])) if paths else None
+            lib = opened(paths[0]) if paths else None
         except OSError as error:
             missing.append(str(error))
             continue
@@ -86,8 +94,6 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
         elif lib.isopos_call_size() != ctypes.sizeof(Call) or lib.isopos_rotate_size() != ctypes.sizeof(Rotate):
             missing.append(f"{paths[0].name} is of another version; install isopos again")
         else:
-            for function, count in ((lib.isopos_groups, 1), (lib.isopos_scratch_size, 3)):
-                function.argtypes, function.restype = (ctypes.c_long,) * count, ctypes.c_long
             found[LANES[name]] = lib
     names = [name for name, lanes in LANES.items() if lanes in found]
     return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"

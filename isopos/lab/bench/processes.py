@@ -27,10 +27,12 @@ from isopos.schemes import REGISTRY
 __all__ = ["ALLOCATORS", "SECTIONS", "call", "construction", "in_states", "memory", "section", "states_of"]
 
 SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
+SMALL_PAGES, HUGE_PAGES = ({"THP_MEM_ALLOC_ENABLE": choice} for choice in "01")  # PyTorch's switch, for large tensors
 ALLOCATORS: dict[str, Mapping[str, str]] = {
-    "as-is": {},
+    "as-is": SMALL_PAGES,
     # Most of the time of a large tensor may go into pages fresh from the system: glibc is told to keep what it has.
-    "reused": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+    "reused": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)} | SMALL_PAGES,
+    "huge-pages": HUGE_PAGES,
 }
 MEMORY = {"none": at_most(4.5), "rope": None, "permuteformer": None, "retnet": None}
 LENGTHS = (8192, 32768)
@@ -43,9 +45,9 @@ def states_of(device: str, allocator: str) -> Mapping[str, Mapping[str, str]]:
     if device != "cpu":
         return gpu.KERNELS
     if platform.libc_ver()[0] == "glibc":
-        return ALLOCATORS if allocator == "both" else {allocator: ALLOCATORS[allocator]}
-    if allocator == "reused":
-        raise ValueError("allocator: expected as-is, since only glibc can be told to reuse memory, got reused")
+        return ALLOCATORS if allocator == "all" else {allocator: ALLOCATORS[allocator]}
+    if allocator not in ("all", "as-is"):
+        raise ValueError(f"allocator: expected as-is, since only glibc can be told how to keep memory, got {allocator}")
     return {"as-is": ALLOCATORS["as-is"]}
 
 

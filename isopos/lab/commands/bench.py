@@ -39,8 +39,8 @@ class Options:
     ] = "all"
     """What to measure; "all" leaves out exactness."""
     device: Literal["cpu", "cuda"] = "cpu"  # Where: a GPU has the sections attention, rotary and decode.
-    allocator: Literal["both", "as-is", "reused"] = "both"
-    """State of glibc's allocator, on a CPU: as it is, told to reuse memory, or one after the other."""
+    allocator: Literal["all", "as-is", "reused", "huge-pages"] = "all"
+    """State of glibc's allocator, on a CPU: as it is, told to reuse memory, with huge pages, or one after the other."""
     rounds: int = 9  # Rounds in which works take turns.
     out: str = ""  # A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written.
     overwrite: bool = False  # Replace them if they exist.

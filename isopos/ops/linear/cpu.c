@@ -4,6 +4,7 @@
    the end. Where there are fewer heads than threads, heads are cut into parts: what each part adds to the states is summed up
    first. Products leave out what a query does not see. Features are made on the way, so that nothing is written that only the
    next pass would read: float32 ones of narrower numbers, with zeros up to whole vectors where a width is no multiple of them.
+   Sums over later tokens are those over earlier ones of the tokens in reverse, without a token's own key.
 
    Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
@@ -56,10 +57,10 @@ typedef struct {
 
 /* States [all . .] hold those before these tokens and end as those after them, gradients of states the reverse. */
 typedef struct {
-    long all, heads, length, parts, d, e, own, values, threads, denominated, divide, begins, ends, start;
+    long all, heads, length, parts, d, e, own, values, threads, denominated, divide, begins, ends, reverse, start;
     /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0, up to
-       whole vectors; numbers of sums; begins, ends: no token comes before, or after; start: of a step, its token's place in
-       tables and weights */
+       whole vectors; numbers of sums; begins, ends: no token comes before, or after; reverse: sums over later tokens, added to
+       those that are there; start: of a step, its token's place in tables and weights */
     View g_q, g_k;      /* log decays, double, or null */
     float *state, *row; /* sums of k v^T and of a denominator's k; in a step those before it */
     float *saved, *saved_rows, *across; /* those before each group of chunks, or null; in a step those after it, and weights */
@@ -148,13 +149,13 @@ INLINE void put(float *out, lanes x, int past)
 #endif
 }
 
-/* Where a block goes, of at most ROWS rows, and what they are multiplied by at the end, or null; `past` as `put` has it. Zero
-   times every number is added to `zeros`, if it is given: they stay zeros where all are finite. */
+/* Where a block goes, of at most ROWS rows, and what they are multiplied by at the end, or null; `past` as `put` has it, `add` to
+   what is there. Zero times every number is added to `zeros`, if it is given: they stay zeros where all are finite. */
 typedef struct {
     float *at;
     long stride, rows;
     const float *last;
-    int past;
+    int past, add;
     lanes *zeros;
 } Out;
 
@@ -170,6 +171,10 @@ INLINE void panel(const int wide, Out out, Product p, const float *scale, Produc
             for (int w = 0; w < wide; w++)
                 sum[r][w] *= scale[r];
     add_product(sum, wide, more);
+    if (out.add)
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; r < out.rows && w < wide; w++)
+                sum[r][w] += *(const lanes *)(out.at + r * out.stride + w * LANES);
     if (out.last)
         for (int r = 0; r < ROWS; r++)
             for (int w = 0; w < wide; w++)
@@ -185,7 +190,7 @@ INLINE void panel(const int wide, Out out, Product p, const float *scale, Produc
         *out.zeros += zeros;
 }
 
-/* out [rows columns] = last * (scale * p + more); a scale that is null is 1. */
+/* out [rows columns] = last * (scale * p + more + what is there); a scale that is null is 1. */
 static void block(Out out, long columns, Product p, const float *scale, Product more)
 {
     for (; columns >= WIDE * LANES; columns -= WIDE * LANES) {
@@ -426,7 +431,7 @@ static void raise_all(float *x, long count)
     for (long i = count; i % LANES; i++)
         x[i] = 0;
     for (long i = 0; i < count; i += LANES)
-        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i), 0);
+        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i), 89);
 }
 
 static void make_weights(const Call *call, Chunk n, Weights *w)
@@ -437,10 +442,11 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         const double *query = (const double *)call->g_q.first + index_of(&call->g_q, n);
         const double *key = (const double *)call->g_k.first + index_of(&call->g_k, n);
         const int first = call->begins && n.start == 0; /* then the state before is zero */
-        const double start = key[first ? 0 : -call->g_k.token], end = key[(c - 1) * call->g_k.token];
+        const double sign = call->reverse ? -1 : 1; /* tokens that are further away have less weight in either direction */
+        const double start = sign * key[first ? 0 : -call->g_k.token], end = sign * key[(c - 1) * call->g_k.token];
         for (long i = 0; i < c; i++) {
-            w->query[i] = query[i * call->g_q.token];
-            w->key[i] = key[i * call->g_k.token];
+            w->query[i] = sign * query[i * call->g_q.token];
+            w->key[i] = sign * key[i * call->g_k.token];
             w->fades |= w->query[i] != start || w->key[i] != start;
         }
         for (long i = 0; w->fades && i < c; i++) {
@@ -454,7 +460,7 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         raise_all(w->before, c);
         raise_all(w->after, c);
         raise_all(w->step, c);
-        w->across = exponential((lanes){w->across}, 0)[0];
+        w->across = exponential((lanes){w->across}, 89)[0];
         return;
     }
     for (long i = 0; i < CHUNK; i++)
@@ -465,7 +471,7 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
 /* The weight of a token's own key. */
 INLINE float own_weight(const Weights *w, long i)
 {
-    return w->fades && w->query[i] != w->key[i] ? exponential((lanes){w->query[i] - w->key[i]}, 0)[0] : 1;
+    return w->fades && w->query[i] != w->key[i] ? exponential((lanes){w->query[i] - w->key[i]}, 89)[0] : 1;
 }
 
 /* Weights inside a chunk [c CHUNK], for those that a query sees; null where all are 1. */
@@ -903,8 +909,9 @@ static void start_part(const Call *call, long head, long part, const float *stat
 /* --- sums of a chunk --- */
 
 /* Products of ROWS rows of a chunk, from row i on, and of columns from j on: less a number a row, weighted, and zero where a
-   query does not see. */
-INLINE void score_panel(const int wide, Product p, const float *less, const float *inside, long c, long i, long j, float *out)
+   query does not see, with `own` itself. */
+INLINE void score_panel(const int wide, Product p, const float *less, const float *inside, long c, long i, long j, long own,
+                        float *out)
 {
     lanes sum[ROWS][WIDE];
     order column;
@@ -915,7 +922,7 @@ INLINE void score_panel(const int wide, Product p, const float *less, const floa
             sum[r][w] = (lanes){0};
     add_product(sum, wide, p);
     for (int r = 0; r < ROWS; r++) {
-        const int seen = i + r < c ? i + r + 1 : 0;
+        const int seen = i + r < c ? i + r + own : 0;
         const long at = (i + r) * CHUNK + j;
         for (int w = 0; w < wide; w++) {
             lanes x = sum[r][w] - less[r];
@@ -927,7 +934,7 @@ INLINE void score_panel(const int wide, Product p, const float *less, const floa
 }
 
 /* Weighted products of rows a and columns b [width CHUNK], less a number a row: zero where a query does not see. */
-static void weigh(Rows a, const float *b, long width, const float *inside, const float *less, long c, float *out)
+static void weigh(const Call *call, Rows a, const float *b, long width, const float *inside, const float *less, long c, float *out)
 {
     for (long i = 0; i < c; i += ROWS) {
         float of_rows[ROWS] = {0};
@@ -936,9 +943,9 @@ static void weigh(Rows a, const float *b, long width, const float *inside, const
         for (long j = 0; j < i + ROWS; j += WIDE * LANES) {
             const Product p = {a.at + i * a.stride, a.stride, 1, b + j, CHUNK, width};
             if (i + ROWS - j > LANES)
-                score_panel(WIDE, p, of_rows, inside, c, i, j, out);
+                score_panel(WIDE, p, of_rows, inside, c, i, j, !call->reverse, out);
             else
-                score_panel(1, p, of_rows, inside, c, i, j, out);
+                score_panel(1, p, of_rows, inside, c, i, j, !call->reverse, out);
         }
     }
 }
@@ -972,8 +979,9 @@ static void denominators(const Call *call, long c, const Weights *w, const Made 
             const float *key = keys.at + i * keys.stride + m, *query = queries.at + i * queries.stride + m;
             lanes sum = {0};
             for (int v = 0; v < wide; v++) {
-                seen[v] = s * seen[v] + here * *(const lanes *)(key + v * LANES);
-                sum += seen[v] * *(const lanes *)(query + v * LANES);
+                const lanes before = s * seen[v];
+                seen[v] = before + here * *(const lanes *)(key + v * LANES);
+                sum += (call->reverse ? before : seen[v]) * *(const lanes *)(query + v * LANES);
             }
             denominator[i] += total(sum);
         }
@@ -994,8 +1002,9 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
         for (long i = 0; i < c; i++) {
             const float s = w->step[i], here = own_weight(w, i), l = -less[i];
             for (int v = 0; v < wide; v++) {
-                sum[v] = s * sum[v] + here * *(const lanes *)(keys.at + i * keys.stride + m + v * LANES);
-                *(lanes *)(dq + i * own + m + v * LANES) = l * sum[v];
+                const lanes before = s * sum[v];
+                sum[v] = before + here * *(const lanes *)(keys.at + i * keys.stride + m + v * LANES);
+                *(lanes *)(dq + i * own + m + v * LANES) = l * (call->reverse ? before : sum[v]);
             }
         }
         for (int v = 0; v < wide; v++)
@@ -1003,8 +1012,9 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
         for (long i = c - 1; i >= 0; i--) {
             const float s = i + 1 < c ? w->step[i + 1] : 0, here = own_weight(w, i), a = w->after[i], l = less[i];
             for (int v = 0; v < wide; v++) {
-                sum[v] = s * sum[v] + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
-                *(lanes *)(dk + i * own + m + v * LANES) = -(here * sum[v] + a * end[v]);
+                const lanes after = s * sum[v];
+                sum[v] = after + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
+                *(lanes *)(dk + i * own + m + v * LANES) = -(here * (call->reverse ? after : sum[v]) + a * end[v]);
             }
         }
     }
@@ -1050,11 +1060,13 @@ static void forward_chunk(const Call *call, const Step *step, Chunk next, const 
     float denominator[CHUNK], inverse[CHUNK + ROWS], *out = rows_of(&call->out, n);
     const float *inside = make_inside(&step->w, c, buffer);
     transpose(step->k.features, c, d, transposed, CHUNK);
-    weigh(q, transposed, d, inside, 0, c, scores);
+    weigh(call, q, transposed, d, inside, 0, c, scores);
     if (call->denominated) {
         float *into = rows_of(&call->denominator, n);
         denominators(call, c, &step->w, &step->q, &step->k, row, scores, denominator);
         for (long i = 0; i < c; i++) {
+            if (call->reverse)
+                denominator[i] += into[i * call->denominator.token];
             if (call->divide && __builtin_fabsf(denominator[i]) < SMALL)
                 denominator[i] = __builtin_copysignf(SMALL, denominator[i]);
             into[i * call->denominator.token] = denominator[i];
@@ -1064,9 +1076,12 @@ static void forward_chunk(const Call *call, const Step *step, Chunk next, const 
     }
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c;
-        Out rows = {out + i * call->out.token, call->out.token, to - i, call->divide ? inverse + i : 0, call->past, &zeros};
+        Out rows = {out + i * call->out.token, call->out.token, to - i, call->divide ? inverse + i : 0, call->past,
+                    call->reverse, &zeros};
         if (narrower)
             rows.at = aside, rows.stride = e;
+        for (long r = i; narrower && call->reverse && r < to; r++)
+            memcpy(aside + (r - i) * e, out + r * call->out.token, call->values * sizeof(float));
         for (const Input *o = &call->q; o <= &call->v; o++)
             prefetch(&o->x, next, i, o->numbers, o->type);
         block(rows, e, (Product){q.at + i * q.stride, q.stride, 1, state, e, reach}, step->w.before + i,
@@ -1123,9 +1138,9 @@ static void backward_chunk(const Call *call, const Step *step, const float *grad
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
     const float *inside = make_inside(w, c, buffer);
     transpose(k, c, d, transposed, CHUNK);
-    weigh(q, transposed, d, inside, 0, c, scores);
+    weigh(call, q, transposed, d, inside, 0, c, scores);
     transpose(v, c, e, transposed, CHUNK);
-    weigh(grad, transposed, e, inside, own ? 0 : less, c, grad_scores);
+    weigh(call, grad, transposed, e, inside, own ? 0 : less, c, grad_scores);
     if (later)
         transpose((Rows){grad_state, e}, d, e, transposed, d);
     for (long i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
@@ -1321,11 +1336,34 @@ static int streams(const Call *call, const View *view, long width)
            !mincore((void *)inside, 1, &used) && used & 1;
 }
 
+/* Makes tokens go from the last one to the first. */
+static void turn(View *view, long length, long size)
+{
+    view->first = view->first ? (char *)view->first + (length - 1) * view->token * size : 0;
+    view->token = -view->token;
+}
+
+static void turn_all(Call *call)
+{
+    const long length = call->length;
+    for (Input *o = &call->q; o <= &call->v; o++) {
+        const long size = o->type == FLOAT32 ? 4 : 2;
+        turn(&o->x, length, size), turn(&o->grad, length, size);
+        turn(&o->own, length, 4), turn(&o->grad_own, length, 4);
+        turn(&o->table, length, o->kind == GATHER ? 8 : 4), turn(&o->grad_table, length, 4);
+        turn(&o->mask, length, 1);
+    }
+    turn(&call->g_q, length, 8), turn(&call->g_k, length, 8);
+    turn(&call->out, length, 4), turn(&call->denominator, length, 4), turn(&call->grad, length, 4);
+}
+
 /* Every head, by whoever is free. */
 static void run(Call *call, int back)
 {
+    if (call->reverse)
+        turn_all(call);
     const long all = call->all * call->parts;
-    call->past = !back && call->values == call->e && streams(call, &call->out, call->e);
+    call->past = !back && !call->reverse && call->values == call->e && streams(call, &call->out, call->e);
     for (Input *o = &call->q; back && o <= &call->v; o++)
         o->past = !o->add && whole(o) && streams(call, &o->grad, o->width);
 #pragma omp parallel num_threads(call->threads)

@@ -1,7 +1,7 @@
 """The compiled sums of cpu.c, on a CPU: features, positions, decay, float32 sums and division of a chunk in one go.
 
 Features in closed form are made on the way, with gradients of tables that are learned. Those of `ROWS`, of opaque maps and
-of learned normals are made by PyTorch and read as they are. What sums over later tokens is left to PyTorch's walk.
+of learned normals are made by PyTorch and read as they are.
 """
 
 import math
@@ -17,7 +17,7 @@ from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import library
 from isopos.ops.library import KIND, TYPES, Call, Input, View, flat, view, whole
 from isopos.ops.linear.autograd import refusal
-from isopos.ops.linear.chunks import CHUNKS, ChunkWalk
+from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.walk import Groups, Operand, Plan, Upstream, Walk, Walking
@@ -104,19 +104,21 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 class Pass:
-    """Some tokens of some heads, described for the library. Tensors that it points to live as long as it does.
+    """Some tokens of the heads of a walk, described for the library. Tensors that it points to live as long as it does.
 
     Attributes:
         shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up.
     """
 
-    def __init__(self, operands: Sequence[Operand], n: int, plan: Plan, buffers: Buffers, denominator: bool):
-        self.operands, self.n, self.span, self.buffers = operands, n, plan.spans[n], buffers
+    def __init__(self, walk: Walk, n: int):
+        self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
+        operands, denominator = self.operands, walk.denominator
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
         heads, length = self.leading.numel(), self.span.stop - self.span.start
         call = self.call = Call(all=heads, heads=self.leading[-1], length=length, denominated=denominator)
-        call.begins, call.ends, call.threads = n == 0, n == len(plan.spans) - 1, torch.get_num_threads()
+        call.begins, call.ends, call.reverse = n == walk.order[0], n == walk.order[-1], walk.reverse
+        call.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
         widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
         _, (call.d, call.own), (call.e, _) = widths
@@ -207,6 +209,8 @@ class Pass:
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
         library.run(self.library.isopos_backward, call)
+        if call.reverse:
+            grad_g = tuple(-x.flip(-1) for x in grad_g)
         for operand, own, rows in zip(self.operands, pulled, self.rows, strict=True):
             if rows is not None:
                 operand.pull(self.n, self.span, own)
@@ -232,14 +236,17 @@ class Pass:
 
 @dataclass(eq=False)
 class CpuWalk(Walk):
-    """Causal sums, a call of the library for each of the plan's spans. `notes` are of the whole problem."""
+    """Causal sums forward, or those over later tokens in reverse, a call of the library for each of the plan's spans.
+
+    Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem.
+    """
 
     notes: dict[str, Any] = field(default_factory=dict)
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
         for n in self.order:
-            part = Pass(self.operands, n, self.plan, self.buffers, self.denominator)
+            part = Pass(self, n)
             like = self.operands[0].x.new_empty
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
             saved = [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes] if keep else []
@@ -251,7 +258,7 @@ class CpuWalk(Walk):
         upstream.split(self.plan.sizes)
         after = [torch.zeros_like(state[..., 0, :, :]) for state in states[0]]
         for n, saved in zip(reversed(self.order), reversed(states), strict=True):
-            span, part = self.plan.spans[n], Pass(self.operands, n, self.plan, self.buffers, self.denominator)
+            span, part = self.plan.spans[n], Pass(self, n)
             for every, scale in zip(
                 grad_g, part.backward(self.g, saved, after, upstream, bool(grad_g)), strict=bool(grad_g)
             ):
@@ -320,24 +327,19 @@ class Cpu(Walking):
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
         """Not cut, where cpu.c makes all features."""
-        whole = Plan(sums.q, cut=False)
-        described = [operand.described(whole.spans[0]) for operand in operands] if sums.causal else [None]
-        closed = (own is not None and Closed.of(own, x) for own, x in zip(described, sums.inputs, strict=False))
-        return whole if all(closed) else Plan(sums.q)
+        uncut = Plan(sums.q, cut=False)
+        described = [operand.described(uncut.spans[0]) for operand in operands]
+        closed = (own is not None and Closed.of(own, x) for own, x in zip(described, sums.inputs, strict=True))
+        return uncut if all(closed) else Plan(sums.q)
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
-        first = CpuWalk(operands, plan, g, buffers, denominator, notes=sums.notes)
-        if sums.causal:
-            return [first]
-        return [first, ChunkWalk(operands, plan, g, buffers, denominator, reverse=True)]
+        directions = (False,) if sums.causal else (False, True)
+        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes) for reverse in directions]
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         sums.notes["finite"] = True
-        found = super().forward(sums, needs)
-        if not sums.causal:
-            del sums.notes["finite"]  # PyTorch's walk back does not look
-        return found
+        return super().forward(sums, needs)
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved

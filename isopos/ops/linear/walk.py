@@ -315,7 +315,7 @@ def _forward(walks: Sequence[Walk], out: Tensor, denominator: Tensor, *, divide:
     states: list[Tensor] = []
     outs, denominators = (x.split(walks[0].plan.sizes, -2) for x in (out, denominator))
     for walk in walks:
-        for n, total, own, before in walk.forward(outs, denominators, keep=keep, divide=divide and len(walks) == 1):
+        for n, total, own, before in walk.forward(outs, denominators, keep=keep, divide=divide and walk is walks[-1]):
             states += before if keep else []
             if total is None:
                 if divide and walk is walks[-1]:

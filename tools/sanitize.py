@@ -1,0 +1,151 @@
+"""Random calls of the compiled sums under a sanitizer of gcc: `python -m tools.sanitize address|undefined|thread [CALLS]`.
+
+It builds isopos/ops/linear/cpu.c with the sanitizer in a temporary folder and calls that library in a process of its own:
+forward and backward, in any width, dtype and number of threads, from several Python threads at once and after a fork. Under
+"thread" OpenMP's functions are those of tools/sanitize.c, as the sanitizer does not see how gcc's own threads wait for each
+other. It ends with an error where the sanitizer finds one, or a result is not that of float64.
+"""
+
+import ast
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SANITIZERS = {"address": "libasan.so", "undefined": "", "thread": "libtsan.so"}  # and the runtime that is loaded first
+SCHEMES = ("none", "rope", "retnet", "permuteformer", "lrpe-unitary", "lrpe-orthogonal", "cosformer")
+
+
+def flags(instructions: str) -> list[str]:
+    """Those that setup.py gives the compiler for one instruction set."""
+    for line in (ROOT / "setup.py").read_text().splitlines():
+        if line.startswith("FLAGS = "):
+            return ast.literal_eval(line.removeprefix("FLAGS = "))[instructions.lower()]
+    raise AssertionError("setup.py has FLAGS")
+
+
+def runtime(sanitizer: str) -> str:
+    """The path of its runtime, "" where none is needed; OSError where gcc has none."""
+    name = SANITIZERS[sanitizer]
+    path = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    if name and not Path(path).is_absolute():
+        raise OSError(f"gcc has no {name}")
+    return path if name else ""
+
+
+def build(sanitizer: str, instructions: str, out: Path) -> None:
+    """Build the library with a sanitizer."""
+    sources = [ROOT / "isopos/ops/linear/cpu.c", *[ROOT / "tools/sanitize.c"] * (sanitizer == "thread")]
+    common = ["-g", "-O1", "-fPIC", "-shared", "-fopenmp", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    own = ["-Wl,-Bsymbolic"] if sanitizer == "thread" else []  # its own OpenMP before the one that is loaded
+    subprocess.run(["gcc", *common, *flags(instructions), *own, *map(str, sources), "-o", str(out)], check=True)
+
+
+def main(sanitizer: str, calls: int) -> int:
+    """Build, and run the calls in a process of their own; its exit status."""
+    import torch
+
+    instructions = torch.backends.cpu.get_cpu_capability()
+    with tempfile.TemporaryDirectory() as folder:
+        path, preload = Path(folder) / "sanitized.so", runtime(sanitizer)
+        build(sanitizer, instructions, path)
+        command = [sys.executable, "-m", "tools.sanitize", "--calls", sanitizer, str(path), str(calls)]
+        if sanitizer == "thread":
+            command = ["setarch", "-R", *command]  # it knows addresses that are not drawn at random
+        options = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1 ignore_noninstrumented_modules=1"}
+        environment = os.environ | options | ({"LD_PRELOAD": preload} if preload else {})
+        return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+
+
+def call(draw: random.Random) -> None:
+    """A random call, forward and backward, beside float64."""
+    import torch
+
+    from isopos import positions, schemes
+    from isopos.attention import explain, linear_attention
+
+    name, dtype = draw.choice(SCHEMES), draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    b, h, t, d, e = (
+        draw.randint(1, 2),
+        draw.randint(1, 3),
+        draw.randint(1, 700),
+        2 * draw.randint(1, 40),
+        draw.randint(1, 80),
+    )
+    kind = draw.choice(["plain", "encoded", "none"])
+    given = schemes.REGISTRY[name](d, h, denominator=kind).at(positions.sequence(t))
+    given |= {"causal": name != "retnet" or draw.random() < 0.5}
+    if draw.random() < 0.3:
+        given["mask"] = torch.rand(b, t) > 0.2
+    if draw.random() < 0.3 and given["causal"]:
+        given["segment_ids"] = (torch.arange(t) // 100).expand(b, t)
+    inputs = [torch.rand(b, h, t, n).to(dtype).requires_grad_() for n in (d, d, e)]
+    assert explain(*inputs, **given).backend == "cpu", explain(*inputs, **given)
+    found, weight = [], torch.rand(b, h, t, e, dtype=torch.float64)
+    for leaves in (inputs, [x.detach().double().requires_grad_() for x in inputs]):
+        out = linear_attention(*leaves, **given)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    for ours, exact in zip(*found, strict=True):
+        largest = exact.abs().max().clamp_min(1e-2 * found[1][0].abs().max())
+        if name in ("none", "retnet") or kind != "plain":  # a rotated sum over a plain denominator may be almost nothing
+            error = ((ours.double() - exact).abs().max() / largest).item()
+            assert error < (1e-2 if dtype == torch.float32 else 0.2), (
+                name,
+                kind,
+                dtype,
+                (b, h, t, d, e),
+                given.keys(),
+                error,
+            )
+        assert ours.isfinite().all()
+
+
+def attack(sanitizer: str, path: Path, calls: int) -> None:
+    """All calls, in this process."""
+    import torch
+
+    from isopos.ops import library
+
+    lib, lanes = library.opened(path), max(library.libraries()[0])
+    library.libraries = lambda: ({lanes: lib}, f"{sanitizer} sanitized")
+    draw = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(calls):
+        torch.set_num_threads(draw.choice([1, 2, 3, 16]))
+        call(draw)
+    torch.set_num_threads(2)
+    errors = []
+
+    def several(seed: int) -> None:
+        try:
+            for _ in range(calls // 8 + 1):
+                call(random.Random(seed))
+        except Exception as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=several, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    if sanitizer == "thread":  # it gives up where a process with threads forks
+        return
+    torch.set_num_threads(1)  # as loaders of data do after a fork: threads of OpenMP do not come along
+    if not (child := os.fork()):
+        call(draw)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "the fork"
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if words[0] == "--calls":
+        attack(words[1], Path(words[2]), int(words[3]))
+    else:
+        sys.exit(main(words[0], int(words[1]) if words[1:] else 100))
