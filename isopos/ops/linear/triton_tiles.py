@@ -6,63 +6,9 @@ are (x_0 cos, x_0 sin, x_1 cos, ...): their order is nobody's business but a sta
 
 # pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
 
-from typing import Any, NamedTuple
-
 from isopos.ops.gpu import language
 
 jit, tl = language()
-
-
-class Rows(NamedTuple):
-    """A tensor ``[outer inner head token .]`` with strides; the numbers of a row are next to each other."""
-
-    first: Any
-    outer: int
-    inner: int
-    head: int
-    token: int
-
-
-class Inputs(NamedTuple):
-    """What makes the features of readers or feeders; None for what there is not."""
-
-    x: Rows
-    table: Rows | None  # pairs (cos, sin), or an index; of feeders None, too, where it is that of readers
-    normal: Rows | None
-    mask: Rows | None
-    g: Rows | None  # log decays, float64
-    less: Rows | None  # less gradients of denominators: weights of these rows in sums of features
-
-
-class Values(NamedTuple):
-    """Rows of values."""
-
-    x: Rows
-    mask: Rows | None
-
-
-class Grads(NamedTuple):
-    """Where gradients of readers go; None for what needs none."""
-
-    x: Rows
-    table: Rows | None
-    decay: Rows | None  # a number a block of features
-    normal: Any  # the sum of each program ``[. width]``
-
-
-class Shape(NamedTuple):
-    """How many: tokens; numbers of x, of features, of values; heads and samples; chunks of a segment, segments; blocks."""
-
-    length: int
-    width: int
-    features: int
-    columns: int
-    own: int  # features of a denominator
-    inner: int
-    heads: int
-    chunks: int
-    segments: int
-    blocks: int  # of features or values, whose programs are next to each other: they read the same
 
 
 @jit
