@@ -47,7 +47,7 @@ def language() -> tuple[Any, Any]:
     """
     if _absent():
         return (lambda function: function), SimpleNamespace(constexpr=object)
-    import triton
-    import triton.language
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language  # pyright: ignore[reportMissingImports]
 
     return triton.jit, triton.language
