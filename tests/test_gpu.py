@@ -65,6 +65,19 @@ def test_attention_and_its_gradients(case, kind, dtype):
                 near(fast, slow, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("name", ["none", "rope", "retnet", "lrpe-orthogonal", "permuteformer"])
+def test_sizes_of_models(name, head_dim, dtype):
+    scheme, x = build(name, head_dim, 2, {"denominator": "plain"}), sequence(1000)
+    content = [a.to(dtype).double().requires_grad_() for a in torch.randn(3, 1, 2, 1000, head_dim).unbind()]
+    device = copy.deepcopy(scheme).to(DEVICE), there(content, dtype), x.to(DEVICE)
+    expected, actual = attend("linear", scheme, content, x, causal=True), attend("linear", *device, causal=True)
+    near(actual, expected, dtype)
+    for fast, slow in zip(gradients(actual.cpu(), device[1]), gradients(expected, content), strict=True):
+        near(fast, slow, dtype)
+
+
 @with_kinds(PRESETS)
 def test_streams_end_where_the_whole_does(case, kind):
     if not case.streams(kind):

@@ -19,6 +19,7 @@ def test_nobody_gets_it_unasked(monkeypatch):
 
 
 @pytest.mark.triton
+@pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set")
 def test_the_interpreter_reads_plain_tensors_of_a_cpu():
     assert gpu.unreadable(torch.ones(2), torch.ones(3)) == ""
     assert gpu.unreadable(torch.ones(2), torch.ones(2, dtype=torch.complex64).conj().imag) == "it reads plain tensors only"

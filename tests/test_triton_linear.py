@@ -11,13 +11,17 @@ from isopos import schemes
 from isopos.attention import explain, linear_attention
 from isopos.feature_maps import FEATURE_MAPS, FeatureMap, elu1
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
+from isopos.ops import gpu
 from isopos.ops import linear as ops
 from isopos.ops.linear import triton
 from isopos.ops.linear.features import ALL_READY, READY, Features
 from isopos.positions import sequence
 from isopos.state import State
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; tests/test_gpu.py asks a GPU"),
+]
 SERVED = [name for name in LINEAR if name != "favor"]
 
 
