@@ -42,22 +42,18 @@ class Closed(NamedTuple):
     def of(cls, features: Features, x: Tensor) -> "Closed | None":
         """What makes features of x, if cpu.c knows it and its widths fit; PyTorch says what is wrong with others."""
         phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
-        kinds, table, normal, last = features.kinds, None, None, "none"
-        if phi is None or kinds is None:
+        if phi is None or (closed := features.closed()) is None:
             return None
         if x.dtype not in TYPES or (features.dtype or x.dtype) != torch.float32:
             return None
-        for kind, tensor in zip(kinds, () if features.map is None else features.map.tensors(), strict=True):
-            if table is not None or (kind == "reflection" and normal is not None):
-                return None
+        last, table, normal = closed
+        for kind, tensor in ((last, table), ("reflection", normal)):
+            if tensor is None:
+                continue
             pairs = kind in ("rotation", "lift")
             width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
             if width != x.shape[-1] or tensor.dtype != (torch.int64 if kind == "gather" else torch.float32):
                 return None
-            if kind == "reflection":
-                normal = tensor
-            else:
-                last, table = kind, tensor
         return cls(phi, last, table, normal, features.mask, features.own)
 
     @property

@@ -103,6 +103,23 @@ class Features(NamedTuple):
         known = self.direct and len(found) == 1 and found[0] < len(kinds) and kinds[found[0]] in ("rotation", "lift")
         return found[0] if known else None
 
+    def closed(self) -> tuple[str, Tensor | None, Tensor | None] | None:
+        """A map of at most one reflection, then at most one table: its kind ("none" without), the table, and the normal.
+
+        None where it is another map. Which phi, widths and dtypes it serves is a kernel's own matter.
+        """
+        if self.kinds is None:
+            return None
+        last, table, normal = "none", None, None
+        for kind, tensor in zip(self.kinds, () if self.map is None else self.map.tensors(), strict=True):
+            if table is not None or (kind == "reflection" and normal is not None):
+                return None
+            if kind == "reflection":
+                normal = tensor
+            else:
+                last, table = kind, tensor
+        return last, table, normal
+
     def ready(self, x: Tensor) -> bool:
         """Whether the features of x are x."""
         return self.phi is identity and self.map is None and self.mask is None and self.dtype in (None, x.dtype)

@@ -89,17 +89,9 @@ class Closed(NamedTuple):
     @classmethod
     def of(cls, features: Features) -> "Closed | None":
         """What makes these features, if the kernels know it."""
-        kinds, table, normal, kind = features.kinds, None, None, "none"
-        if kinds is None or not isinstance(features.phi, FeatureMap) or features.phi not in PHI:
+        if not isinstance(features.phi, FeatureMap) or features.phi not in PHI or (closed := features.closed()) is None:
             return None
-        for own, tensor in zip(kinds, () if features.map is None else features.map.tensors(), strict=True):
-            if table is not None or (own == "reflection" and normal is not None):
-                return None
-            if own == "reflection":
-                normal = tensor
-            else:
-                kind, table = own, tensor
-        return cls(features.phi.name, kind, table, normal)
+        return cls(features.phi.name, *closed)
 
     @property
     def doubled(self) -> int:
