@@ -359,9 +359,9 @@ class Cpu(Walking):
         if sums.denominator is not None:
             denominator = v.new_empty(*v.shape[:-1], 1)
             call.denominated, call.denominator = 1, view(denominator)
-        if sums.g is not None and stream.before is not None:
-            alive.append((sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(v.shape[:-2]).contiguous())
-            call.across = alive[-1].data_ptr()
+        if (across := sums.across) is not None:
+            alive.append(across)
+            call.across = across.data_ptr()
         library.run(lib.isopos_step, call)
         if stream.in_place:
             torch.autograd.graph.increment_version(after)

@@ -261,6 +261,14 @@ class Sums:
         return all(own.ready(x) for own, x in zip(self.features, self.inputs, strict=True))
 
     @property
+    def across(self) -> Tensor | None:
+        """What the sums of a stream weigh at the next token, contiguous float32 ``[*b h]``; None without a decay."""
+        if self.g is None or self.stream is None or self.stream.before is None:
+            return None
+        weight = (self.g[1][..., 0] - self.stream.before).exp().to(torch.float32)
+        return weight.expand(self.v.shape[:-2]).contiguous()
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of sums."""
         return torch.promote_types(self.q.dtype, torch.float32)

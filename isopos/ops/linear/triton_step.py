@@ -174,13 +174,11 @@ class Step(Backend):
         return plan, ""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        plan, v, stream, weights = sums.notes["plan"], sums.v, sums.stream, None
+        plan, v, stream = sums.notes["plan"], sums.v, sums.stream
         assert stream is not None
         after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
         out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-        if sums.g is not None and stream.before is not None:
-            weights = (sums.g[1][..., 0] - stream.before).exp().to(torch.float32).expand(v.shape[:-2]).contiguous()
-        plan(plan.sides, stream.sums, after, weights, 0, out)
+        plan(plan.sides, stream.sums, after, sums.across, 0, out)
         if stream.in_place:
             torch.autograd.graph.increment_version(after)
         return out, after
