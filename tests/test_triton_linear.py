@@ -15,6 +15,7 @@ from isopos.ops import gpu
 from isopos.ops import linear as ops
 from isopos.ops.linear import triton
 from isopos.ops.linear.features import ALL_READY, READY, Features
+from isopos.ops.place import Place
 from isopos.positions import sequence
 from isopos.state import State
 
@@ -175,6 +176,46 @@ def test_rows_do_not_hold_what_they_do_not_see():
     assert out[0, 1, 100].isnan().all()
 
 
+STREAMS = ["no denominator", "encoded", "drawn decay", "drawn decay, plain", "decays of queries and keys", "packed"]
+STREAMS += ["masked decay, encoded", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "permuteformer"]
+
+
+def _cut(x, part):
+    """Some tokens of an option."""
+    if isinstance(x, tuple):
+        return tuple(_cut(own, part) for own in x)
+    return x[..., part] if isinstance(x, torch.Tensor) else x.part(Place((), slice(None), part)) if hasattr(x, "part") else x
+
+
+def in_pieces(q, k, v, *, sizes=(50, 1, 14, 5), **given):
+    """Linear attention of a stream that comes in pieces."""
+    outs, state, start = [], State(), 0
+    for size in sizes:
+        part = slice(start, start := start + size)
+        own = {name: _cut(x, part) for name, x in given.items()}
+        out, state = linear_attention(*(_cut(x.mT, part).mT for x in (q, k, v)), **own, state=state, return_state=True)
+        outs.append(out)
+    return torch.cat(outs, -2)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_in_pieces_is_the_whole(several_segments, name):
+    """Gradients go through its states, and through log decays of the tokens before."""
+    given = linear_options(name, 1, 2, 70, 16)
+    *inputs, grad = drawn((1, 2, 70, 16), (1, 2, 70, 16), (1, 2, 70, 20), (1, 2, 70, 20))
+    near(with_gradients(inputs, torch.float32, given, grad, in_pieces), by_definition(inputs, given, grad))
+    assert len(several_segments) == 3
+
+
+def test_a_stream_whose_heads_share_keys(several_segments):
+    given = linear_options("lrpe-unitary", 1, 2, 70, 16)
+    inputs = drawn((1, 4, 70, 16), (1, 2, 70, 16), (1, 2, 70, 20))
+    (grad,) = drawn((1, 4, 70, 20))
+    exact = with_gradients(inputs, torch.float64, given, grad)
+    near(with_gradients(inputs, torch.float32, given, grad, in_pieces), exact)
+    assert len(several_segments) == 3
+
+
 def test_a_prefill_and_its_steps(several_segments):
     scheme = schemes.REGISTRY["retnet"](16, 2)
     q, k, v = drawn(*[(1, 2, 72, 16)] * 3)
@@ -197,7 +238,8 @@ def test_second_derivatives_raise():
 
 
 def numbers(dtype=torch.float32, t=70, d=16, features=ALL_READY, **more):
-    return ops.Sums(*torch.randn(3, 1, 2, t, d).to(dtype), features, **more)
+    own = dict(zip("qkv", torch.randn(3, 1, 2, t, d).to(dtype), strict=True))
+    return ops.Sums(**own | {"features": features} | more)
 
 
 def features(*maps, kinds=(), phi=elu1):
@@ -207,7 +249,9 @@ def features(*maps, kinds=(), phi=elu1):
 MIRROR = Reflection(F.normalize(torch.ones(2, 1, 16), dim=-1).requires_grad_())
 REFUSALS = [
     (numbers(torch.float64), "it reads float32, bfloat16 and float16, not torch.float64"),
-    (numbers(features=features(phi=FEATURE_MAPS["relu"]), stream=ops.Stream()), "it takes and returns no sums of a stream"),
+    (numbers(t=1, stream=ops.Stream()), "one token of a stream is a step, and no chunk"),
+    (numbers(stream=ops.Stream((torch.zeros(1, 2, 16, 17),))), re.escape("a stream has float32 sums [(1, 2, 16, 16)]")),
+    (numbers(k=torch.randn(3, 70, 16), stream=ops.Stream()), "queries, keys and values have one shape of samples and heads"),
     (numbers(features=features(phi=FeatureMap("cube", lambda x: x**3))), "it does not know the feature map 'cube', only .*"),
     (numbers(features=features(Scaling(torch.ones(1, 70, 1)), kinds=None)), "it makes features by a reflection, then .*"),
     (numbers(causal=False, denominator="divide"), "sums over all keys are products of matrices, which PyTorch has"),

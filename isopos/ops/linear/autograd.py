@@ -35,16 +35,17 @@ class Kernel(Backend, ABC):
     """
 
     @abstractmethod
-    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
-        """The sums, and what the backward pass needs of them, if it will come."""
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
+        """The sums, for a stream with those after these tokens, and what the backward pass needs of them, if it will come."""
 
     @abstractmethod
-    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of all operands, from that of the sums."""
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of all operands, from that of the sums, for a stream with those of the sums after."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         try:
-            return _Differentiable.apply(self, sums, *operands(sums)), ()  # pyright: ignore[reportReturnType]
+            found: Any = _Differentiable.apply(self, sums, *operands(sums))
+            return (found, ()) if sums.stream is None else (found[0], found[1:])
         except RuntimeError as error:
             if "functorch" not in str(error):
                 raise
@@ -53,24 +54,26 @@ class Kernel(Backend, ABC):
 
 
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:
-    """q, k, v, both log decays or None, and the tensors of the features."""
-    return *sums.inputs, *(sums.g or (None, None)), *(tensor for own in sums.features for tensor in own.tensors)
+    """q, k, v, both log decays or None, the tensors of the features, and the sums of a stream."""
+    more = *(tensor for own in sums.features for tensor in own.tensors), *(() if sums.stream is None else sums.stream.sums)
+    return *sums.inputs, *(sums.g or (None, None)), *more
 
 
 def with_operands(sums: Sums, given: Sequence[Any]) -> Sums:
     """The problem with other tensors, as `operands` has them."""
     (q, k, v, g_q, g_k), rest = given[:5], iter(given[5:])
     features = tuple(own.replace([next(rest) for _ in own.tensors]) for own in sums.features)
-    return replace(sums, q=q, k=k, v=v, g=None if g_q is None else (g_q, g_k), features=features)
+    stream = None if sums.stream is None else replace(sums.stream, sums=tuple(rest))
+    return replace(sums, q=q, k=k, v=v, g=None if g_q is None else (g_q, g_k), features=features, stream=stream)
 
 
-def refusal(sums: Sums) -> str:
-    """Why no kernel serves a problem, or ""."""
+def refusal(sums: Sums, *, streams: bool = False) -> str:
+    """Why no kernel serves a problem, or "". With `streams` for one that takes and returns their sums."""
     if torch.compiler.is_compiling():
         return "a compiler cannot trace a backward pass that is no graph"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "a trace would keep the chunks of its length"
-    if sums.stream is not None:
+    if sums.stream is not None and not streams:
         return "it takes and returns no sums of a stream"
     if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:
         return f"{type(unnamed[0]).__name__} is no FeatureMap and may hold parameters, which another pass would not see"
@@ -85,7 +88,7 @@ class _Differentiable(torch.autograd.Function):
     """A kernel's sums. It saves the operands and what the kernel asks for."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, sums: Sums, *given: Tensor | None) -> Tensor:
+    def forward(ctx: Any, kernel: Kernel, sums: Sums, *given: Tensor | None) -> Any:
         needs = ctx.needs_input_grad[2:]
         out, saved = kernel.forward(sums, needs)
         if not any(needs):
@@ -104,5 +107,6 @@ class _Differentiable(torch.autograd.Function):
         if isinstance(grads[0], FakeTensor) is not isinstance(sums.q, FakeTensor):
             raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
         with full_precision(sums.q.device):
-            found = ctx.kernel.backward(sums, saved[ctx.count :], grads[0], ctx.needs_input_grad[2:])
+            grad = grads[0] if sums.stream is None else grads
+            found = ctx.kernel.backward(sums, saved[ctx.count :], grad, ctx.needs_input_grad[2:])
         return None, None, *found

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import gpu
+from isopos.ops.linear import triton_stream
 from isopos.ops.linear.autograd import Kernel, refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
@@ -261,20 +262,28 @@ class Call:
         shape = self.shape._replace(blocks=blocks, segments=segments or self.shape.segments)
         kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
 
-    def befores(self, n: int, less: Tensor | None, values: Values, way: Way) -> Tensor | None:
-        """What they leave before each segment; None where there is one segment only."""
-        kernels, shape, heads = _kernels(), self.shape, self.leading.numel()
-        if shape.segments == 1:
-            return None
+    def befores(
+        self, n: int, less: Tensor | None, values: Values, way: Way, first: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What they leave before each segment, None for nothing; and of a stream after all of them.
+
+        `first` is what a stream has before the segment that the walk meets first.
+        """
+        kernels, shape, heads, last = _kernels(), self.shape, self.leading.numel(), None
+        if shape.segments == 1 and self.sums.stream is None:
+            return None, None
         size = shape.features * shape.columns + shape.own
         out = self.sums.q.new_empty(heads, shape.segments, size, dtype=torch.float32)
+        if self.sums.stream is not None:
+            last = out.new_empty(*self.leading, size)
         constants = self.constants(n, self.config.features, self.config.values) | way.constants
         given = self.inputs(n, less), values, self.borders, out
         self.launch(kernels.states, self.blocks * self.parts, *given, DENOMINATOR=self.own, **constants)
         number = min(1024, _tile(size))
         decay = {"DECAY": self.borders is not None, **way.constants}
-        kernels.scan[heads, -(-size // number)](out, self.borders, shape, SIZE=number, C=self.config.chunk, **decay)
-        return out
+        states = out, first, last, self.borders, shape
+        kernels.scan[heads, -(-size // number)](*states, SIZE=number, C=self.config.chunk, **decay)
+        return out, last
 
     def outputs(
         self, n: int, values: Values, befores: Tensor | None, out: Tensor, denominators: Sequence[Tensor | None], way: Way
@@ -296,6 +305,11 @@ class Call:
         given = *self.pair(n, less), pair[n], pair[1 - n], self.borders, befores, grads
         own = {"DENOMINATOR": self.own, "ADD": way.strict} | way.constants
         self.launch(_kernels().gradients, self.blocks, *given, **own, **self.of_both(n, self.config.features, self.e))
+
+    def turned(self, states: Tensor) -> Tensor:
+        """Gradients of states ``[*b h .]`` as walks sum them up: of denominators, less these. The other way round, too."""
+        size = self.shape.features * self.shape.columns
+        return torch.cat((states[..., :size], -states[..., size:]), -1)
 
     def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sums ``[*b h t e]``, and less those of denominators ``[*b h t 1]``."""
@@ -355,22 +369,31 @@ class Triton(Kernel):
     name = "triton"
 
     def serves(self, sums: Sums) -> str:
-        if why := gpu.unreadable(*sums.tensors) or refusal(sums):
+        if why := gpu.unreadable(*sums.tensors) or refusal(sums, streams=True):
             return why
+        if sums.stream is not None and sums.q.shape[-2] == 1:
+            return "one token of a stream is a step, and no chunk"
         if unknown := [x.dtype for x in sums.inputs if x.dtype not in WIDEST]:
             return f"it reads float32, bfloat16 and float16, not {unknown[0]}"
         if not sums.causal and sums.g is None:
             return "sums over all keys are products of matrices, which PyTorch has"
-        return _refuses(sums)
+        return _refuses(triton_stream.expanded(sums)) or triton_stream.refuses(sums, _closed(sums)[1].doubled)
 
-    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
-        call, e, shape = _call(sums), sums.v.shape[-1], sums.q.shape[:-1]
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if sums.stream is None:
+            return super().run(sums)
+        doubled = _closed(sums)[0].doubled
+        out, (after,) = super().run(triton_stream.packed(sums, doubled))
+        return out, triton_stream.unpacked(after, sums, doubled)
+
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
+        call, e, shape, after = _call(sums), sums.v.shape[-1], sums.q.shape[:-1], None
         out = sums.q.new_empty(*shape, e + (sums.denominator == "column"), dtype=torch.float32)
         denominators = out.new_empty(*shape, 1) if call.divide else out[..., e:]
         saved, earlier = [out, denominators] if call.divide else [], None
         with torch.cuda.device_of(sums.q):
             for way in call.ways:
-                before = call.befores(1, None, call.values(), way)
+                before, after = call.befores(1, None, call.values(), way, *_before(sums))
                 saved += [] if before is None else [before]
                 own = denominators if way is call.ways[-1] else torch.empty_like(denominators)
                 pair = () if sums.denominator is None else (earlier, own)
@@ -378,10 +401,14 @@ class Triton(Kernel):
                 earlier = own
         if call.divide:
             count(denominators)
+        if after is not None:
+            out, saved = (out, after), [*saved, after]
         return out, saved if any(needs) else []
 
-    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        call, e, rest = _call(sums), sums.v.shape[-1], iter(needs[5:])
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+        call, e, rest, of_after, of_before = _call(sums), sums.v.shape[-1], iter(needs[5:]), None, None
+        if sums.stream is not None:
+            grad, of_after = grad
         less = -grad[..., e:] if sums.denominator == "column" else None
         learned = [[next(rest) for _ in own.tensors] for own in sums.features]
         with torch.cuda.device_of(sums.q):
@@ -393,18 +420,34 @@ class Triton(Kernel):
             dtype = sums.v.dtype if len(call.ways) == 1 else torch.float32
             dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
             for way in call.ways:
-                before, after = next(states, None), call.befores(0, less, pair[0], way.back)
+                before, first = next(states, None), None if of_after is None else call.turned(of_after)
+                after, of_before = call.befores(0, less, pair[0], way.back, first)
                 call.gradients(0, less, pair, before, sinks[0].grads(), way)
                 call.gradients(1, less, pair, after, sinks[1].grads(), way.back)
                 call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         own = [x.to(y.dtype) for x, y in zip((sinks[0].x, sinks[1].x, dv), sums.inputs, strict=True)]
-        return [*own, *(sink.of_decay() for sink in sinks), *of_tensors, *(None for _ in learned[2])]
+        decays, own_states = [sink.of_decay() for sink in sinks], ()
+        if of_before is not None:
+            of_before, own_states = call.turned(of_before), _before(sums)
+            if decays[1] is not None:  # states go from the first key's log decay to the last one's
+                decays[1][..., -1] += (of_after * next(states)).sum(-1, dtype=torch.float64)
+                for state in own_states:
+                    decays[1][..., 0] -= (of_before * state).sum(-1, dtype=torch.float64)
+        return [*own, *decays, *of_tensors, *(None for _ in learned[2]), *(of_before for _ in own_states)]
+
+
+def _closed(sums: Sums) -> list[Closed]:
+    return [own for own in map(Closed.of, sums.features[:2]) if own is not None]
 
 
 def _call(sums: Sums) -> Call:
-    closed = [own for own in map(Closed.of, sums.features[:2]) if own is not None]
-    return Call(sums, closed)
+    return Call(sums, _closed(sums))
+
+
+def _before(sums: Sums) -> tuple[Tensor, ...]:
+    """What a stream has before its tokens, as `triton_stream.packed` makes it: one row ``[*b h .]``, or nothing."""
+    return () if sums.stream is None else sums.stream.sums
 
 
 def _refuses(sums: Sums) -> str:

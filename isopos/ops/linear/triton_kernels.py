@@ -63,6 +63,8 @@ def states(
 @jit
 def scan(
     states,
+    first,
+    last,
     borders,
     shape,
     SIZE: tl.constexpr,
@@ -71,14 +73,19 @@ def scan(
     REVERSE: tl.constexpr,
     STRICT: tl.constexpr,
 ):
-    """States of segments become the states before them, in place. Programs: heads; blocks of numbers."""
+    """States of segments become the states before them, in place. Programs: heads; blocks of numbers.
+
+    `first` are those before all segments, and `last` is where those after them go; None for zero, and for nowhere.
+    """
     place, size = tiles.place_of(shape), shape.features * shape.columns + shape.own
-    number = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    first = states + tl.program_id(0).to(tl.int64) * shape.segments * size + number
+    number, head = tl.program_id(1) * SIZE + tl.arange(0, SIZE), tl.program_id(0).to(tl.int64)
+    own_first = states + head * shape.segments * size + number
     before = tl.zeros((SIZE,), tl.float32)
+    if first is not None:
+        before = tl.load(first + head * size + number, mask=number < size, other=0)
     for i in range(shape.segments):
         segment = shape.segments - 1 - i if REVERSE else i
-        at = first + tl.cast(segment, tl.int64) * size
+        at = own_first + tl.cast(segment, tl.int64) * size
         own = tl.load(at, mask=number < size, other=0)
         tl.store(at, before, mask=number < size)
         if DECAY:
@@ -88,6 +95,8 @@ def scan(
                 tiles.load_border(borders, place, end * shape.chunks, shape, C, STRICT), start, REVERSE
             )
         before += own
+    if last is not None:
+        tl.store(last + head * size + number, before, mask=number < size)
 
 
 @jit
