@@ -88,16 +88,18 @@ def compile_all(monkeypatch, problems, arch):
     return found
 
 
-SPILLED = {torch.bfloat16: 256, torch.float32: 512}  # bytes of a thread at most; of 255 registers
+SPILLED = {torch.bfloat16: 256, torch.float32: 64, torch.float16: 64}  # bytes of a thread at most; of 255 registers
+WIDTHS = {torch.bfloat16: (32, 64, 128, 256), torch.float32: (64, 128, 256), torch.float16: (256,)}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_fit(monkeypatch, arch):
     """Rotary attention with a denominator of its own: shared memory is there, and few registers are spilled."""
-    widths = [(torch.bfloat16, d) for d in (32, 64, 128, 256)] + [(torch.float32, d) for d in (64, 128)]
+    widths = [(dtype, d) for dtype, own in WIDTHS.items() for d in own]
     problems = {(dtype, d): problem(dtype, d, ("rotation",), False, "plain") for dtype, d in widths}
     found = compile_all(monkeypatch, problems, arch)
-    assert len(found) == 9 * len(widths)
+    for key in problems:  # in two launches or more where features are wide
+        assert {name for own, name, _ in found if own == key} == {"states", "scan", "outputs", "quotients", "gradients"}
     for key, used in found.items():
         assert used.shared <= SHARED[arch], (key, used)
         assert used.spilled <= SPILLED[key[0][0]], (key, used)

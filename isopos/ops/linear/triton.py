@@ -21,9 +21,10 @@ from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
 
 PHI = (identity, elu1, relu, relu2, exp)
-WIDEST = {torch.bfloat16: 256, torch.float32: 128, torch.float16: 128}  # features, and values: wider ones spill registers
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+WIDEST = 256  # features, and values
+REFLECTED = 1 << 14  # features times values where no block divides features
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
-REFLECTED = 1 << 14  # numbers of a state whose features no block divides
 TILE = 16  # the least side of a product of matrices
 
 
@@ -59,6 +60,7 @@ class Grads(NamedTuple):
     """Where gradients of readers go; None for what needs none."""
 
     x: Rows
+    plain: Rows | None  # of phi's own features, where a gather has x in another order
     table: Rows | None
     decay: Rows | None  # a number a block of features
     normal: Any  # the sum of each program ``[. width]``
@@ -77,6 +79,7 @@ class Shape(NamedTuple):
     chunks: int
     segments: int
     blocks: int  # of features or values, whose programs are next to each other: they read the same
+    part: int  # of features in `outputs`, of values in `gradients`: launches whose results add up
 
 
 class Closed(NamedTuple):
@@ -116,6 +119,8 @@ class Config(NamedTuple):
         chunk: Tokens whose weights are formed.
         features: Of a program of `gradients` and `states`.
         values: Of a program of `outputs` and `states`.
+        far_features: Of a launch of `outputs`.
+        far_values: Of a launch of `gradients`.
         warps: Of a program.
         stages: Chunks whose loads are under way.
     """
@@ -123,6 +128,8 @@ class Config(NamedTuple):
     chunk: int
     features: int
     values: int
+    far_features: int
+    far_values: int
     warps: int
     stages: int
 
@@ -130,17 +137,22 @@ class Config(NamedTuple):
 def config(features: int, values: int, precision: str, generation: int, *, whole: bool = False) -> Config:
     """What fits into registers and shared memory of sm_80 and later; features and values are powers of two.
 
-    Products before sm_90 hold all of their operands in registers, as do those of TF32. A reflection needs the whole row of
-    features, whatever that spills.
+    Products before sm_90 hold all of their operands in registers, as do those of TF32, which are the sum of several launches
+    where there are more than 64. A reflection needs the `whole` row of features, whatever that spills.
     """
     if precision == "bf16":
         chunk = 64 if generation >= 9 and max(features, values) <= 128 else 32
-        most, side, more = 1 << 13, 128, (chunk, 8, 2)
+        most, side, far, more = 1 << 13, 128, 256, (8, 2)
     else:
-        most, side, more = 1 << 11, 32, (16, 4, 1)
-    parts, (chunk, *options) = min(side, max(TILE, min(values, most // features))), more
-    block = features if whole else min(side, max(TILE, min(features, most // values)))
-    return Config(chunk, block, parts, *options)
+        chunk, most, side, far, more = 16, 1 << 11, 32, 64, (4, 1)
+    far_features, far_values = features if whole else min(far, features), min(far, values)
+    block = features
+    if not whole:
+        block = min(side, max(TILE, min(features, most // far_values)))
+    elif precision != "bf16":
+        far_values, more = min(far_values, max(TILE, most // features)), (8 if features > far else 4, 1)
+    parts = min(side, max(TILE, min(values, most // far_features)))
+    return Config(chunk, block, parts, far_features, far_values, *more)
 
 
 class Way(NamedTuple):
@@ -213,12 +225,13 @@ class Call:
         whole = any(own.normal is not None for own in closed)
         self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), whole=whole)
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
+        self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
         chunks, heads = -(-length // self.config.chunk), self.leading.numel()
         each = -(-chunks // max(1, min(-(-_busy(sums.q.device) // heads), chunks // LEAST)))
         own = {"none": 0, "plain": width, "encoded": width * doubled}[self.own]
         inner = self.leading[-2] if len(self.leading) > 1 else 1
         axes, segments = (inner, self.leading[-1]), (each, -(-chunks // each))
-        self.shape = Shape(length, width, width * doubled, values, own, *axes, *segments, 1)
+        self.shape = Shape(length, width, width * doubled, values, own, *axes, *segments, 1, 0)
         self.borders = self.rows(sums.g[1][..., None]) if sums.g is not None else None
 
     def rows(self, x: Tensor) -> Rows:
@@ -257,9 +270,11 @@ class Call:
         others = {"PHI_OF_FEEDERS": self.closed[1 - n].phi, "KIND_OF_FEEDERS": self.closed[1 - n].kind}
         return self.constants(n, features, values) | others
 
-    def launch(self, kernel: Any, blocks: int, *given: Any, segments: int | None = None, **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, blocks: int, *given: Any, part: int = 0, segments: int | None = None, **constants: Any
+    ) -> None:
         """Run a kernel for all heads and segments."""
-        shape = self.shape._replace(blocks=blocks, segments=segments or self.shape.segments)
+        shape = self.shape._replace(blocks=blocks, segments=segments or self.shape.segments, part=part)
         kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
 
     def befores(
@@ -292,19 +307,27 @@ class Call:
 
         The last walk divides. Blocks of values read the former and one writes the latter, so that these are not one tensor.
         """
-        own = {"DENOMINATOR": self.own if denominators else "none", "ADD": way.strict}
-        own |= {"DIVIDE": self.divide and way is self.ways[-1]}
-        rows = [self.optional(x) for x in (out, *(denominators or (None, None)))]
-        constants = self.of_both(n, self.d, self.config.values) | way.constants
-        self.launch(_kernels().outputs, self.parts, *self.pair(n), values, self.borders, befores, *rows, **own, **constants)
+        earlier, final = denominators or (None, None)
+        own = {"DENOMINATOR": self.own if denominators else "none"} | way.constants
+        own |= self.of_both(n, self.config.far_features, self.config.values)
+        for part in range(launches := self.d // self.config.far_features):
+            last = part == launches - 1
+            later = final if last or final is None else torch.empty_like(final)
+            rows = map(self.optional, (out, earlier, later))
+            own |= {"ADD": way.strict or part > 0, "DIVIDE": self.divide and last and way is self.ways[-1]}
+            given = *self.pair(n), values, self.borders, befores, *rows
+            self.launch(_kernels().outputs, self.parts, *given, part=part, **own)
+            earlier = later
 
     def gradients(
-        self, n: int, less: Tensor | None, pair: Sequence[Values], befores: Tensor | None, grads: Grads, way: Way
+        self, n: int, less: Tensor | None, pair: Sequence[Values], befores: Tensor | None, sink: "_Sink", way: Way
     ) -> None:
-        """Write their gradients; `pair` are values of queries and keys."""
-        given = *self.pair(n, less), pair[n], pair[1 - n], self.borders, befores, grads
-        own = {"DENOMINATOR": self.own, "ADD": way.strict} | way.constants
-        self.launch(_kernels().gradients, self.blocks, *given, **own, **self.of_both(n, self.config.features, self.e))
+        """Write their gradients; `pair` are values of queries and keys. The first part has those of denominators."""
+        own = self.of_both(n, self.config.features, self.config.far_values) | way.constants
+        for part in range(self.e // self.config.far_values):
+            given = *self.pair(n, None if part else less), pair[n], pair[1 - n], self.borders, befores, sink.grads(way)
+            own |= {"DENOMINATOR": "none" if part else self.own, "ADD": way.strict or part > 0}
+            self.launch(_kernels().gradients, self.blocks, *given, part=part, **own)
 
     def turned(self, states: Tensor) -> Tensor:
         """Gradients of states ``[*b h .]`` as walks sum them up: of denominators, less these. The other way round, too."""
@@ -313,7 +336,7 @@ class Call:
 
     def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sums ``[*b h t e]``, and less those of denominators ``[*b h t 1]``."""
-        less, chunk = torch.empty_like(denominators), 64
+        less, chunk = torch.empty_like(denominators), 64 if self.e <= 128 else 32
         own = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
         rows = map(self.rows, (grad, out, denominators, own, less))
         self.launch(_kernels().quotients, 1, *rows, segments=-(-self.shape.length // chunk), C=chunk, E=self.e)
@@ -328,30 +351,35 @@ class _Sink:
         x, self.tensors = call.sums.inputs[n], call.sums.features[n].tensors
         pairs = [*zip(self.tensors, needs, strict=True)]
         self.needed = [next((need for own, need in pairs if own is tensor), False) for tensor in self.closed[2:]]
-        added = len(call.ways) > 1 or (self.closed.kind == "gather" and call.own == "plain")
-        self.x = torch.empty_like(x, dtype=torch.float32 if added else x.dtype, memory_format=torch.contiguous_format)
+        twice, added = self.closed.kind == "gather" and call.own == "plain", len(call.ways) > 1 or call.adds_values
+        dtype = torch.float32 if twice or added else x.dtype
+        self.x = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        self.plain = torch.empty_like(self.x) if twice else None
         self.table, self.normals, self.decays = None, [], []
         if self.needed[0] and self.closed.table is not None:
             shape = (*call.leading, call.shape.length, self.closed.table.shape[-2:].numel())
             self.table = x.new_empty(shape, dtype=torch.float32)
 
-    def grads(self) -> Grads:
-        """Where the gradients of one walk go."""
+    def grads(self, way: Way) -> Grads:
+        """Where the gradients of one launch go."""
         call, shape, normal, decay = self.call, self.call.shape, None, None
         if self.needed[1]:
             normal = self.x.new_empty(*call.leading, shape.segments, shape.width, dtype=torch.float32)
             self.normals.append(normal)
         if self.decay:
             decay = self.x.new_empty(*call.leading, shape.length, call.blocks, dtype=torch.float32)
-            self.decays.append(decay)
-        return Grads(call.rows(self.x), call.optional(self.table), call.optional(decay), normal)
+            self.decays.append((-1 if way.strict else 1, decay))
+        return Grads(call.rows(self.x), *map(call.optional, (self.plain, self.table, decay)), normal)
+
+    def of_x(self) -> Tensor:
+        """That of x."""
+        return self.x if self.plain is None else self.x.add_(self.plain)
 
     def of_decay(self) -> Tensor | None:
         """That of log decays ``[*b h t]``."""
         if not self.decay:
             return None
-        there, *back = (x.sum(-1, dtype=torch.float64) for x in self.decays)
-        total = there - back[0] if back else there
+        total = sum(sign * x.sum(-1, dtype=torch.float64) for sign, x in self.decays)
         return -total if self.n else total
 
     def found(self, tensor: Tensor) -> Tensor | None:
@@ -373,7 +401,7 @@ class Triton(Kernel):
             return why
         if sums.stream is not None and sums.q.shape[-2] == 1:
             return "one token of a stream is a step, and no chunk"
-        if unknown := [x.dtype for x in sums.inputs if x.dtype not in WIDEST]:
+        if unknown := [x.dtype for x in sums.inputs if x.dtype not in DTYPES]:
             return f"it reads float32, bfloat16 and float16, not {unknown[0]}"
         if not sums.causal and sums.g is None:
             return "sums over all keys are products of matrices, which PyTorch has"
@@ -417,16 +445,16 @@ class Triton(Kernel):
                 grad, less = call.quotients(grad, out, denominators)
             pair = Values(call.rows(grad[..., :e]), None), call.values()
             sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
-            dtype = sums.v.dtype if len(call.ways) == 1 else torch.float32
+            dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
             dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
             for way in call.ways:
                 before, first = next(states, None), None if of_after is None else call.turned(of_after)
                 after, of_before = call.befores(0, less, pair[0], way.back, first)
-                call.gradients(0, less, pair, before, sinks[0].grads(), way)
-                call.gradients(1, less, pair, after, sinks[1].grads(), way.back)
+                call.gradients(0, less, pair, before, sinks[0], way)
+                call.gradients(1, less, pair, after, sinks[1], way.back)
                 call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
-        own = [x.to(y.dtype) for x, y in zip((sinks[0].x, sinks[1].x, dv), sums.inputs, strict=True)]
+        own = [x.to(y.dtype) for x, y in zip((*(sink.of_x() for sink in sinks), dv), sums.inputs, strict=True)]
         decays, own_states = [sink.of_decay() for sink in sinks], ()
         if of_before is not None:
             of_before, own_states = call.turned(of_before), _before(sums)
@@ -471,9 +499,8 @@ def _refuses(sums: Sums) -> str:
         )
     if any(x.shape[:-2] != q.shape[:-2] for x in (k, v)):
         return "queries, keys and values have one shape of samples and heads"
-    widest = min(WIDEST[x.dtype] for x in sums.inputs)
-    if max(width * of_q.doubled, e) > widest:
-        return f"features and values of {q.dtype} come up to {widest}, not by {max(width * of_q.doubled, e)}"
+    if max(width * of_q.doubled, e) > WIDEST:
+        return f"features and values come up to {WIDEST}, not by {max(width * of_q.doubled, e)}"
     reflected = of_q.normal is not None or of_k.normal is not None
     if reflected and _tile(width) * of_q.doubled * _tile(e) > REFLECTED:
         return f"features of a reflection times values come up to {REFLECTED}, not by {width * of_q.doubled} x {e}"

@@ -170,25 +170,24 @@ def outputs(
     STRICT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums over what readers see, and denominators. Programs: blocks of values, of heads; segments.
+    """Sums over what readers see, and denominators, of a part of features. Programs: blocks of values, of heads; segments.
 
     ADD adds to the sums that are there, and to `earlier` denominators. DIVIDE writes quotients.
     """
-    place = tiles.place_of(shape)
-    column, row = tiles.block_of(shape) * E + tl.arange(0, E), tl.arange(0, D)
-    row_own = tl.arange(0, X if DENOMINATOR == "plain" else D)
-    state, own = tl.zeros((D, E), tl.float32), tl.zeros(row_own.shape, tl.float32)
+    place, first = tiles.place_of(shape), shape.part * X
+    column, row = tiles.block_of(shape) * E + tl.arange(0, E), shape.part * D + tl.arange(0, D)
+    state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
     if befores is not None:
         state = tiles.load_state(befores, shape, row, column)
         if DENOMINATOR != "none":
-            own = tiles.load_own_state(befores, shape, row_own)
+            own = tiles.load_own_state(befores, shape, shape.part * own.shape[0] + tl.arange(0, own.shape[0]))
     table = readers.table if feeders.table is None else feeders.table
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        q, own_q = tiles.features(readers, readers.table, place, token, ok, 0, shape.width, C, X, PHI, KIND, PRECISION)
+        q, own_q = tiles.features(readers, readers.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
         k, own_k = tiles.features(
-            feeders, table, place, token, ok, 0, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+            feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
         )
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         inside, before, after, across = tiles.load_weights(
@@ -232,7 +231,7 @@ def _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR: 
 
 @jit
 def _write(grad, place, token, ok, at, inside, value, ADD: tl.constexpr):
-    """Write a tile where all threads have read what was there."""
+    """Write a tile, or with ADD its sum with what is there."""
     both = ok[:, None] & inside
     to = tiles.address(grad, place, token)[:, None] + at
     if ADD:
@@ -283,17 +282,16 @@ def _pull(
         back, of_along = tiles.reflected(back, normal)
         of_normal -= 2 * tl.sum(tl.where(both, along * (back + 2 * of_along * normal) + of_along * plain, 0), 0)
     if DENOMINATOR == "plain":
-        if KIND == "gather":  # what is not gathered has another order: one after the other
+        if KIND == "gather":  # what is not gathered is in another order, which other programs have
             own, own_x, _, own_both = tiles.load_plain(inputs, inputs.table, place, token, ok, column, width, PHI, "none")
             of_decay += tl.sum(own * down, 1)
             value = tl.where(own_both, down * tiles.slope(own_x, own, PHI), 0)
-            _write(grads.x, place, token, ok, column[None, :], inside, value, ADD)
-            tl.debug_barrier()
+            _write(grads.plain, place, token, ok, column[None, :], inside, value, ADD)
         else:
             of_decay += tl.sum(plain * down, 1)
             back += down
     value = tl.where(both, back * tiles.slope(x, plain, PHI), 0)
-    _write(grads.x, place, token, ok, at, inside, value, ADD or (KIND == "gather" and DENOMINATOR == "plain"))
+    _write(grads.x, place, token, ok, at, inside, value, ADD)
     if grads.decay is not None:
         tl.store(tiles.address(grads.decay, place, token) + tiles.block_of(shape), of_decay, mask=ok)
     return of_normal
@@ -323,12 +321,12 @@ def gradients(
     STRICT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of readers' inputs. Programs: blocks of features, of heads; segments.
+    """Gradients of readers' inputs, by a part of values. Programs: blocks of features, of heads; segments.
 
     Scores are products of values: those of keys, and gradients of outputs.
     """
     place, first = tiles.place_of(shape), tiles.block_of(shape) * X
-    column = tl.arange(0, E)
+    column = shape.part * E + tl.arange(0, E)
     state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
     of_normal = tl.zeros((X,), tl.float32)
     if befores is not None:
