@@ -9,7 +9,7 @@ from cases import LINEAR, linear_options, quadratic, with_gradients
 
 from isopos import schemes
 from isopos.attention import explain, linear_attention
-from isopos.feature_maps import FEATURE_MAPS, FeatureMap, elu1
+from isopos.feature_maps import FeatureMap, elu1
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
 from isopos.ops import gpu
 from isopos.ops import linear as ops
@@ -109,6 +109,24 @@ def test_narrow_inputs_are_summed_up_in_float32(dtype):
     found = with_gradients(inputs, dtype, given, grad)
     assert [x.dtype for x in found] == [dtype] * 4 + [torch.float64]
     near(found, by_definition(inputs, given, grad), torch.finfo(dtype).eps)
+
+
+def test_sums_are_written_in_the_dtype_of_inputs():
+    """Where nothing is left to do: those with a column are yet to be divided."""
+    q, k, v = drawn(*[(1, 1, 20, 16)] * 3, dtype=torch.bfloat16)
+    given = (Features(elu1, dtype=torch.float32),) * 2 + (READY,)
+    for form, own in (("divide", torch.bfloat16), (None, torch.bfloat16), ("column", torch.float32)):
+        assert ops.linear(ops.Sums(q, k, v, given, denominator=form)).dtype == own
+    assert ops.linear(ops.Sums(q, k, v.float(), given, denominator="divide")).dtype == torch.float32
+
+
+def test_layers_share_a_narrow_index():
+    index = torch.arange(16)[None, None]
+    assert triton._narrow(index) is triton._narrow(index)
+    index.copy_(index.flip(-1))
+    assert triton._narrow(index).tolist() == index.tolist()
+    with torch.inference_mode():
+        assert triton._narrow(index.clone()).dtype == torch.int16
 
 
 @pytest.mark.parametrize("axes", [(), (2,), (2, 1)], ids=str)

@@ -25,7 +25,10 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Sums ``[*b h t e]`` in `Sums.dtype`, with a graph; and for a stream its sums after these tokens."""
+        """Sums ``[*b h t e]``, with a graph; and for a stream its sums after these tokens.
+
+        They are in `Sums.dtype`, or in the dtype of all inputs where nothing is left to divide.
+        """
 
 
 class Kernel(Backend, ABC):
@@ -36,11 +39,11 @@ class Kernel(Backend, ABC):
 
     @abstractmethod
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
-        """The sums, for a stream with those after these tokens, and what the backward pass needs of them, if it will come."""
+        """The sums, of a stream with those after it, and what the backward pass needs of them, if it will come."""
 
     @abstractmethod
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of all operands, from that of the sums, for a stream with those of the sums after."""
+        """Gradients of all operands, from that of the sums, of a stream with those of the sums after it."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         try:

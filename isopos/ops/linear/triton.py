@@ -1,7 +1,8 @@
 """Linear attention by Triton's kernels, on CUDA devices: features, positions, decay, sums and division in one go.
 
 Nothing is in memory but inputs, outputs, and a state a segment: as many segments as fill the device. Features are made again
-in each walk. Accuracy: features of bfloat16 inputs are rounded to bfloat16 again after phi and positions, as are weights and
+in each walk. Sums have the dtype that all inputs have, unless they are yet to be divided or their inputs differ: then they
+are float32. Accuracy: features of bfloat16 inputs are rounded to bfloat16 again after phi and positions, as are weights and
 states where they are multiplied; float16 goes through TF32, of as many digits; float32 through three products of TF32, to
 some 1e-6.
 """
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import gpu
@@ -26,6 +28,8 @@ WIDEST = 256  # features, and values
 REFLECTED = 1 << 14  # features times values where no block divides features
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
 TILE = 16  # the least side of a product of matrices
+
+_NARROW = WeakTensorKeyDictionary()  # indices as the kernels read them, with what they were made of
 
 
 class Rows(NamedTuple):
@@ -186,6 +190,16 @@ def _rows(x: Tensor, leading: torch.Size) -> Rows:
     return Rows(x, outer, inner, head, token if x.shape[-2] > 1 else 0)
 
 
+def _narrow(index: Tensor) -> Tensor:
+    """An index of features in two bytes, made once for all layers that share it."""
+    stream = torch.cuda.current_stream(index.device).cuda_stream if index.is_cuda else None  # others would have to wait
+    known = stream, None if index.is_inference() else index._version
+    found = _NARROW.get(index)
+    if found is None or found[0] != known:
+        found = _NARROW[index] = known, index.to(torch.int16)
+    return found[1]
+
+
 def _kernels() -> Any:
     from isopos.ops.linear import triton_kernels
 
@@ -245,7 +259,9 @@ class Call:
     def inputs(self, n: int, less: Tensor | None = None) -> Inputs:
         """What makes features."""
         closed, mask, g = self.closed[n], self.sums.features[n].mask, self.sums.g
-        table = closed.table.flatten(-2) if closed.table is not None and closed.kind != "gather" else closed.table
+        table = closed.table
+        if table is not None:
+            table = _narrow(table) if closed.kind == "gather" else table.flatten(-2)
         more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
         return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, less)))
 
@@ -308,7 +324,7 @@ class Call:
         The last walk divides. Blocks of values read the former and one writes the latter, so that these are not one tensor.
         """
         earlier, final = denominators or (None, None)
-        own = {"DENOMINATOR": self.own if denominators else "none"} | way.constants
+        own: dict[str, Any] = {"DENOMINATOR": self.own if denominators else "none"} | way.constants
         own |= self.of_both(n, self.config.far_features, self.config.values)
         for part in range(launches := self.d // self.config.far_features):
             last = part == launches - 1
@@ -369,7 +385,8 @@ class _Sink:
         if self.decay:
             decay = self.x.new_empty(*call.leading, shape.length, call.blocks, dtype=torch.float32)
             self.decays.append((-1 if way.strict else 1, decay))
-        return Grads(call.rows(self.x), *map(call.optional, (self.plain, self.table, decay)), normal)
+        plain, table, decay = map(call.optional, (self.plain, self.table, decay))
+        return Grads(call.rows(self.x), plain, table, decay, normal)
 
     def of_x(self) -> Tensor:
         """That of x."""
@@ -379,8 +396,8 @@ class _Sink:
         """That of log decays ``[*b h t]``."""
         if not self.decay:
             return None
-        total = sum(sign * x.sum(-1, dtype=torch.float64) for sign, x in self.decays)
-        return -total if self.n else total
+        signs = -1 if self.n else 1
+        return torch.stack([signs * sign * x.sum(-1, dtype=torch.float64) for sign, x in self.decays]).sum(0)
 
     def found(self, tensor: Tensor) -> Tensor | None:
         """That of a tensor of features."""
@@ -416,9 +433,12 @@ class Triton(Kernel):
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
         call, e, shape, after = _call(sums), sums.v.shape[-1], sums.q.shape[:-1], None
-        out = sums.q.new_empty(*shape, e + (sums.denominator == "column"), dtype=torch.float32)
-        denominators = out.new_empty(*shape, 1) if call.divide else out[..., e:]
-        saved, earlier = [out, denominators] if call.divide else [], None
+        dtypes, column = {x.dtype for x in sums.inputs}, sums.denominator == "column"
+        final = torch.float32 if column or len(dtypes) > 1 else sums.q.dtype
+        dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else final
+        out = sums.q.new_empty(*shape, e + column, dtype=dtype)
+        denominators = out.new_empty(*shape, 1, dtype=torch.float32) if call.divide else out[..., e:]
+        saved, earlier = [], None
         with torch.cuda.device_of(sums.q):
             for way in call.ways:
                 before, after = call.befores(1, None, call.values(), way, *_before(sums))
@@ -429,6 +449,7 @@ class Triton(Kernel):
                 earlier = own
         if call.divide:
             count(denominators)
+        out, saved = out.to(final), [out, denominators, *saved] if call.divide else saved
         if after is not None:
             out, saved = (out, after), [*saved, after]
         return out, saved if any(needs) else []
@@ -456,7 +477,7 @@ class Triton(Kernel):
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         own = [x.to(y.dtype) for x, y in zip((*(sink.of_x() for sink in sinks), dv), sums.inputs, strict=True)]
         decays, own_states = [sink.of_decay() for sink in sinks], ()
-        if of_before is not None:
+        if of_after is not None and of_before is not None:
             of_before, own_states = call.turned(of_before), _before(sums)
             if decays[1] is not None:  # states go from the first key's log decay to the last one's
                 decays[1][..., -1] += (of_after * next(states)).sum(-1, dtype=torch.float64)

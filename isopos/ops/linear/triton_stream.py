@@ -1,4 +1,4 @@
-"""The sums of a stream as Triton's kernels have them: one row ``[*b h .]``, of products, then of a denominator's features."""
+"""The sums of a stream as Triton's kernels have them: one row ``[*b h .]``, of sums of k v^T, then of a denominator."""
 
 from dataclasses import replace
 
@@ -60,5 +60,5 @@ def unpacked(row: Tensor, sums: Sums, doubled: int) -> tuple[Tensor, ...]:
 
 
 def _paired(rows: Tensor, *, back: bool) -> Tensor:
-    """Rows (x cos, x sin) ``[*b h 2d .]`` of a lift in the kernels' order, (x_0 cos, x_0 sin, ...), or the other way round."""
+    """Rows (x cos, x sin) ``[*b h 2d .]`` of a lift in the kernels' order, (x_0 cos, x_0 sin, ...), or back."""
     return rows.unflatten(-2, (-1, 2) if back else (2, -1)).transpose(-3, -2).flatten(-3, -2)
