@@ -3,8 +3,8 @@
 Nothing is in memory but inputs, outputs, and a state a segment: as many segments as fill the device. Features are made again
 in each walk. Sums have the dtype that all inputs have, unless they are yet to be divided or their inputs differ: then they
 are float32. Accuracy: features of bfloat16 inputs are rounded to bfloat16 again after phi and positions, as are weights and
-states where they are multiplied; float16 goes through TF32, of as many digits; float32 through three products of TF32, to
-some 1e-6.
+states where they are multiplied; float16 goes through TF32, of as many digits, before sm_100; float32 through three products of
+TF32, to some 1e-6.
 """
 
 from collections.abc import Sequence
@@ -213,11 +213,13 @@ def _busy(device: torch.device) -> int:
 
 
 def _precision(*inputs: Tensor) -> str:
-    """How matrices are multiplied."""
+    """How matrices are multiplied. For sm_100 Triton 3.7.1 does not compile `outputs` with TF32, but with three of it."""
     if gpu.interpreted():
         return "ieee"
     dtypes = {x.dtype for x in inputs}
-    return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtypes.pop(), "tf32x3") if len(dtypes) == 1 else "tf32x3"
+    if dtypes == {torch.float16} and _generation(inputs[0].device) < 10:
+        return "tf32"
+    return "bf16" if dtypes == {torch.bfloat16} else "tf32x3"
 
 
 @cache
