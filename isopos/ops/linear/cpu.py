@@ -110,7 +110,7 @@ class Pass:
         shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up.
     """
 
-    def __init__(self, walk: Walk, n: int):
+    def __init__(self, walk: "CpuWalk", n: int):
         self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
         operands, denominator = self.operands, walk.denominator
         self.leading = operands[0].xs[n].shape[:-2]
