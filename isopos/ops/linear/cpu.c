@@ -29,6 +29,7 @@
 #define MOST 256 /* the most features */
 #define PAST (1 << 20) /* numbers of a result that is written past the caches */
 #define SMALL 1e-6f
+#define STEEP 64 /* the most that a log decay falls by inside a chunk whose weights are products */
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
@@ -418,25 +419,34 @@ INLINE lanes exponential(lanes x, float most)
 }
 
 /* exp(g_i - g_j) from the token before a chunk to each (before), from each to its last one (after), from token to token (step)
-   and across it. No exponent exceeds zero: r^i and r^-j, which overflow, are never formed. */
+   and across it. No exponent of these exceeds zero: r^i and r^-j, which overflow, are not formed. But where a log decay falls by
+   at most STEEP inside a chunk, weights there are row_i * column_j, with the first key between them. */
 typedef struct {
-    float before[CHUNK], after[CHUNK], step[CHUNK], across;
+    float before[CHUNK], after[CHUNK], step[CHUNK], row[CHUNK], column[CHUNK], across;
     double query[CHUNK], key[CHUNK];
-    int fades; /* whether any weight is not 1 */
+    int fades, steep; /* whether any weight is not 1, and whether there are no rows and columns */
 } Weights;
 
-/* The exponentials of x, and of zeros up to a whole vector. */
-static void raise_all(float *x, long count)
+/* The exponentials of x, and of zeros up to a whole vector; with what float32 leaves of x, by which products of them are exact. */
+static void raise_all(const double *x, long count, float *y)
 {
+    float rest[CHUNK];
+    for (long i = 0; i < count; i++) {
+        const double of = x[i] < -1000 ? -1000 : x[i]; /* infinity has no rest */
+        y[i] = (float)of, rest[i] = (float)(of - y[i]);
+    }
     for (long i = count; i % LANES; i++)
-        x[i] = 0;
-    for (long i = 0; i < count; i += LANES)
-        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i), 89);
+        y[i] = rest[i] = 0;
+    for (long i = 0; i < count; i += LANES) {
+        const lanes power = exponential(*(const lanes *)(y + i), 89);
+        *(lanes *)(y + i) = power + power * *(const lanes *)(rest + i);
+    }
 }
 
 static void make_weights(const Call *call, Chunk n, Weights *w)
 {
     const long c = n.c;
+    double before[CHUNK], after[CHUNK], step[CHUNK], row[CHUNK], column[CHUNK];
     w->fades = 0;
     if (call->g_q.first) {
         const double *query = (const double *)call->g_q.first + index_of(&call->g_q, n);
@@ -450,16 +460,23 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
             w->fades |= w->query[i] != start || w->key[i] != start;
         }
         for (long i = 0; w->fades && i < c; i++) {
-            w->before[i] = w->query[i] - start;
-            w->after[i] = end - w->key[i];
-            w->step[i] = w->query[i] - (i ? w->query[i - 1] : start);
+            before[i] = w->query[i] - start;
+            after[i] = end - w->key[i];
+            step[i] = w->query[i] - (i ? w->query[i - 1] : start);
+            row[i] = w->query[i] - w->key[0];
+            column[i] = w->key[0] - w->key[i];
         }
         w->across = end - start;
+        w->steep = w->fades && !(row[c - 1] >= -STEEP && column[c - 1] <= STEEP);
     }
     if (w->fades) {
-        raise_all(w->before, c);
-        raise_all(w->after, c);
-        raise_all(w->step, c);
+        raise_all(before, c, w->before);
+        raise_all(after, c, w->after);
+        raise_all(step, c, w->step);
+        if (!w->steep) {
+            raise_all(row, c, w->row);
+            raise_all(column, c, w->column);
+        }
         w->across = exponential((lanes){w->across}, 89)[0];
         return;
     }
@@ -479,12 +496,16 @@ static const float *make_inside(const Weights *w, long c, float *out)
 {
     if (!w->fades)
         return 0;
-    for (long i = 0; i < c; i++) {
-        for (long j = 0; j <= i; j++)
-            out[i * CHUNK + j] = w->query[i] - w->key[j];
-        raise_all(out + i * CHUNK, i + 1);
+    for (long i = 0; i < c; i++, out += CHUNK) {
+        double exponents[CHUNK];
+        for (long j = 0; !w->steep && j <= i; j += LANES)
+            *(lanes *)(out + j) = w->row[i] * *(const lanes *)(w->column + j);
+        for (long j = 0; w->steep && j <= i; j++)
+            exponents[j] = w->query[i] - w->key[j];
+        if (w->steep)
+            raise_all(exponents, i + 1, out);
     }
-    return out;
+    return out - c * CHUNK;
 }
 
 INLINE lanes feature(long phi, lanes x)
