@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
+from isopos.ops.library import watched
 from isopos.ops.linear.features import Sums
 
 
@@ -46,6 +47,8 @@ class Kernel(Backend, ABC):
         """Gradients of all operands, from that of the sums, of a stream with those of the sums after it."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not any(needed := needs(sums)) and not watched():
+            return self.forward(sums, needed)[0], ()
         try:
             found: Any = _Differentiable.apply(self, sums, *operands(sums))
             return (found, ()) if sums.stream is None else (found[0], found[1:])
@@ -60,6 +63,12 @@ def operands(sums: Sums) -> tuple[Tensor | None, ...]:
     """q, k, v, both log decays or None, the tensors of the features, and the sums of a stream."""
     more = *(tensor for own in sums.features for tensor in own.tensors), *(() if sums.stream is None else sums.stream.sums)
     return *sums.inputs, *(sums.g or (None, None)), *more
+
+
+def needs(sums: Sums) -> list[bool]:
+    """Which operands need a gradient."""
+    grads = torch.is_grad_enabled()
+    return [grads and x is not None and x.requires_grad for x in operands(sums)]
 
 
 def with_operands(sums: Sums, given: Sequence[Any]) -> Sums:
