@@ -40,7 +40,7 @@ def kind(x):
         return type(x)(*map(kind, x))
     if isinstance(x, torch.Tensor):
         name = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        return f"*{(name | {torch.uint8: 'u8', torch.int16: 'i16'})[x.dtype]}:16"
+        return f"*{(name | {torch.uint8: 'u8'})[x.dtype]}:16"
     return x if x is None else "i32" if x % 16 else "i32:16"
 
 

@@ -60,7 +60,7 @@ def steps():
     for w, e, dtype, kind, own, decays in STEPS.values():
         d, whole, half = w * (1 + (kind == "lift")), "i32:16", kind == "lift"
         places = (whole,) * 3
-        table = "*i64:16" if kind == "gather" else "*fp32:16"
+        table = "*u8:16" if kind == "gather" else "*fp32:16"
         side = Side(dtype, table, "*fp32:16" if half else None, None, places, places, places, places)
         plain = side._replace(table=None, normal=None, mask="*u8" if half else None)
         sums, rows = "*fp32:16", "*fp32:16"

@@ -120,15 +120,6 @@ def test_sums_are_written_in_the_dtype_of_inputs():
     assert ops.linear(ops.Sums(q, k, v.float(), given, denominator="divide")).dtype == torch.float32
 
 
-def test_layers_share_a_narrow_index():
-    index = torch.arange(16)[None, None]
-    assert triton._narrow(index) is triton._narrow(index)
-    index.copy_(index.flip(-1))
-    assert triton._narrow(index).tolist() == index.tolist()
-    with torch.inference_mode():
-        assert triton._narrow(index.clone()).dtype == torch.int16
-
-
 @pytest.mark.parametrize("axes", [(), (2,), (2, 1)], ids=str)
 @pytest.mark.parametrize("more", ["plain", "lifted", "reflected", "both ways"])
 def test_gradients_of_what_is_learned(axes, more):

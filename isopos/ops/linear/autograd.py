@@ -47,16 +47,16 @@ class Kernel(Backend, ABC):
         """Gradients of all operands, from that of the sums, of a stream with those of the sums after it."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if not any(needed := needs(sums)) and not watched():
-            return self.forward(sums, needed)[0], ()
+        found: Any
         try:
-            found: Any = _Differentiable.apply(self, sums, *operands(sums))
-            return (found, ()) if sums.stream is None else (found[0], found[1:])
+            graph = any(needed := needs(sums)) or watched()
+            found = _Differentiable.apply(self, sums, *operands(sums)) if graph else self.forward(sums, needed)[0]
         except RuntimeError as error:
             if "functorch" not in str(error):
                 raise
             remedy = "use isopos.attention.naive_linear_attention there"
             raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {remedy}") from None
+        return (found, ()) if sums.stream is None else (found[0], found[1:])
 
 
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:

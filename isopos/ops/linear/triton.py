@@ -3,8 +3,8 @@
 Nothing is in memory but inputs, outputs, and a state a segment: as many segments as fill the device. Features are made again
 in each walk. Sums have the dtype that all inputs have, unless they are yet to be divided or their inputs differ: then they
 are float32. Accuracy: features of bfloat16 inputs are rounded to bfloat16 again after phi and positions, as are weights and
-states where they are multiplied; float16 goes through TF32, of as many digits, before sm_100; float32 through three products of
-TF32, to some 1e-6.
+states where they are multiplied; float16 goes through TF32, of as many digits, before sm_100; float32 through three products
+of TF32, to some 1e-6.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import gpu
@@ -28,8 +27,6 @@ WIDEST = 256  # features, and values
 REFLECTED = 1 << 14  # features times values where no block divides features
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
 TILE = 16  # the least side of a product of matrices
-
-_NARROW = WeakTensorKeyDictionary()  # indices as the kernels read them, with what they were made of
 
 
 class Rows(NamedTuple):
@@ -190,16 +187,6 @@ def _rows(x: Tensor, leading: torch.Size) -> Rows:
     return Rows(x, outer, inner, head, token if x.shape[-2] > 1 else 0)
 
 
-def _narrow(index: Tensor) -> Tensor:
-    """An index of features in two bytes, made once for all layers that share it."""
-    stream = torch.cuda.current_stream(index.device).cuda_stream if index.is_cuda else None  # others would have to wait
-    known = stream, None if index.is_inference() else index._version
-    found = _NARROW.get(index)
-    if found is None or found[0] != known:
-        found = _NARROW[index] = known, index.to(torch.int16)
-    return found[1]
-
-
 def _kernels() -> Any:
     from isopos.ops.linear import triton_kernels
 
@@ -261,9 +248,7 @@ class Call:
     def inputs(self, n: int, less: Tensor | None = None) -> Inputs:
         """What makes features."""
         closed, mask, g = self.closed[n], self.sums.features[n].mask, self.sums.g
-        table = closed.table
-        if table is not None:
-            table = _narrow(table) if closed.kind == "gather" else table.flatten(-2)
+        table = closed.table.flatten(-2) if closed.table is not None and closed.kind != "gather" else closed.table
         more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
         return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, less)))
 
