@@ -166,6 +166,27 @@ def test_what_flex_attention_does_not_serve_is_said(runs):
     assert not runs
 
 
+def test_what_does_not_compile_is_said(monkeypatch):
+    """Another error is the caller's own."""
+    q, k, v = torch.randn(3, 2, 2, T, D)
+    failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+
+    def fails(error):
+        def run(*given):
+            raise error
+
+        monkeypatch.setattr(flex, "_run", run)
+
+    fails(failure("OutOfResources: shared memory\nmany lines"))
+    with pytest.warns(UserWarning, match="since flex attention fails: OutOfResources: shared memory$"):
+        found = attention.softmax_attention(q, k, v, window=3)
+    with mock.patch.object(gpu, "SWITCH", "NONE"):
+        agree([found], [attention.softmax_attention(q, k, v, window=3)])
+    fails(ValueError("terms: expected others"))
+    with pytest.raises(ValueError, match="expected others"):
+        attention.softmax_attention(q, k, v, window=3)
+
+
 def test_nobody_gets_it_unasked(monkeypatch, runs):
     monkeypatch.delenv("ISOPOS_TRITON")
     q, k, v = torch.randn(3, 2, 2, T, D)

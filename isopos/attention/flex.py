@@ -20,20 +20,31 @@ from isopos.terms import Kernel, Numbers, Term
 
 Pair = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of a sample, a head, a query and a key
 LEAST = 16  # features that its kernels take
+COMPILERS = ("torch._inductor", "torch._dynamo", "triton")  # whose errors are of a shape or a GPU, not of a caller
 
 
 def attended(problem: Problem, scale: float) -> Tensor | None:
     """Attention as `isopos.attention.softmax_attention` has it, where flex attention serves; None elsewhere.
 
-    It is asked where a GPU's kernels are asked for (`isopos.ops.gpu`); what it does not know it warns of, once.
+    It is asked where a GPU's kernels are asked for (`isopos.ops.gpu`); what it does not know, or its compiler fails at, it
+    warns of, once.
     """
     if torch.compiler.is_compiling() or gpu.unreadable(problem.q, problem.k, problem.v):
         return None
     if why := refuses(problem):
         warnings.warn(f"softmax_attention: all scores are formed in memory, since flex attention {why}", stacklevel=2)
         return None
-    with full_precision(problem.q.device):
-        return _run(problem, scale)
+    try:
+        with full_precision(problem.q.device):
+            return _run(problem, scale)
+    except Exception as error:  # by their modules: their classes are those of one version
+        if not type(error).__module__.startswith(COMPILERS):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"softmax_attention: all scores are formed in memory, since flex attention fails: {said}", stacklevel=2
+        )
+        return None
 
 
 def refuses(problem: Problem) -> str:
