@@ -1,6 +1,7 @@
 """Triton's kernels compiled ahead of time for each generation of GPUs: they fit, and spill no more than said."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from triton_aot import ARCHITECTURES, SHARED, compiled, compilers
 from isopos.feature_maps import elu1, identity
 from isopos.maps import Chain, Gather, Reflection, Rotation
 from isopos.ops import gpu
-from isopos.ops.linear import triton, triton_kernels
-from isopos.ops.linear.features import Features, Sums
+from isopos.ops.linear import triton, triton_kernels, triton_stream
+from isopos.ops.linear.features import Features, Stream, Sums
 
 pytestmark = pytest.mark.triton
 
@@ -67,6 +68,8 @@ def launches(monkeypatch, sums, arch):
     monkeypatch.setattr(gpu, "interpreted", lambda: False)
     gathered = any("gather" in own.kinds for own in sums.features)
     needs = [True] * 5 + [not gathered] * sum(len(own.tensors) for own in sums.features)
+    if sums.stream is not None:
+        sums, needs = triton_stream.packed(sums, 2), [*needs, True]
     out, saved = triton.TRITON.forward(sums, needs)
     triton.TRITON.backward(sums, saved, out, needs)
     return recorder.calls
@@ -103,6 +106,16 @@ def test_kernels_fit(monkeypatch, arch):
     for key, used in found.items():
         assert used.shared <= SHARED[arch], (key, used)
         assert used.spilled <= SPILLED[key[0][0]], (key, used)
+
+
+def test_a_stream_compiles(monkeypatch):
+    sums = problem(torch.bfloat16, 32, ("lift",), True, "plain")
+    stream = Stream((torch.zeros(1, 2, 64, 32), torch.zeros(1, 2, 32, 1)), torch.zeros(1, 2, dtype=torch.float64))
+    found = compile_all(monkeypatch, {"stream": replace(sums, stream=stream)}, 90)
+    assert [name for _, name, _ in found].count("scan") == 2
+    for key, used in found.items():
+        assert used.shared <= SHARED[90], (key, used)
+        assert used.spilled <= SPILLED[torch.bfloat16], (key, used)
 
 
 @pytest.mark.parametrize("kinds", [("lift",), ("gather",), ("reflection", "rotation"), ("reflection", "gather")], ids=str)

@@ -273,11 +273,9 @@ class Call:
         others = {"PHI_OF_FEEDERS": self.closed[1 - n].phi, "KIND_OF_FEEDERS": self.closed[1 - n].kind}
         return self.constants(n, features, values) | others
 
-    def launch(
-        self, kernel: Any, blocks: int, *given: Any, part: int = 0, segments: int | None = None, **constants: Any
-    ) -> None:
+    def launch(self, kernel: Any, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
         """Run a kernel for all heads and segments."""
-        shape = self.shape._replace(blocks=blocks, segments=segments or self.shape.segments, part=part)
+        shape = self.shape._replace(blocks=blocks, part=part)
         kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
 
     def befores(
@@ -342,7 +340,8 @@ class Call:
         less, chunk = torch.empty_like(denominators), 64 if self.e <= 128 else 32
         own = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
         rows = map(self.rows, (grad, out, denominators, own, less))
-        self.launch(_kernels().quotients, 1, *rows, segments=-(-self.shape.length // chunk), C=chunk, E=self.e)
+        shape = self.shape._replace(blocks=-(-self.shape.length // chunk))
+        _kernels().quotients[self.leading.numel() * shape.blocks,](*rows, shape, C=chunk, E=self.e)
         return own, less
 
 

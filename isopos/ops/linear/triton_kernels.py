@@ -202,12 +202,12 @@ def outputs(
 
 @jit
 def quotients(grad, out, denominators, own, less, shape, C: tl.constexpr, E: tl.constexpr):
-    """Gradients of sums, and less those of denominators, from those of quotients. Programs: heads; chunks.
+    """Gradients of sums, and less those of denominators, from those of quotients. Programs: chunks, of heads.
 
     Those of denominators are zero where these were clamped.
     """
     place, column = tiles.place_of(shape), tl.arange(0, E)
-    token, ok = tiles.tokens_of(shape, tl.program_id(1), C)
+    token, ok = tiles.tokens_of(shape, tiles.block_of(shape), C)
     denominator = tl.load(tiles.address(denominators, place, token), mask=ok, other=1)
     of_sums = tiles.load_tile(grad, place, token, ok, column, shape.columns).to(tl.float32) / denominator[:, None]
     found = tl.sum(of_sums * tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32), 1)
