@@ -9,6 +9,8 @@ from cases import LINEAR, linear_options, quadratic, with_gradients
 
 from isopos import schemes
 from isopos.attention import explain, linear_attention
+from isopos.attention.linear import sums_of
+from isopos.attention.problem import check_linear
 from isopos.feature_maps import FeatureMap, elu1
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
 from isopos.ops import gpu
@@ -140,6 +142,17 @@ def test_gradients_of_what_is_learned(axes, more):
         return torch.autograd.grad(out, [learned, *leaves, *([unit] if more == "reflected" else [])], grad.to(dtype))
 
     near(gradients(torch.float32, linear_attention), gradients(torch.float64, quadratic))
+
+
+@pytest.mark.parametrize("name", ["rope", "cosformer", "permuteformer", "lrpe-orthogonal"])
+def test_tables_are_read_where_they_are(name):
+    """Samples, and heads where they are alike, read one table, made once a forward pass in float32 or bytes."""
+    given = schemes.REGISTRY[name](16, 2).at(sequence(20)) | {"causal": True}
+    sums = sums_of(check_linear(*drawn(*[(3, 2, 20, 16)] * 3), given, streams=False))
+    table, read = triton._closed(sums)[0].table, triton._call(sums).inputs(0).table
+    assert table.dtype == (torch.uint8 if name == "permuteformer" else torch.float32)
+    assert read.first.data_ptr() == table.data_ptr()
+    assert (read.inner, read.head == 0) == (0, table.shape[-4 if name != "permuteformer" else -3] == 1)
 
 
 @pytest.mark.parametrize("layout", ["heads last", "columns", "expanded", "cut", "two axes", "shared heads"])
