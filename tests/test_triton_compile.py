@@ -97,9 +97,10 @@ WIDTHS = {torch.bfloat16: (32, 64, 128, 256), torch.float32: (64, 128, 256), tor
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_fit(monkeypatch, arch):
-    """Rotary attention with a denominator of its own: shared memory is there, and few registers are spilled."""
+    """Rotary attention with a denominator of its own, and decays: shared memory is there, and few registers are spilled."""
     widths = [(dtype, d) for dtype, own in WIDTHS.items() for d in own]
     problems = {(dtype, d): problem(dtype, d, ("rotation",), False, "plain") for dtype, d in widths}
+    problems |= {(torch.bfloat16, d, "decay"): problem(torch.bfloat16, d, ("rotation",), True, "plain") for d in (64, 128)}
     found = compile_all(monkeypatch, problems, arch)
     for key in problems:  # in two launches or more where features are wide
         assert {name for own, name, _ in found if own == key} == {"states", "scan", "outputs", "quotients", "gradients"}

@@ -135,21 +135,25 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(features: int, values: int, precision: str, generation: int, *, whole: bool = False) -> Config:
+def config(
+    features: int, values: int, precision: str, generation: int, *, whole: bool = False, decays: bool = False
+) -> Config:
     """What fits into registers and shared memory of sm_80 and later; features and values are powers of two.
 
     Products before sm_90 hold all of their operands in registers, as do those of TF32, which are the sum of several launches
-    where there are more than 64. A reflection needs the `whole` row of features, whatever that spills.
+    where there are more than 64. A reflection needs the `whole` row of features, whatever that spills. Weights of decays are
+    differences in float64, for which the tiles are smaller.
     """
     if precision == "bf16":
-        chunk = 64 if generation >= 9 and max(features, values) <= 128 else 32
+        chunk = 64 if generation >= 9 and max(features, values) <= 128 and not decays else 32
         most, side, far, more = 1 << 13, 128, 256, (8, 2)
     else:
         chunk, most, side, far, more = 16, 1 << 11, 32, 64, (4, 1)
     far_features, far_values = features if whole else min(far, features), min(far, values)
     block = features
     if not whole:
-        block = min(side, max(TILE, min(features, most // far_values)))
+        side_of_features = min(side, 32) if decays and generation < 9 else side
+        block = min(side_of_features, max(TILE, min(features, most // far_values)))
     elif precision != "bf16":
         far_values, more = min(far_values, max(TILE, most // features)), (8 if features > far else 4, 1)
     parts = min(side, max(TILE, min(values, most // far_features)))
@@ -225,8 +229,8 @@ class Call:
         self.divide, self.precision = sums.denominator == "divide", _precision(*sums.inputs)
         length, width, values, doubled = *sums.q.shape[-2:], sums.v.shape[-1], closed[0].doubled
         self.x, self.d, self.e = _tile(width), _tile(width) * doubled, _tile(values)
-        whole = any(own.normal is not None for own in closed)
-        self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), whole=whole)
+        how = {"whole": any(own.normal is not None for own in closed), "decays": sums.g is not None}
+        self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), **how)
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
         self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
         chunks, heads = -(-length // self.config.chunk), self.leading.numel()
