@@ -612,35 +612,38 @@ INLINE void split_table(const float *table, lanes *cosine, lanes *sine)
     *sine = __builtin_shuffle(a, b, (order)LANES_LIST(SECOND));
 }
 
-INLINE void reflect(const float *normal, float *x, long width)
+/* The reflection of x, which may be y. */
+INLINE void reflect(const float *normal, const float *x, float *y, long width)
 {
     const float twice = 2 * dot(x, normal, width);
     for (long m = 0; m < width; m += LANES)
-        *(lanes *)(x + m) -= twice * *(const lanes *)(normal + m);
+        *(lanes *)(y + m) = *(const lanes *)(x + m) - twice * *(const lanes *)(normal + m);
 }
 
-INLINE int in_range(const long *index, long width)
+INLINE int in_range(const unsigned char *index, long width)
 {
-    int bad = 0;
+    unsigned char most = 0;
     for (long m = 0; m < width; m++)
-        bad |= (unsigned long)index[m] >= (unsigned long)width;
-    return !bad;
+        most = index[m] > most ? index[m] : most;
+    return most < width;
 }
 
-INLINE void gather(const float *x, const long *index, float *y, long width)
+INLINE void gather(const float *x, const unsigned char *index, float *y, long width)
 {
-#if LANES == 16
-    if (width == 64) { /* two registers a half, and the half by the sixth bit */
-        const lanes a = *(const lanes *)x, b = *(const lanes *)(x + 16), c = *(const lanes *)(x + 32), d = *(const lanes *)(x + 48);
+    if (width % (2 * LANES) == 0 && width <= 8 * LANES) { /* out of every two registers, which the bits above those say */
         for (long m = 0; m < width; m += LANES) {
             order at;
             for (int l = 0; l < LANES; l++)
-                at[l] = (int)index[m + l];
-            *(lanes *)(y + m) = choose((at & 32) != 0, __builtin_shuffle(c, d, at), __builtin_shuffle(a, b, at));
+                at[l] = index[m + l];
+            lanes found = __builtin_shuffle(*(const lanes *)x, *(const lanes *)(x + LANES), at);
+            for (long n = 2 * LANES; n < width; n += 2 * LANES) {
+                const lanes other = __builtin_shuffle(*(const lanes *)(x + n), *(const lanes *)(x + n + LANES), at);
+                found = choose(at >= (int)n, other, found);
+            }
+            *(lanes *)(y + m) = found;
         }
         return;
     }
-#endif
     for (long m = 0; m < width; m++)
         y[m] = x[index[m]];
 }
@@ -668,7 +671,7 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
         rotate(y, table, -1, x, o->width);
     else if (o->kind == GATHER)
         for (long m = 0; m < o->numbers; m++)
-            x[((const long *)table)[m]] = y[m];
+            x[((const unsigned char *)table)[m]] = y[m];
     else
         for (long m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
@@ -699,12 +702,12 @@ INLINE void pull_table(const Input *o, const float *x, const float *grad, float 
     }
 }
 
-/* The token i of a chunk in the table of an input, in the buffer if need be: indices of 8 bytes, or float32. */
+/* The token i of a chunk in the table of an input, in the buffer if need be: indices of a byte, or float32. */
 INLINE const void *table_of(const Input *o, Chunk n, long i, float *buffer)
 {
     const long at = index_of(&o->table, n) + i * o->table.token;
     if (o->kind == GATHER)
-        return (const long *)o->table.first + at;
+        return (const unsigned char *)o->table.first + at;
     const long each = o->kind == LIFT ? 2 : 1;
     return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
 }
@@ -759,8 +762,7 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d
     const float *y = plain;
     if (o->normal.first) {
         float *reflected = o->kind == NONE ? features : buffer;
-        memcpy(reflected, plain, width * sizeof(float));
-        reflect(normal_of(o, n, room), reflected, width);
+        reflect(normal_of(o, n, room), plain, reflected, width);
         y = reflected;
     }
     if (o->kind == NONE)
@@ -814,7 +816,7 @@ static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const
         else
             map(o->phi, load_row(o, n, i, room), buffer, o->width);
         if (o->normal.first)
-            reflect(normal_of(o, n, room), buffer, o->width);
+            reflect(normal_of(o, n, room), buffer, buffer, o->width);
         pull_table(o, buffer, grad, room);
         memcpy(out, room, numbers * sizeof(float));
     }
@@ -865,9 +867,7 @@ static void pull(const Call *call, const Input *o, Chunk n, long d, const float 
             from = buffer;
         }
         if (o->normal.first) {
-            if (from != buffer)
-                memcpy(buffer, from, width * sizeof(float));
-            reflect(normal_of(o, n, room), buffer, width);
+            reflect(normal_of(o, n, room), from, buffer, width);
             from = buffer;
         }
         const float *x = load_row(o, n, i, room);
@@ -1419,7 +1419,7 @@ static void turn_all(Call *call)
         const long size = o->type == FLOAT32 ? 4 : 2;
         turn(&o->x, length, size), turn(&o->grad, length, size);
         turn(&o->own, length, 4), turn(&o->grad_own, length, 4);
-        turn(&o->table, length, o->kind == GATHER ? 8 : 4), turn(&o->grad_table, length, 4);
+        turn(&o->table, length, o->kind == GATHER ? 1 : 4), turn(&o->grad_table, length, 4);
         turn(&o->mask, length, 1);
     }
     turn(&call->g_q, length, 8), turn(&call->g_k, length, 8);

@@ -16,11 +16,11 @@ from torch import Tensor
 from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import library
 from isopos.ops.library import KIND, TYPES, Call, Input, View, flat, view, whole
-from isopos.ops.linear.autograd import refusal
+from isopos.ops.linear.autograd import needs, refusal
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.linear.walk import Groups, Operand, Plan, Upstream, Walk, Walking
+from isopos.ops.linear.walk import Groups, Operand, Plan, Upstream, Walk, Walking, operands_of
 from isopos.ops.place import Place
 
 PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
@@ -52,7 +52,7 @@ class Closed(NamedTuple):
                 continue
             pairs = kind in ("rotation", "lift")
             width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
-            if width != x.shape[-1] or tensor.dtype != (torch.int64 if kind == "gather" else torch.float32):
+            if width != x.shape[-1] or tensor.dtype != (torch.uint8 if kind == "gather" else torch.float32):
                 return None
         return cls(phi, last, table, normal, features.mask, features.own)
 
@@ -79,12 +79,16 @@ class Closed(NamedTuple):
         return part.width * self.doubled, alive
 
 
-def _widths(features: Features, x: Tensor) -> tuple[tuple[int, int], list[int]]:
+def _closed(operands: Sequence[Operand]) -> list[Closed | None]:
+    """What makes the features of operands, of all their tokens."""
+    described = ((operand.described(), operand.x) for operand in operands)
+    return [None if own is None else Closed.of(own, x) for own, x in described]
+
+
+def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[int, int], list[int]]:
     """How features of x lie, in so many runs of so many numbers; and the widths that cpu.c meets."""
-    needs = [torch.is_grad_enabled() and a.requires_grad for a in features.tensors]
-    closed = Closed.of(features, x) if not any(needs) or features.table(needs) is not None else None
-    if closed is not None:
-        return (closed.doubled, x.shape[-1]), [closed.doubled * x.shape[-1]]
+    if known is not None:
+        return (known.doubled, x.shape[-1]), [known.doubled * x.shape[-1]]
     if features.ready(x):
         return (1, x.shape[-1]), [x.shape[-1]]
     place = Place((ONE,) * (x.ndim - 3), ONE, ONE)
@@ -106,7 +110,7 @@ class Pass:
         shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up.
     """
 
-    def __init__(self, walk: Walk, n: int):
+    def __init__(self, walk: "CpuWalk", n: int):
         self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
         operands, denominator = self.operands, walk.denominator
         self.leading = operands[0].xs[n].shape[:-2]
@@ -116,7 +120,8 @@ class Pass:
         call.begins, call.ends, call.reverse = n == walk.order[0], n == walk.order[-1], walk.reverse
         call.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
-        widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
+        closed = walk.notes["closed"] if walk.plan.whole else [None] * len(operands)
+        widths = [self._operand(*each) for each in zip(operands, self._parts(), closed, strict=True)]
         _, (call.d, call.own), (call.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
         self.library, groups, own = lib, lib.isopos_groups(length), call.own or call.d
@@ -130,10 +135,12 @@ class Pass:
     def _parts(self) -> tuple[Input, ...]:
         return self.call.q, self.call.k, self.call.v
 
-    def _operand(self, operand: Operand, part: Input) -> tuple[int, int]:
+    def _operand(self, operand: Operand, part: Input, closed: Closed | None) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
-        x, features = operand.xs[self.n], operand.described(self.span)
-        closed = None if features is None else Closed.of(features, x)
+        x = operand.xs[self.n]
+        if closed is None:
+            features = operand.described(self.span)
+            closed = None if features is None else Closed.of(features, x)
         if closed is None:
             given = operand.read(self.n, self.span)
             rows = [flat(_padded(x.resolve_neg())) for x in given]
@@ -281,7 +288,11 @@ class Cpu(Walking):
             return "sums over all keys are products of matrices, which PyTorch has"
         if why := library.unreadable(*sums.tensors):
             return why
-        (queries, _), (keys, _), _ = widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
+        operands, _ = sums.notes["operands"] = operands_of(sums, needs(sums))
+        closed = sums.notes["closed"] = _closed(operands)
+        (queries, _), (keys, _), _ = widths = [
+            _widths(*each) for each in zip(sums.features, sums.inputs, closed, strict=True)
+        ]
         if math.prod(queries) != math.prod(keys):
             return f"features of queries and keys are {math.prod(queries)} and {math.prod(keys)}"
         if queries != keys and any(width % library.lanes() for _, width in (queries, keys)):
@@ -323,10 +334,9 @@ class Cpu(Walking):
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
         """Not cut, where cpu.c makes all features."""
-        uncut = Plan(sums.q, cut=False)
-        described = [operand.described(uncut.spans[0]) for operand in operands]
-        closed = (own is not None and Closed.of(own, x) for own, x in zip(described, sums.inputs, strict=True))
-        return uncut if all(closed) else Plan(sums.q)
+        if "closed" not in sums.notes:
+            sums.notes["closed"] = _closed(operands)
+        return Plan(sums.q, cut=not all(sums.notes["closed"]))
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
