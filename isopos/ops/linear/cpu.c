@@ -940,10 +940,10 @@ long isopos_groups(long length)
 }
 
 /* Where a part of a head begins, with whole groups. Of two parts the one that sums up the other one is shorter, by what that
-   takes: a quarter of a forward pass, and a seventh of a backward one. */
+   takes: a third of a forward pass, and a sixth of a backward one. */
 static long begin_of(const Call *call, long part, int back)
 {
-    const long groups = isopos_groups(call->length), first = (groups * (back ? 6 : 4) + (back ? 6 : 3)) / (back ? 13 : 7);
+    const long groups = isopos_groups(call->length), first = back ? (groups * 5 + 5) / 11 : (groups * 3 + 2) / 5;
     const long group = call->parts != 2 ? part * groups / call->parts : part == 1 ? first : part * groups / 2;
     return group * GROUP * CHUNK < call->length ? group * GROUP * CHUNK : call->length;
 }
