@@ -20,7 +20,7 @@ from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.linear.walk import Groups, Operand, Plan, Upstream, Walk, Walking
+from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking
 from isopos.ops.place import Place
 
 PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
@@ -79,11 +79,15 @@ class Closed(NamedTuple):
         return part.width * self.doubled, alive
 
 
+def _closed(features: Features, x: Tensor) -> Closed | None:
+    """What makes features of x, and gradients of all that needs one, if cpu.c knows it."""
+    needs = [torch.is_grad_enabled() and a.requires_grad for a in features.tensors]
+    return Closed.of(features, x) if not any(needs) or features.table(needs) is not None else None
+
+
 def _widths(features: Features, x: Tensor) -> tuple[tuple[int, int], list[int]]:
     """How features of x lie, in so many runs of so many numbers; and the widths that cpu.c meets."""
-    needs = [torch.is_grad_enabled() and a.requires_grad for a in features.tensors]
-    closed = Closed.of(features, x) if not any(needs) or features.table(needs) is not None else None
-    if closed is not None:
+    if (closed := _closed(features, x)) is not None:
         return (closed.doubled, x.shape[-1]), [closed.doubled * x.shape[-1]]
     if features.ready(x):
         return (1, x.shape[-1]), [x.shape[-1]]
@@ -103,11 +107,13 @@ class Pass:
     """Some tokens of the heads of a walk, described for the library. Tensors that it points to live as long as it does.
 
     Attributes:
-        shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up.
+        shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up. Of
+            one state, where that is of all keys.
     """
 
-    def __init__(self, walk: Walk, n: int):
+    def __init__(self, walk: "CpuWalk", n: int):
         self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
+        self.spans, self.whole = (self.span, *[walk.of_keys.spans[n]] * 2), walk.whole
         operands, denominator = self.operands, walk.denominator
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
@@ -116,11 +122,12 @@ class Pass:
         call.begins, call.ends, call.reverse = n == walk.order[0], n == walk.order[-1], walk.reverse
         call.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
-        widths = [self._operand(operand, part) for operand, part in zip(operands, self._parts(), strict=True)]
+        call.keys = self.spans[1].stop - self.spans[1].start
+        widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, strict=True)]
         _, (call.d, call.own), (call.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
-        self.library, groups, own = lib, lib.isopos_groups(length), call.own or call.d
-        call.parts = min(groups, -(-call.threads // heads))
+        self.library, groups, own = lib, 1 if self.whole else lib.isopos_groups(length), call.own or call.d
+        call.parts = self._whole_parts() if self.whole else min(groups, -(-call.threads // heads))
         self.shapes = [(groups, call.d, call.e), *[(groups, 1, own)] * denominator]
         call.scratch_size, call.total_size = lib.isopos_scratch_size(call.d, call.e, call.own), call.d * call.e + own + 1
         call.scratch = buffers("cpu scratch", call.threads, call.scratch_size).data_ptr()
@@ -130,12 +137,18 @@ class Pass:
     def _parts(self) -> tuple[Input, ...]:
         return self.call.q, self.call.k, self.call.v
 
-    def _operand(self, operand: Operand, part: Input) -> tuple[int, int]:
+    def _whole_parts(self) -> int:
+        """Parts of a head, which cost a sum of states: as many as give each thread its share."""
+        call = self.call
+        even = call.threads // math.gcd(call.all, call.threads) if call.all < 4 * call.threads else 1
+        return min(even, -(-max(call.length, call.keys) // CHUNK))
+
+    def _operand(self, operand: Operand, part: Input, span: Span) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
-        x, features = operand.xs[self.n], operand.described(self.span)
+        x, features = operand.xs[self.n], operand.described(span)
         closed = None if features is None else Closed.of(features, x)
         if closed is None:
-            given = operand.read(self.n, self.span)
+            given = operand.read(self.n, span)
             rows = [flat(_padded(x.resolve_neg())) for x in given]
             self.rows.append(given)
             self.alive += rows
@@ -179,7 +192,8 @@ class Pass:
         self.call.out, self.call.values, self.call.divide = view(out), out.shape[-1], divide
         if denominator is not None:
             self.call.denominator = view(denominator)
-        return library.run(self.library.isopos_forward, self.call)
+        run = self.library.isopos_forward_all if self.whole else self.library.isopos_forward
+        return library.run(run, self.call)
 
     def backward(
         self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
@@ -199,22 +213,22 @@ class Pass:
         elif call.denominated:
             call.values -= 1  # the last column is the denominator
         call.grad_state, call.grad_row = grads[0].data_ptr(), grads[-1].data_ptr()
-        pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, strict=True)]
+        pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, self.spans, strict=True)]
         shape = (*self.leading, self.span.stop - self.span.start)
         grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
-        library.run(self.library.isopos_backward, call)
+        library.run(self.library.isopos_backward_all if self.whole else self.library.isopos_backward, call)
         if call.reverse:
             grad_g = tuple(-x.flip(-1) for x in grad_g)
-        for operand, own, rows in zip(self.operands, pulled, self.rows, strict=True):
+        for operand, own, rows, span in zip(self.operands, pulled, self.rows, self.spans, strict=True):
             if rows is not None:
-                operand.pull(self.n, self.span, own)
+                operand.pull(self.n, span, own)
             for table in own if rows is None else ():
-                operand.pull_table(self.span, table)
+                operand.pull_table(span, table)
         return grad_g
 
-    def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None) -> list[Tensor]:
+    def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None, span: Span) -> list[Tensor]:
         """Say where gradients of an operand go: into its own; of its table, or of its rows, into buffers returned."""
         if rows is None:
             assert operand.grad_xs is not None
@@ -222,7 +236,7 @@ class Pass:
             if operand.table is None:
                 return []
             width = part.numbers * (2 if part.kind == KIND["lift"] else 1)
-            table = operand.buffers("cpu grad table", *self.leading, self.span.stop - self.span.start, width)
+            table = operand.buffers("cpu grad table", *self.leading, span.stop - span.start, width)
             part.grad_table = view(table)
             return [table]
         own = [operand.buffers(f"cpu grad {m}", *x.shape[:-1], whole(x.shape[-1])) for m, x in enumerate(rows)]
@@ -234,10 +248,15 @@ class Pass:
 class CpuWalk(Walk):
     """Causal sums forward, or those over later tokens in reverse, a call of the library for each of the plan's spans.
 
-    Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem.
+    Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem. Those over all keys
+    (`whole`) are one call, of a plan that is not cut.
     """
 
     notes: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
+
+    def plan_of_keys(self) -> Plan:
+        return Plan(self.operands[1].x, cut=False) if self.whole else self.plan
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -245,14 +264,15 @@ class CpuWalk(Walk):
             part = Pass(self, n)
             like = self.operands[0].x.new_empty
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
-            saved = [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes] if keep else []
+            saved = states if self.whole else [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes]
+            saved = saved if keep else []
             own = denominators[n] if self.denominator else None
             self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
             yield n, None, None, saved
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         upstream.split(self.plan.sizes)
-        after = [torch.zeros_like(state[..., 0, :, :]) for state in states[0]]
+        after = [torch.zeros_like(state if self.whole else state[..., 0, :, :]) for state in states[0]]
         for n, saved in zip(reversed(self.order), reversed(states), strict=True):
             span, part = self.plan.spans[n], Pass(self, n)
             for every, scale in zip(
@@ -277,8 +297,8 @@ class Cpu(Walking):
                 return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
         if why := refusal(sums):
             return why
-        if not sums.causal and sums.g is None:
-            return "sums over all keys are products of matrices, which PyTorch has"
+        if not sums.causal and sums.g is None and not all(map(_closed, sums.features, sums.inputs)):
+            return "features that PyTorch makes go into products of matrices over all keys, which it has, too"
         if why := library.unreadable(*sums.tensors):
             return why
         (queries, _), (keys, _), _ = widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
@@ -318,20 +338,21 @@ class Cpu(Walking):
         if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
             return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
         lib = library.libraries()[0][library.lanes()]
-        sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, d, e, own)
+        sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, 1, d, e, own)
         return ""
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
         """Not cut, where cpu.c makes all features."""
         uncut = Plan(sums.q, cut=False)
-        described = [operand.described(uncut.spans[0]) for operand in operands]
+        described = [operand.described(Plan(operand.x, cut=False).spans[0]) for operand in operands]
         closed = (own is not None and Closed.of(own, x) for own, x in zip(described, sums.inputs, strict=True))
         return uncut if all(closed) else Plan(sums.q)
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
-        directions = (False,) if sums.causal else (False, True)
-        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes) for reverse in directions]
+        whole = not sums.causal and g is None
+        directions = (False,) if sums.causal or whole else (False, True)
+        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes, whole) for reverse in directions]
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         sums.notes["finite"] = True
@@ -339,7 +360,9 @@ class Cpu(Walking):
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved
-        return CHUNKS.backward(sums, saved, grad, needs) if watched else super().backward(sums, saved, grad, needs)
+        if watched:  # what was saved is of other groups
+            return CHUNKS.backward(sums, CHUNKS.forward(sums, needs)[1], grad, needs)
+        return super().backward(sums, saved, grad, needs)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         return super().run(sums) if sums.stream is None else self._step(sums)
