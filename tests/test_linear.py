@@ -234,7 +234,7 @@ REFUSALS = [
     (
         "cpu",
         numbers(causal=False, features=phi(FeatureMap("favor", torch.exp)), denominator="divide"),
-        "features that PyTorch makes go into products of matrices over all keys, which it has, too",
+        "features that PyTorch makes go into products of matrices .*, which it has, too|no library is installed .*",
     ),
     ("cpu", numbers(causal=False), "two products of matrices are all there is to do"),
     ("cpu", numbers(d=257), "features come up to 256, not 257|no library is installed .*"),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "Place"]
+__all__ = ["ALL", "Axes", "Place"]
 
 
 class Place(NamedTuple):
@@ -24,6 +24,9 @@ class Place(NamedTuple):
             if part.start is not None and -axis <= x.ndim and 1 < x.shape[axis] != part.stop - part.start:
                 x = x.narrow(axis, part.start, part.stop - part.start)
         return x
+
+
+ALL = Place((), slice(None), slice(None))
 
 
 class Axes(NamedTuple):

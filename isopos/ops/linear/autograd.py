@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
+from isopos.ops.library import watched
 from isopos.ops.linear.features import Sums
 
 
@@ -43,6 +44,8 @@ class Kernel(Backend, ABC):
         """Gradients of all operands, from that of the sums."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not any(needed := needs(sums)) and not watched():
+            return self.forward(sums, needed)[0], ()
         try:
             return _Differentiable.apply(self, sums, *operands(sums)), ()  # pyright: ignore[reportReturnType]
         except RuntimeError as error:
@@ -55,6 +58,12 @@ class Kernel(Backend, ABC):
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:
     """q, k, v, both log decays or None, and the tensors of the features."""
     return *sums.inputs, *(sums.g or (None, None)), *(tensor for own in sums.features for tensor in own.tensors)
+
+
+def needs(sums: Sums) -> list[bool]:
+    """Which operands need a gradient."""
+    grads = torch.is_grad_enabled()
+    return [grads and x is not None and x.requires_grad for x in operands(sums)]
 
 
 def with_operands(sums: Sums, given: Sequence[Any]) -> Sums:

@@ -16,11 +16,11 @@ from torch import Tensor
 from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
 from isopos.ops import library
 from isopos.ops.library import KIND, TYPES, Call, Input, View, flat, view, whole
-from isopos.ops.linear.autograd import refusal
+from isopos.ops.linear.autograd import needs, refusal
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking
+from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking, operands_of
 from isopos.ops.place import Place
 
 PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
@@ -79,16 +79,16 @@ class Closed(NamedTuple):
         return part.width * self.doubled, alive
 
 
-def _closed(features: Features, x: Tensor) -> Closed | None:
-    """What makes features of x, and gradients of all that needs one, if cpu.c knows it."""
-    needs = [torch.is_grad_enabled() and a.requires_grad for a in features.tensors]
-    return Closed.of(features, x) if not any(needs) or features.table(needs) is not None else None
+def _closed(operands: Sequence[Operand]) -> list[Closed | None]:
+    """What makes the features of operands, of all their tokens."""
+    described = ((operand.described(), operand.x) for operand in operands)
+    return [None if own is None else Closed.of(own, x) for own, x in described]
 
 
-def _widths(features: Features, x: Tensor) -> tuple[tuple[int, int], list[int]]:
+def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[int, int], list[int]]:
     """How features of x lie, in so many runs of so many numbers; and the widths that cpu.c meets."""
-    if (closed := _closed(features, x)) is not None:
-        return (closed.doubled, x.shape[-1]), [closed.doubled * x.shape[-1]]
+    if known is not None:
+        return (known.doubled, x.shape[-1]), [known.doubled * x.shape[-1]]
     if features.ready(x):
         return (1, x.shape[-1]), [x.shape[-1]]
     place = Place((ONE,) * (x.ndim - 3), ONE, ONE)
@@ -113,7 +113,7 @@ class Pass:
 
     def __init__(self, walk: "CpuWalk", n: int):
         self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
-        self.spans, self.whole = (self.span, *[walk.of_keys.spans[n]] * 2), walk.whole
+        self.spans, self.all_keys = (self.span, *[walk.of_keys.spans[n]] * 2), walk.all_keys
         operands, denominator = self.operands, walk.denominator
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
@@ -123,11 +123,12 @@ class Pass:
         call.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
         call.keys = self.spans[1].stop - self.spans[1].start
-        widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, strict=True)]
+        closed = walk.notes["closed"] if walk.plan.whole else [None] * len(operands)
+        widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, closed, strict=True)]
         _, (call.d, call.own), (call.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
-        self.library, groups, own = lib, 1 if self.whole else lib.isopos_groups(length), call.own or call.d
-        call.parts = self._whole_parts() if self.whole else min(groups, -(-call.threads // heads))
+        self.library, groups, own = lib, 1 if self.all_keys else lib.isopos_groups(length), call.own or call.d
+        call.parts = self._parts_of_all() if self.all_keys else min(groups, -(-call.threads // heads))
         self.shapes = [(groups, call.d, call.e), *[(groups, 1, own)] * denominator]
         call.scratch_size, call.total_size = lib.isopos_scratch_size(call.d, call.e, call.own), call.d * call.e + own + 1
         call.scratch = buffers("cpu scratch", call.threads, call.scratch_size).data_ptr()
@@ -137,16 +138,18 @@ class Pass:
     def _parts(self) -> tuple[Input, ...]:
         return self.call.q, self.call.k, self.call.v
 
-    def _whole_parts(self) -> int:
+    def _parts_of_all(self) -> int:
         """Parts of a head, which cost a sum of states: as many as give each thread its share."""
         call = self.call
         even = call.threads // math.gcd(call.all, call.threads) if call.all < 4 * call.threads else 1
         return min(even, -(-max(call.length, call.keys) // CHUNK))
 
-    def _operand(self, operand: Operand, part: Input, span: Span) -> tuple[int, int]:
+    def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
-        x, features = operand.xs[self.n], operand.described(span)
-        closed = None if features is None else Closed.of(features, x)
+        x = operand.xs[self.n]
+        if closed is None:
+            features = operand.described(span)
+            closed = None if features is None else Closed.of(features, x)
         if closed is None:
             given = operand.read(self.n, span)
             rows = [flat(_padded(x.resolve_neg())) for x in given]
@@ -192,7 +195,7 @@ class Pass:
         self.call.out, self.call.values, self.call.divide = view(out), out.shape[-1], divide
         if denominator is not None:
             self.call.denominator = view(denominator)
-        run = self.library.isopos_forward_all if self.whole else self.library.isopos_forward
+        run = self.library.isopos_forward_all if self.all_keys else self.library.isopos_forward
         return library.run(run, self.call)
 
     def backward(
@@ -218,7 +221,7 @@ class Pass:
         grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
-        library.run(self.library.isopos_backward_all if self.whole else self.library.isopos_backward, call)
+        library.run(self.library.isopos_backward_all if self.all_keys else self.library.isopos_backward, call)
         if call.reverse:
             grad_g = tuple(-x.flip(-1) for x in grad_g)
         for operand, own, rows, span in zip(self.operands, pulled, self.rows, self.spans, strict=True):
@@ -249,14 +252,14 @@ class CpuWalk(Walk):
     """Causal sums forward, or those over later tokens in reverse, a call of the library for each of the plan's spans.
 
     Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem. Those over all keys
-    (`whole`) are one call, of a plan that is not cut.
+    (`all_keys`) are one call, of a plan that is not cut.
     """
 
     notes: dict[str, Any] = field(default_factory=dict)
-    whole: bool = False
+    all_keys: bool = False
 
     def plan_of_keys(self) -> Plan:
-        return Plan(self.operands[1].x, cut=False) if self.whole else self.plan
+        return Plan(self.operands[1].x, cut=False) if self.all_keys else self.plan
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -264,7 +267,7 @@ class CpuWalk(Walk):
             part = Pass(self, n)
             like = self.operands[0].x.new_empty
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
-            saved = states if self.whole else [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes]
+            saved = states if self.all_keys else [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes]
             saved = saved if keep else []
             own = denominators[n] if self.denominator else None
             self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
@@ -272,7 +275,7 @@ class CpuWalk(Walk):
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         upstream.split(self.plan.sizes)
-        after = [torch.zeros_like(state if self.whole else state[..., 0, :, :]) for state in states[0]]
+        after = [torch.zeros_like(state if self.all_keys else state[..., 0, :, :]) for state in states[0]]
         for n, saved in zip(reversed(self.order), reversed(states), strict=True):
             span, part = self.plan.spans[n], Pass(self, n)
             for every, scale in zip(
@@ -297,11 +300,15 @@ class Cpu(Walking):
                 return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
         if why := refusal(sums):
             return why
-        if not sums.causal and sums.g is None and not all(map(_closed, sums.features, sums.inputs)):
-            return "features that PyTorch makes go into products of matrices over all keys, which it has, too"
         if why := library.unreadable(*sums.tensors):
             return why
-        (queries, _), (keys, _), _ = widths = [_widths(own, x) for own, x in zip(sums.features, sums.inputs, strict=True)]
+        operands, _ = sums.notes["operands"] = operands_of(sums, needs(sums))
+        closed = sums.notes["closed"] = _closed(operands)
+        if not sums.causal and sums.g is None and not all(closed):
+            return "features that PyTorch makes go into products of matrices over all keys, which it has, too"
+        (queries, _), (keys, _), _ = widths = [
+            _widths(*each) for each in zip(sums.features, sums.inputs, closed, strict=True)
+        ]
         if math.prod(queries) != math.prod(keys):
             return f"features of queries and keys are {math.prod(queries)} and {math.prod(keys)}"
         if queries != keys and any(width % library.lanes() for _, width in (queries, keys)):
@@ -343,16 +350,15 @@ class Cpu(Walking):
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
         """Not cut, where cpu.c makes all features."""
-        uncut = Plan(sums.q, cut=False)
-        described = [operand.described(Plan(operand.x, cut=False).spans[0]) for operand in operands]
-        closed = (own is not None and Closed.of(own, x) for own, x in zip(described, sums.inputs, strict=True))
-        return uncut if all(closed) else Plan(sums.q)
+        if "closed" not in sums.notes:
+            sums.notes["closed"] = _closed(operands)
+        return Plan(sums.q, cut=not all(sums.notes["closed"]))
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
-        whole = not sums.causal and g is None
-        directions = (False,) if sums.causal or whole else (False, True)
-        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes, whole) for reverse in directions]
+        every = not sums.causal and g is None
+        directions = (False,) if sums.causal or every else (False, True)
+        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes, every) for reverse in directions]
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         sums.notes["finite"] = True

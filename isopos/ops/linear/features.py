@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.feature_maps import FeatureMap, Phi, identity
-from isopos.ops.place import Place
+from isopos.ops.place import ALL, Place
 
 Decays = tuple[Tensor, Tensor] | None
 
@@ -131,6 +131,8 @@ class Features(NamedTuple):
 
     def part(self, place: Place) -> "Features":
         """Those of some tokens of some heads and samples."""
+        if place is ALL:
+            return self
         own = None if self.map is None else self.map.part(place)
         return self._replace(map=own, mask=None if self.mask is None else place.of(self.mask, -3, -2))
 

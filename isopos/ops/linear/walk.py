@@ -12,7 +12,7 @@ from torch import Tensor
 from isopos.ops.linear.autograd import Kernel
 from isopos.ops.linear.division import EPS, clamp, count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.place import Place
+from isopos.ops.place import ALL, Place
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 LEAST, MOST = 4, 16  # chunks of a group: states before a group are saved for the backward pass
@@ -43,14 +43,16 @@ class Plan:
     Attributes:
         places: Heads and samples that walk together.
         spans: Chunk groups of a place: of whole chunks, then the tokens that are left.
+        whole: Whether one place and one group is all there is.
     """
 
     def __init__(self, x: Tensor, *, cut: bool = True):
+        self.whole = not cut and x.ndim <= 4
         if not cut:
-            every = [*(1 for _ in x.shape[:-4]), *x.shape[:-2][-2:]]
-            parts = itertools.product(*(_slices(n, step) for n, step in zip(x.shape[:-2], every, strict=True)))
-            self.places = [Place(part[:-1], part[-1], slice(None)) for part in parts]
-            self.spans, self.sizes = [Span(0, x.shape[-2], CHUNK)], [x.shape[-2]]
+            self.spans, self.sizes, self.places = [Span(0, x.shape[-2], CHUNK)], [x.shape[-2]], [ALL]
+            if not self.whole:
+                samples = itertools.product(*(_slices(n, 1) for n in x.shape[:-4]))
+                self.places = [Place((*part, slice(None)), slice(None), slice(None)) for part in samples]
             return
         *batch, heads, length, width = x.shape
         whole, chunk = length - length % CHUNK, CHUNK * width
@@ -65,6 +67,11 @@ class Plan:
         self.spans = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, count * CHUNK)]
         self.spans += [Span(whole, length, length - whole)] if whole < length else []
         self.sizes = [span.stop - span.start for span in self.spans]
+
+
+def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """x ``[*b h t .]`` by chunk groups."""
+    return x.split(sizes, -2) if len(sizes) > 1 else (x,)
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -104,7 +111,9 @@ class Operand:
         self.grads: Sequence[Tensor | None] = [None] * len(needs)
         self.first = True  # whether no gradient has been written yet
         self.direct = features.direct and not any(needs)
-        self.table = features.table(needs)  # the one tensor that needs a gradient, if closed forms have it
+        self.table = (
+            features.table(needs) if any(needs) else None
+        )  # the one tensor that needs a gradient, if closed forms have it
 
     def open(self) -> None:
         """Make buffers for gradients."""
@@ -114,6 +123,8 @@ class Operand:
 
     def at(self, place: Place) -> "Operand":
         """That of some heads and samples."""
+        if place is ALL:
+            return self
         part = Operand(place.of(self.x, -3, -2), self.features.part(place), self.needs, self.buffers)
         part.grads = self._grads(place)
         part.grad = None if self.grad is None else place.of(self.grad, -3, -2)
@@ -129,14 +140,14 @@ class Operand:
 
     def split(self, sizes: Sequence[int]) -> None:
         """Cut its tokens into chunk groups."""
-        self.xs = self.x.split(sizes, -2)
-        self.grad_xs = None if self.grad is None else self.grad.split(sizes, -2)
+        self.xs = split(self.x, sizes)
+        self.grad_xs = None if self.grad is None else split(self.grad, sizes)
 
-    def described(self, span: Span) -> Features | None:
-        """What makes the features of these tokens, and gradients of all that needs one, if it is in closed form."""
+    def described(self, span: Span | None = None) -> Features | None:
+        """What makes the features of these tokens, or of all, and gradients of what needs one, if it is in closed form."""
         if self.features.kinds is None or not (self.direct or self.table is not None):
             return None
-        return self.features.part(span.place).without_idle_mask()
+        return (self.features if span is None else self.features.part(span.place)).without_idle_mask()
 
     def read(self, n: int, span: Span) -> tuple[Tensor, ...]:
         """The features of group n ``[*b h t .]``, contiguous."""
@@ -200,7 +211,7 @@ class Upstream:
 
     def split(self, sizes: Sequence[int]) -> None:
         """Cut tokens into chunk groups."""
-        self.parts = [x if x is None else x.split(sizes, -2) for x in self.all]
+        self.parts = [x if x is None else split(x, sizes) for x in self.all]
 
     def rows(self, n: int, layout: Layout, values: int, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
         """Gradients of a group's sums ``[n c e]``, and less those of its denominators ``[n c 1]``, if it has any."""
@@ -287,7 +298,7 @@ class Walking(Kernel, ABC):
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         divide, keep, e = sums.denominator == "divide", any(needs), sums.v.shape[-1]
-        operands, buffers = operands_of(sums, needs)
+        operands, buffers = sums.notes.get("operands") or operands_of(sums, needs)
         out = sums.q.new_empty(*sums.q.shape[:-1], e + (sums.denominator == "column"), dtype=buffers.dtype)
         denominator = out.new_empty(*sums.q.shape[:-1], 1) if divide else out[..., e:]
         states: list[Tensor] = []
@@ -313,7 +324,7 @@ class Walking(Kernel, ABC):
 def _forward(walks: Sequence[Walk], out: Tensor, denominator: Tensor, *, divide: bool, keep: bool) -> list[Tensor]:
     """Write sums and denominators of all walks of a place, divide at the last; return the states if they are to be kept."""
     states: list[Tensor] = []
-    outs, denominators = (x.split(walks[0].plan.sizes, -2) for x in (out, denominator))
+    outs, denominators = (split(x, walks[0].plan.sizes) for x in (out, denominator))
     for walk in walks:
         for n, total, own, before in walk.forward(outs, denominators, keep=keep, divide=divide and walk is walks[-1]):
             states += before if keep else []
