@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isopos.exact import ExactModule, narrow, wide
 from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
-from isopos.ops.rotate import skew_exponential
+from isopos.ops.rotate import narrow_index, skew_exponential
 
 __all__ = ["Basis", "Cayley", "ComplexFourier", "Fourier", "Householder", "OddEven", "Orthogonal", "Pairs", "Spectrum"]
 
@@ -131,7 +131,8 @@ class OddEven(Basis):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         place = torch.arange(self.features, device=device)
-        return Gather((place // 2 + place % 2 * ((self.features + 1) // 2))[None, None], constant=True, halves=True)
+        index = narrow_index(place // 2 + place % 2 * ((self.features + 1) // 2), self.features)
+        return Gather(index[None, None], constant=True, halves=True)
 
 
 class Fourier(Basis):

@@ -19,8 +19,8 @@ from isopos.bases import Basis
 from isopos.catalog import expect
 from isopos.exact import ExactModule, constant, narrow, wide
 from isopos.lengths import Extension
-from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Powers, Rotation, TokenMap
-from isopos.ops.rotate import rotations, skew_exponential
+from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
+from isopos.ops.rotate import narrow_index, rotations, skew_exponential
 from isopos.ops.spectrum import check_spectrum, spectrum
 from isopos.ops.tree import path
 from isopos.positions import Group, Line, Product, Ring, Tree, lines
@@ -28,7 +28,7 @@ from isopos.positions import Group, Line, Product, Ring, Tree, lines
 __all__ = ["Coupling", "DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary"]
 __all__ += ["TreePath", "long_orders", "random_permutations", "rope_frequencies"]
 
-LONG = 1 << 15  # tokens whose permutations are an index, eight bytes a feature
+SEGMENT = 1 << 15  # tokens whose permutations are looked up at once, some eight numbers of eight bytes a feature
 
 
 class Coupling(ExactModule, ABC):
@@ -256,10 +256,21 @@ class Permutation(Encoding):
             )
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The index of each token's permutation; of more than 32,768 tokens, what makes it a segment at a time."""
+        """The index of each token's permutation, a byte a feature where there are at most 256."""
         self.group.check(x)
-        powers = Powers(self.table.to(x.device), x.to(torch.int64))
-        return powers if x.shape[-2] > LONG else Gather(powers.index())
+        cycles, steps = self.table.to(x.device), x.to(torch.int64)
+        return Gather(torch.cat([self._index(cycles, part) for part in steps.split(SEGMENT, -2)], -2))
+
+    def _index(self, cycles: Tensor, steps: Tensor) -> Tensor:
+        """The feature that comes to each place ``[*b h t d]``, after steps ``[*b t c]`` through cycles ``[4 c h d]``."""
+        feature, first, rank, length = cycles
+        index = None
+        for axis, taken in enumerate(steps[..., None, :, :].unbind(-1)):
+            place = first[axis, :, None] + (rank[axis, :, None] + taken[..., None]) % length[axis, :, None]
+            power = feature[axis, :, None].expand(*place.shape[:-1], -1).gather(-1, place)
+            index = power if index is None else index.gather(-1, power)
+        assert index is not None
+        return narrow_index(index, self.features)
 
 
 def _cycle_table(permutation: list[int]) -> list[list[int]]:

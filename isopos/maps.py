@@ -265,6 +265,7 @@ class Rotation(Isometry):
 class Gather(Isometry):
     """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for every token alike.
 
+    The index may be of any integer dtype; compiled sums read bytes, as `isopos.ops.rotate.narrow_index` gives them.
     With ``halves`` it is that of `isopos.bases.OddEven`, which brings pairs (i, i + d/2) to (2i, 2i + 1).
     """
 
@@ -281,34 +282,6 @@ class Gather(Isometry):
     @property
     def length(self) -> int | None:
         return None if self.constant else self.index.shape[-2]
-
-
-class Powers(Isometry):
-    """Powers of permutations by steps ``[*b t c]`` and the cycles ``[4 c h d]`` of each: `Gather` without its index.
-
-    The cycles are, by place in a row of all cycles, the feature there; and by feature the first place of its cycle, its rank
-    in it and the cycle's length.
-    """
-
-    cycles: Tensor = axes("4 c h d")
-    steps: Tensor = axes("*b t c")
-
-    def index(self) -> Tensor:
-        """The feature that comes to each place: int64 ``[*b h t d]``."""
-        feature, first, rank, length = self.cycles
-        index = None
-        for axis, steps in enumerate(self.steps[..., None, :, :].unbind(-1)):
-            place = first[axis, :, None] + (rank[axis, :, None] + steps[..., None]) % length[axis, :, None]
-            power = feature[axis, :, None].expand(*place.shape[:-1], -1).gather(-1, place)
-            index = power if index is None else index.gather(-1, power)
-        assert index is not None
-        return index
-
-    def apply(self, x: Tensor) -> Tensor:
-        return permute(x, self.index())
-
-    def adjoint(self, x: Tensor) -> Tensor:
-        return unpermute(x, self.index())
 
 
 class Reflection(Isometry):

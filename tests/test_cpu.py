@@ -223,7 +223,7 @@ def test_a_step_keeps_gradients_of_tables_and_tangents():
 
 
 @NEEDED
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 def test_a_step_of_a_gather(monkeypatch, dtype):
     index, bad = torch.arange(16, dtype=dtype).flip(0).expand(2, 1, 16), torch.full((2, 1, 16), 17, dtype=dtype)
     with torch.no_grad():
@@ -356,6 +356,25 @@ def test_features_of_extreme_numbers(monkeypatch, phi):
 
 
 @NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 20.0, "jump", "drawn"])
+def test_each_weight_is_as_exact_as_float32(fall, causal):
+    t = 200
+    rate = torch.full((t,), 0.01 if isinstance(fall, str) else fall, dtype=torch.float64)
+    if fall == "jump":
+        rate[100] = 1000
+    if fall == "drawn":
+        rate = torch.rand(t, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    g = -rate.cumsum(0) - 12345.6
+    q, k, v = torch.full((1, 1, t, 8), 1 / 8), torch.ones(1, 1, t, 8), torch.eye(t)[None, None]
+    given = {"decay": g, "causal": causal, "denominator": None}
+    assert explain(q, k, v, **given).backend == "cpu"
+    exact = -(g[:, None] - g).abs()
+    exact = exact.exp().tril() if causal else exact.exp()
+    torch.testing.assert_close(linear_attention(q, k, v, **given)[0, 0].double(), exact, rtol=1e-6, atol=1e-30)
+
+
+@NEEDED
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_a_number_stays_where_it_belongs(bad):
     q, k, v = torch.randn(3, 1, 2, 150, 16)
@@ -410,9 +429,11 @@ def test_threads_with_small_stacks():
 
 
 @NEEDED
-@pytest.mark.parametrize("place", [16, -1, 1 << 40])
-def test_an_index_out_of_range_is_an_error(place):
-    index = torch.arange(16).repeat(2, 1, 1)
+@pytest.mark.parametrize(
+    ("dtype", "place"), [(torch.uint8, 16), (torch.uint8, 255), (torch.int64, -1), (torch.int64, 1 << 40)]
+)
+def test_an_index_out_of_range_is_an_error(dtype, place):
+    index = torch.arange(16, dtype=dtype).repeat(2, 1, 1)
     index[1, 0, 5] = place
     q = torch.randn(1, 2, 70, 16)
     with pytest.raises((IndexError, RuntimeError), match="out of"):

@@ -22,8 +22,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isopos import bases, encodings, generators, maps
-from isopos.attention import linear_attention
+from isopos import bases, encodings, generators
 from isopos.encodings import (
     Coupling,
     DirectSum,
@@ -130,7 +129,7 @@ def test_order_of_calls_and_autocast_change_nothing(case):
         return list(encoding(x, dtype).tensors())
 
     first = tensors(torch.float32)
-    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in first)
+    assert all(tensor.dtype in (torch.float32, torch.uint8) for tensor in first)
     tensors(torch.float64), encoding(case.group.random(2, 3 * T), torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         inside = tensors(torch.float32)
@@ -471,18 +470,13 @@ def test_bad_calls(call, message):
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-def test_long_sequences_hold_no_index(columns, monkeypatch):
+def test_an_index_is_looked_up_by_segments_and_held_in_bytes(columns, monkeypatch):
     encoding = Permutation(permutations(columns))
-    x, q = encoding.group.random(2, 70), torch.randn(2, HEADS, 70, HEAD_DIM)
-    held = encoding(x)
-    monkeypatch.setattr(encodings, "LONG", 69)
-    powers = encoding(x)
-    assert (type(held), type(powers)) == (maps.Gather, maps.Powers)
-    assert torch.equal(powers(q), held(q))
-    assert torch.equal(powers.tokens(3, 9)(q[..., 3:9, :]), held(q)[..., 3:9, :])
-    assert (powers.length, powers.leading, powers.features) == (held.length, held.leading, held.features)
-    one, other = (linear_attention(q, q, q, isometry=rho, causal=True) for rho in (held, powers))
-    assert torch.equal(one, other)
+    x = encoding.group.random(2, 70)
+    whole = encoding(x).index
+    monkeypatch.setattr(encodings, "SEGMENT", 32)
+    assert torch.equal(encoding(x).index, whole)
+    assert whole.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("wrong", ["zero", "equal"])

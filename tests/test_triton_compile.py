@@ -51,7 +51,7 @@ def problem(dtype, d, kinds, decay, denominator, *, causal=True):
     lifted = kinds[-1:] == ("lift",)
     maps = Rotation(torch.zeros(h, t, d if lifted else d // 2, 2), lifted)
     if "gather" in kinds:
-        maps = Gather(torch.zeros(h, t, d, dtype=torch.int64))
+        maps = Gather(torch.zeros(h, t, d, dtype=torch.uint8))
     if "reflection" in kinds:
         maps = Chain(Reflection(F.normalize(torch.ones(h, 1, d), dim=-1)), maps)
     g = torch.zeros(h, t, dtype=torch.float64) if decay else None

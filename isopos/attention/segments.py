@@ -1,6 +1,7 @@
 """Packed sequences in linear attention: from one to the next log decays fall so far that no weight is left."""
 
 import torch
+from torch import Tensor
 
 from isopos.attention.problem import Problem
 from isopos.exact import broadcast, wide_device
@@ -22,18 +23,29 @@ def segmented(problem: Problem) -> Problem:
     previous = ids[..., :1] if previous is None else previous[..., None]
     leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
-    still = torch.zeros(max(t, s), dtype=torch.float64, device=wide_device(q.device))
-    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(still.device)
-    query, key = problem.decay or (still[:t], still[:s])
-    before = key[..., :1] if problem.before is None else problem.before[..., None]
-    first, steps = key[..., :1] - before, key.diff(dim=-1)
-    step = torch.cat((first, steps.expand(*first.shape[:-1], s - 1)), -1)
-    if not torch.compiler.is_compiling() and ids.device.type == "cpu":
-        distinct = (ids.sort(-1).values.diff(dim=-1) != 0).sum(-1)
-        if (new[..., 1:].sum(-1) > distinct).any():
-            raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
-        if (torch.where(new.unsqueeze(-2), 0, step) > 0).any():
+    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(wide_device(q.device))
+    look = not torch.compiler.is_compiling() and ids.device.type == "cpu"
+    if look and _returns(ids, new):
+        raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
+    new = new.unsqueeze(-2)
+    if problem.decay is None:
+        of_keys = new.to(torch.float64).mul_(-JUMP).cumsum(-1)
+        of_queries = of_keys if t == s else of_keys[..., s - t :]
+    else:
+        query, key = problem.decay
+        before = key[..., :1] if problem.before is None else problem.before[..., None]
+        first, steps = key[..., :1] - before, key.diff(dim=-1)
+        step = torch.cat((first, steps.expand(*first.shape[:-1], s - 1)), -1)
+        if look and (torch.where(new, 0, step) > 0).any():
             raise ValueError("decay: expected log decays that do not increase along a segment; sort tokens by position")
-    of_keys = torch.where(new.unsqueeze(-2), -JUMP, step).cumsum(-1)
-    of_queries = of_keys[..., s - t :] + (query - key[..., s - t :])
+        of_keys = torch.where(new, -JUMP, step).cumsum(-1)
+        of_queries = of_keys[..., s - t :] + (query - key[..., s - t :])
     return problem._replace(g=(of_queries, of_keys), before=torch.zeros_like(of_keys[..., -1]))
+
+
+def _returns(ids: Tensor, new: Tensor) -> bool:
+    """Whether an id comes again after another one, given where one begins; most often ids only grow."""
+    if not (ids[..., 1:] < ids[..., :-1]).any():
+        return False
+    distinct = (ids.sort(-1).values.diff(dim=-1) != 0).sum(-1)
+    return bool((new[..., 1:].sum(-1) > distinct).any())

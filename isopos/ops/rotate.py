@@ -197,16 +197,28 @@ def _compiled(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> Tenso
 _ROTATIONS = {(False, False): rotate, (False, True): unrotate, (True, False): lift, (True, True): unlift}
 
 
+def narrow_index(index: Tensor, features: int) -> Tensor:
+    """An index of features in the narrowest dtype that holds it: of 256 in a byte, which is what kernels read.
+
+    Examples:
+        >>> narrow_index(torch.tensor([1, 0]), 2).dtype, narrow_index(torch.tensor([1, 0]), 300).dtype
+        (torch.uint8, torch.int16)
+    """
+    return index.to(torch.uint8 if features <= 1 << 8 else torch.int16 if features <= 1 << 15 else torch.int32)
+
+
 def permute(x: Tensor, index: Tensor) -> Tensor:
-    """Feature ``index[..., i]`` of x at place i: x ``[*b h t d]``, index int64 ``[*b h t d]`` or broadcastable to it."""
+    """Feature ``index[..., i]`` of x at place i: x ``[*b h t d]``, index integers ``[*b h t d]`` or broadcastable to it."""
     shape = torch.broadcast_shapes(x.shape, index.shape)
-    return x.expand(shape).gather(-1, index.expand(shape))
+    return x.expand(shape).gather(-1, index.to(torch.int64).expand(shape))
 
 
 def unpermute(x: Tensor, index: Tensor) -> Tensor:
     """The inverse of `permute`, which is its adjoint."""
     shape = torch.broadcast_shapes(x.shape, index.shape)
-    return torch.empty(shape, dtype=x.dtype, device=x.device).scatter_(-1, index.expand(shape), x.expand(shape))
+    return torch.empty(shape, dtype=x.dtype, device=x.device).scatter_(
+        -1, index.to(torch.int64).expand(shape), x.expand(shape)
+    )
 
 
 def transform(x: Tensor, matrix: Tensor) -> Tensor:

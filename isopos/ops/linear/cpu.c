@@ -30,11 +30,13 @@
 #define MOST 256 /* the most features */
 #define PAST (1 << 20) /* numbers of a result that is written past the caches */
 #define SMALL 1e-6f
+#define STEEP 64 /* the most that a log decay falls by inside a chunk whose weights are products */
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int order __attribute__((vector_size(LANES * 4)));
+typedef double doubles __attribute__((vector_size(LANES * 8), aligned(8), may_alias));
 
 /* Rows of tokens, contiguous features: strides in numbers; those of samples and heads may be zero. */
 typedef struct {
@@ -123,18 +125,62 @@ typedef struct {
     long stride, depth;
 } Product;
 
-INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, Product p)
+/* Tokens of a chunk that is further than a processor looks ahead: asked for line by line while products are made, as all at once
+   would take the buffers that other lines need. Of k, v, q, the gradient and the output, some that follow each other. */
+typedef struct {
+    const Call *call;
+    Chunk n;
+    int tensor, tensors;   /* the next one, and the end */
+    const char *at, *stop; /* the next line, and the end of its row */
+    long stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
+    long left, steps;      /* lines of this tensor, and steps of a product from one to the next, less one */
+} Ahead;
+
+/* The next tensor, when one is done. */
+static void go_on(Ahead *ahead)
 {
-    for (long m = 0; m < p.depth; m++) {
+    if (ahead->left > 0 || ahead->tensor >= ahead->tensors)
+        return;
+    const Call *call = ahead->call;
+    const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = ahead->tensor < 3 ? inputs[ahead->tensor] : 0;
+    const View *view = o ? &o->x : ahead->tensor == 3 ? &call->grad : &call->out;
+    const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->values, size = type == FLOAT32 ? 4 : 2;
+    const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
+    ahead->at = place_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
+    ahead->stride = view->token * size, ahead->gap = ahead->stride - lines * 64;
+    ahead->left = ahead->n.c / together * lines;
+    ahead->tensor++;
+}
+
+INLINE Ahead ahead_of(const Call *call, Chunk n, int tensor, int tensors)
+{
+    Ahead ahead = {call, n, tensor, n.c > 0 ? tensors : 0};
+    ahead.steps = (call->d > 32 ? 4 : 2) * (16 / LANES) - 1;
+    return ahead;
+}
+
+/* Columns of b from j on. */
+INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, Ahead *ahead)
+{
+    const char *at = ahead->at, *stop = ahead->stop;
+    long left = ahead->left;
+    for (long m = 0; m < p->depth; m++) {
         lanes b[WIDE];
+        if ((m & ahead->steps) == ahead->steps && left > 0) {
+            __builtin_prefetch(at, 0, 2);
+            left--, at += 64;
+            if (at == stop)
+                at += ahead->gap, stop += ahead->stride;
+        }
         for (int w = 0; w < wide; w++)
-            b[w] = *(const lanes *)(p.b + m * p.stride + w * LANES);
+            b[w] = *(const lanes *)(p->b + m * p->stride + j + w * LANES);
         for (int r = 0; r < ROWS; r++) {
-            const float a = p.a[r * p.row + m * p.column];
+            const float a = p->a[r * p->row + m * p->column];
             for (int w = 0; w < wide; w++)
                 sum[r][w] += a * b[w];
         }
     }
+    ahead->at = at, ahead->stop = stop, ahead->left = left;
 }
 
 /* Writes a vector, with `past` to memory without reading what is overwritten: an aligned one then. */
@@ -150,80 +196,81 @@ INLINE void put(float *out, lanes x, int past)
 #endif
 }
 
-/* Where a block goes, of at most ROWS rows, and what they are multiplied by at the end, or null; `past` as `put` has it, `add` to
-   what is there. Zero times every number is added to `zeros`, if it is given: they stay zeros where all are finite. */
+/* Where ROWS rows of a block go, and what they are multiplied by at the end, or null; `past` as `put` has it. Zero times every
+   number is added to `zeros`, if it is given: they stay zeros where all are finite. */
 typedef struct {
     float *at;
-    long stride, rows;
+    long stride;
     const float *last;
-    int past, add;
+    int past;
     lanes *zeros;
 } Out;
 
-INLINE void panel(const int wide, Out out, Product p, const float *scale, Product more)
+INLINE void scale_rows(lanes sum[ROWS][WIDE], const int wide, const float *by)
 {
-    lanes sum[ROWS][WIDE];
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] *= by[r];
+}
+
+INLINE void panel(const int wide, const Out *out, long j, const Product *p, const float *scale, const Product *more,
+                  Ahead *ahead)
+{
+    lanes sum[ROWS][WIDE], zeros[WIDE] = {0};
+    float *at = out->at + j;
+    go_on(ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
             sum[r][w] = (lanes){0};
-    add_product(sum, wide, p);
+    add_product(sum, wide, p, j, ahead);
     if (scale)
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; w < wide; w++)
-                sum[r][w] *= scale[r];
-    add_product(sum, wide, more);
-    if (out.add)
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; r < out.rows && w < wide; w++)
-                sum[r][w] += *(const lanes *)(out.at + r * out.stride + w * LANES);
-    if (out.last)
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; w < wide; w++)
-                sum[r][w] *= out.last[r];
-    lanes zeros = {0};
+        scale_rows(sum, wide, scale);
+    add_product(sum, wide, more, j, ahead);
+    if (out->last)
+        scale_rows(sum, wide, out->last);
     for (int r = 0; r < ROWS; r++)
-        if (r < out.rows)
-            for (int w = 0; w < wide; w++) {
-                put(out.at + r * out.stride + w * LANES, sum[r][w], out.past);
-                zeros += 0 * sum[r][w];
-            }
-    if (out.zeros)
-        *out.zeros += zeros;
+        for (int w = 0; w < wide; w++)
+            put(at + r * out->stride + w * LANES, sum[r][w], out->past);
+    for (int r = 0; out->zeros && r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            zeros[w] += 0 * sum[r][w];
+    for (int w = 0; out->zeros && w < wide; w++)
+        *out->zeros += zeros[w];
 }
 
-/* out [rows columns] = last * (scale * p + more + what is there); a scale that is null is 1. */
-static void block(Out out, long columns, Product p, const float *scale, Product more)
+/* out [ROWS columns] = last * (scale * p + more); a scale that is null is 1. */
+static void block(const Out *out, long columns, const Product *p, const float *scale, const Product *more, Ahead *ahead)
 {
-    for (; columns >= WIDE * LANES; columns -= WIDE * LANES) {
-        panel(WIDE, out, p, scale, more);
-        out.at += WIDE * LANES, p.b += WIDE * LANES, more.b += WIDE * LANES;
-    }
-    if (columns)
-        panel(1, out, p, scale, more);
+    long j = 0;
+    for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+        panel(WIDE, out, j, p, scale, more, ahead);
+    if (j < columns)
+        panel(1, out, j, p, scale, more, ahead);
 }
 
 /* to [rows columns] = across * from + p: of whole blocks of rows. */
-INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, Product p)
+INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, const Product *p, long j,
+                        Ahead *ahead)
 {
     lanes sum[ROWS][WIDE];
+    go_on(ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            sum[r][w] = across * *(const lanes *)(from + r * stride + w * LANES);
-    add_product(sum, wide, p);
+            sum[r][w] = across * *(const lanes *)(from + r * stride + j + w * LANES);
+    add_product(sum, wide, p, j, ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            *(lanes *)(to + r * stride + w * LANES) = sum[r][w];
+            *(lanes *)(to + r * stride + j + w * LANES) = sum[r][w];
 }
 
-static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p)
+static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p, Ahead *ahead)
 {
-    for (long i = 0; i < rows; i += ROWS, p.a += ROWS * p.row) {
-        Product own = p;
-        long m = 0;
-        for (; m + WIDE * LANES <= columns; m += WIDE * LANES, own.b += WIDE * LANES)
-            state_panel(WIDE, from + i * columns + m, to + i * columns + m, columns, across, own);
-        for (; m < columns; m += LANES, own.b += LANES)
-            state_panel(1, from + i * columns + m, to + i * columns + m, columns, across, own);
+    for (long i = 0; i < rows; i += ROWS, p.a += ROWS * p.row, from += ROWS * columns, to += ROWS * columns) {
+        long j = 0;
+        for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+            state_panel(WIDE, from, to, columns, across, &p, j, ahead);
+        if (j < columns)
+            state_panel(1, from, to, columns, across, &p, j, ahead);
     }
 }
 
@@ -419,72 +466,74 @@ INLINE lanes exponential(lanes x, float most)
 }
 
 /* exp(g_i - g_j) from the token before a chunk to each (before), from each to its last one (after), from token to token (step)
-   and across it. No exponent exceeds zero: r^i and r^-j, which overflow, are never formed. */
+   and across it. No exponent of these exceeds zero: r^i and r^-j, which overflow, are not formed. But where a log decay falls by
+   at most STEEP inside a chunk, weights there are row_i * column_j, with the first key between them. */
 typedef struct {
-    float before[CHUNK], after[CHUNK], step[CHUNK], across;
+    float before[CHUNK], after[CHUNK], step[CHUNK], row[CHUNK], column[CHUNK], across;
     double query[CHUNK], key[CHUNK];
-    int fades; /* whether any weight is not 1 */
+    int fades, steep; /* whether any weight is not 1, and whether there are no rows and columns */
 } Weights;
 
-/* The exponentials of x, and of zeros up to a whole vector. */
-static void raise_all(float *x, long count)
+/* With what float32 leaves of x, by which products of exponentials are as exact as they are. */
+INLINE lanes exponentials(doubles x)
 {
-    for (long i = count; i % LANES; i++)
-        x[i] = 0;
-    for (long i = 0; i < count; i += LANES)
-        *(lanes *)(x + i) = exponential(*(const lanes *)(x + i), 89);
+    const lanes most = __builtin_convertvector(x, lanes), power = exponential(most, 89);
+    const lanes rest = __builtin_convertvector(x - __builtin_convertvector(most, doubles), lanes);
+    return power + power * choose(rest * rest < 1, rest, (lanes){0}); /* infinity has none */
 }
 
 static void make_weights(const Call *call, Chunk n, Weights *w)
 {
     const long c = n.c;
+    double step[CHUNK], start = 0, end = 0;
     w->fades = 0;
     if (call->g_q.first) {
         const double *query = (const double *)call->g_q.first + index_of(&call->g_q, n);
         const double *key = (const double *)call->g_k.first + index_of(&call->g_k, n);
         const int first = call->begins && n.start == 0; /* then the state before is zero */
         const double sign = call->reverse ? -1 : 1; /* tokens that are further away have less weight in either direction */
-        const double start = sign * key[first ? 0 : -call->g_k.token], end = sign * key[(c - 1) * call->g_k.token];
+        start = sign * key[first ? 0 : -call->g_k.token], end = sign * key[(c - 1) * call->g_k.token];
         for (long i = 0; i < c; i++) {
             w->query[i] = sign * query[i * call->g_q.token];
             w->key[i] = sign * key[i * call->g_k.token];
             w->fades |= w->query[i] != start || w->key[i] != start;
+            step[i] = w->query[i] - (i ? w->query[i - 1] : start);
         }
-        for (long i = 0; w->fades && i < c; i++) {
-            w->before[i] = w->query[i] - start;
-            w->after[i] = end - w->key[i];
-            w->step[i] = w->query[i] - (i ? w->query[i - 1] : start);
-        }
-        w->across = end - start;
     }
-    if (w->fades) {
-        raise_all(w->before, c);
-        raise_all(w->after, c);
-        raise_all(w->step, c);
-        w->across = exponential((lanes){w->across}, 89)[0];
+    if (!w->fades) {
+        for (long i = 0; i < CHUNK; i++)
+            w->before[i] = w->after[i] = w->step[i] = 1;
+        w->across = 1;
         return;
     }
-    for (long i = 0; i < CHUNK; i++)
-        w->before[i] = w->after[i] = w->step[i] = 1;
-    w->across = 1;
+    for (long i = c; i % LANES; i++)
+        w->query[i] = w->key[i] = end, step[i] = 0;
+    w->steep = !(w->query[c - 1] - w->key[0] >= -STEEP && end - w->key[0] >= -STEEP);
+    w->across = exponentials((doubles){end - start})[0];
+    for (long i = 0; i < c; i += LANES) {
+        const doubles query = *(const doubles *)(w->query + i), key = *(const doubles *)(w->key + i);
+        *(lanes *)(w->before + i) = exponentials(query - start);
+        *(lanes *)(w->after + i) = exponentials(end - key);
+        *(lanes *)(w->step + i) = exponentials(*(const doubles *)(step + i));
+        *(lanes *)(w->row + i) = exponentials(query - w->key[0]);
+        *(lanes *)(w->column + i) = exponentials(w->key[0] - key);
+    }
 }
 
 /* The weight of a token's own key. */
 INLINE float own_weight(const Weights *w, long i)
 {
-    return w->fades && w->query[i] != w->key[i] ? exponential((lanes){w->query[i] - w->key[i]}, 89)[0] : 1;
+    return w->fades && w->query[i] != w->key[i] ? exponentials((doubles){w->query[i] - w->key[i]})[0] : 1;
 }
 
-/* Weights inside a chunk [c CHUNK], for those that a query sees; null where all are 1. */
+/* Weights inside a chunk [c CHUNK], for those that a query sees; null where they are products of rows and columns, or 1. */
 static const float *make_inside(const Weights *w, long c, float *out)
 {
-    if (!w->fades)
+    if (!w->fades || !w->steep)
         return 0;
-    for (long i = 0; i < c; i++) {
-        for (long j = 0; j <= i; j++)
-            out[i * CHUNK + j] = w->query[i] - w->key[j];
-        raise_all(out + i * CHUNK, i + 1);
-    }
+    for (long i = 0; i < c; i++)
+        for (long j = 0; j <= i; j += LANES)
+            *(lanes *)(out + i * CHUNK + j) = exponentials(w->query[i] - *(const doubles *)(w->key + j));
     return out;
 }
 
@@ -564,35 +613,38 @@ INLINE void split_table(const float *table, lanes *cosine, lanes *sine)
     *sine = __builtin_shuffle(a, b, (order)LANES_LIST(SECOND));
 }
 
-INLINE void reflect(const float *normal, float *x, long width)
+/* The reflection of x, which may be y. */
+INLINE void reflect(const float *normal, const float *x, float *y, long width)
 {
     const float twice = 2 * dot(x, normal, width);
     for (long m = 0; m < width; m += LANES)
-        *(lanes *)(x + m) -= twice * *(const lanes *)(normal + m);
+        *(lanes *)(y + m) = *(const lanes *)(x + m) - twice * *(const lanes *)(normal + m);
 }
 
-INLINE int in_range(const long *index, long width)
+INLINE int in_range(const unsigned char *index, long width)
 {
-    int bad = 0;
+    unsigned char most = 0;
     for (long m = 0; m < width; m++)
-        bad |= (unsigned long)index[m] >= (unsigned long)width;
-    return !bad;
+        most = index[m] > most ? index[m] : most;
+    return most < width;
 }
 
-INLINE void gather(const float *x, const long *index, float *y, long width)
+INLINE void gather(const float *x, const unsigned char *index, float *y, long width)
 {
-#if LANES == 16
-    if (width == 64) { /* two registers a half, and the half by the sixth bit */
-        const lanes a = *(const lanes *)x, b = *(const lanes *)(x + 16), c = *(const lanes *)(x + 32), d = *(const lanes *)(x + 48);
+    if (width % (2 * LANES) == 0 && width <= 8 * LANES) { /* out of every two registers, which the bits above those say */
         for (long m = 0; m < width; m += LANES) {
             order at;
             for (int l = 0; l < LANES; l++)
-                at[l] = (int)index[m + l];
-            *(lanes *)(y + m) = choose((at & 32) != 0, __builtin_shuffle(c, d, at), __builtin_shuffle(a, b, at));
+                at[l] = index[m + l];
+            lanes found = __builtin_shuffle(*(const lanes *)x, *(const lanes *)(x + LANES), at);
+            for (long n = 2 * LANES; n < width; n += 2 * LANES) {
+                const lanes other = __builtin_shuffle(*(const lanes *)(x + n), *(const lanes *)(x + n + LANES), at);
+                found = choose(at >= (int)n, other, found);
+            }
+            *(lanes *)(y + m) = found;
         }
         return;
     }
-#endif
     for (long m = 0; m < width; m++)
         y[m] = x[index[m]];
 }
@@ -620,7 +672,7 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
         rotate(y, table, -1, x, o->width);
     else if (o->kind == GATHER)
         for (long m = 0; m < o->numbers; m++)
-            x[((const long *)table)[m]] = y[m];
+            x[((const unsigned char *)table)[m]] = y[m];
     else
         for (long m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
@@ -651,12 +703,12 @@ INLINE void pull_table(const Input *o, const float *x, const float *grad, float 
     }
 }
 
-/* The token i of a chunk in the table of an input, in the buffer if need be: indices of 8 bytes, or float32. */
+/* The token i of a chunk in the table of an input, in the buffer if need be: indices of a byte, or float32. */
 INLINE const void *table_of(const Input *o, Chunk n, long i, float *buffer)
 {
     const long at = index_of(&o->table, n) + i * o->table.token;
     if (o->kind == GATHER)
-        return (const long *)o->table.first + at;
+        return (const unsigned char *)o->table.first + at;
     const long each = o->kind == LIFT ? 2 : 1;
     return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
 }
@@ -711,8 +763,7 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d
     const float *y = plain;
     if (o->normal.first) {
         float *reflected = o->kind == NONE ? features : buffer;
-        memcpy(reflected, plain, width * sizeof(float));
-        reflect(normal_of(o, n, room), reflected, width);
+        reflect(normal_of(o, n, room), plain, reflected, width);
         y = reflected;
     }
     if (o->kind == NONE)
@@ -766,7 +817,7 @@ static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const
         else
             map(o->phi, load_row(o, n, i, room), buffer, o->width);
         if (o->normal.first)
-            reflect(normal_of(o, n, room), buffer, o->width);
+            reflect(normal_of(o, n, room), buffer, buffer, o->width);
         pull_table(o, buffer, grad, room);
         memcpy(out, room, numbers * sizeof(float));
     }
@@ -817,9 +868,7 @@ static void pull(const Call *call, const Input *o, Chunk n, long d, const float 
             from = buffer;
         }
         if (o->normal.first) {
-            if (from != buffer)
-                memcpy(buffer, from, width * sizeof(float));
-            reflect(normal_of(o, n, room), buffer, width);
+            reflect(normal_of(o, n, room), from, buffer, width);
             from = buffer;
         }
         const float *x = load_row(o, n, i, room);
@@ -851,7 +900,7 @@ static void add_rows(Rows x, const float *weight, const float *other, long c, lo
 
 /* to [x y] = across * from + a [c x]^T times weight * b [c y]: a state after a chunk, from that before it. */
 static void outer(Rows a, Rows b, const Weights *w, const float *weight, long c, long x, long y, float *scaled,
-                  const float *from, float *to)
+                  const float *from, float *to, Ahead *ahead)
 {
     if (w->fades) {
         for (long i = 0; i < c; i++)
@@ -859,7 +908,7 @@ static void outer(Rows a, Rows b, const Weights *w, const float *weight, long c,
                 *(lanes *)(scaled + i * y + m) = weight[i] * *(const lanes *)(b.at + i * b.stride + m);
         b = (Rows){scaled, y};
     }
-    add_to_state(from, to, x, y, w->across, (Product){a.at, 1, a.stride, b.at, b.stride, c});
+    add_to_state(from, to, x, y, w->across, (Product){a.at, 1, a.stride, b.at, b.stride, c}, ahead);
 }
 
 /* Numbers of a state, and those of a denominator's. */
@@ -909,45 +958,53 @@ static void start_part(const Call *call, long head, long part, const float *stat
 
 /* --- sums of a chunk --- */
 
-/* Products of ROWS rows of a chunk, from row i on, and of columns from j on: less a number a row, weighted, and zero where a
-   query does not see, with `own` itself. */
-INLINE void score_panel(const int wide, Product p, const float *less, const float *inside, long c, long i, long j, long own,
-                        float *out)
+/* What products of a chunk's rows become: less a number a row, weighted, and zero where a query does not see; with `own` it sees
+   itself. */
+typedef struct {
+    const Weights *w;
+    const float *inside, *less; /* or null */
+    long c, own;
+} Seen;
+
+/* Products of ROWS rows, from row i on, and of columns from j on. */
+INLINE void score_panel(const int wide, const Product *p, const Seen *seen, long i, long j, float *out, Ahead *ahead)
 {
+    const float *inside = seen->inside, *row = seen->w->fades && !inside ? seen->w->row : 0;
     lanes sum[ROWS][WIDE];
     order column;
+    go_on(ahead);
     for (int l = 0; l < LANES; l++)
         column[l] = j + l;
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
             sum[r][w] = (lanes){0};
-    add_product(sum, wide, p);
+    add_product(sum, wide, p, j, ahead);
+    for (int r = 0; seen->less && r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] -= seen->less[i + r];
+    for (int r = 0; row && r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] *= row[i + r] * *(const lanes *)(seen->w->column + j + w * LANES);
+    for (int r = 0; inside && r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] *= *(const lanes *)(inside + (i + r) * CHUNK + j + w * LANES);
     for (int r = 0; r < ROWS; r++) {
-        const int seen = i + r < c ? i + r + own : 0;
-        const long at = (i + r) * CHUNK + j;
-        for (int w = 0; w < wide; w++) {
-            lanes x = sum[r][w] - less[r];
-            if (inside)
-                x *= *(const lanes *)(inside + at + w * LANES);
-            *(lanes *)(out + at + w * LANES) = (lanes)((column + w * LANES < seen) & (order)x);
-        }
+        const int last = i + r < seen->c ? i + r + seen->own : 0;
+        for (int w = 0; w < wide; w++)
+            *(lanes *)(out + (i + r) * CHUNK + j + w * LANES) = (lanes)((column + w * LANES < last) & (order)sum[r][w]);
     }
 }
 
-/* Weighted products of rows a and columns b [width CHUNK], less a number a row: zero where a query does not see. */
-static void weigh(const Call *call, Rows a, const float *b, long width, const float *inside, const float *less, long c, float *out)
+/* Weighted products of rows a and columns b [width CHUNK]. */
+static void weigh(Rows a, const float *b, long width, const Seen *seen, float *out, Ahead *ahead)
 {
-    for (long i = 0; i < c; i += ROWS) {
-        float of_rows[ROWS] = {0};
-        for (long r = i; less && r < i + ROWS && r < c; r++)
-            of_rows[r - i] = less[r];
-        for (long j = 0; j < i + ROWS; j += WIDE * LANES) {
-            const Product p = {a.at + i * a.stride, a.stride, 1, b + j, CHUNK, width};
+    for (long i = 0; i < seen->c; i += ROWS) {
+        const Product p = {a.at + i * a.stride, a.stride, 1, b, CHUNK, width};
+        for (long j = 0; j < i + ROWS; j += WIDE * LANES)
             if (i + ROWS - j > LANES)
-                score_panel(WIDE, p, of_rows, inside, c, i, j, !call->reverse, out);
+                score_panel(WIDE, &p, seen, i, j, out, ahead);
             else
-                score_panel(1, p, of_rows, inside, c, i, j, !call->reverse, out);
-        }
+                score_panel(1, &p, seen, i, j, out, ahead);
     }
 }
 
@@ -1021,17 +1078,6 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
     }
 }
 
-/* Asks for some tokens of a chunk, which are further than a processor looks ahead. */
-INLINE void prefetch(const View *view, Chunk n, long from, long numbers, long type)
-{
-    const long size = numbers * (type == FLOAT32 ? 4 : 2);
-    if (!view->first || from + ROWS > n.c)
-        return;
-    for (long i = from; i < from + ROWS; i++)
-        for (long m = 0; m < size; m += 64)
-            __builtin_prefetch(place_of(view, n, i, type) + m, 0, 3);
-}
-
 /* What a pass knows of a chunk. */
 typedef struct {
     Chunk n;
@@ -1049,19 +1095,18 @@ static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
     step->v = make_features(call, &call->v, n, call->e, buffer);
 }
 
-static void forward_chunk(const Call *call, const Step *step, Chunk next, const float *state, const float *row, float *rest)
+static void forward_chunk(const Call *call, const Step *step, Ahead *ahead, const float *state, const float *row, float *rest)
 {
     const Chunk n = step->n;
     const long c = n.c, d = call->d, e = call->e, reach = call->begins && n.start == 0 ? 0 : d;
     const Rows q = step->q.features, v = step->v.features;
     float *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK), *scores = take(&rest, CHUNK * CHUNK);
     float *aside = take(&rest, ROWS * e);
-    const int narrower = call->values < e; /* sums than whole vectors */
     lanes zeros = {0};
     float denominator[CHUNK], inverse[CHUNK + ROWS], *out = rows_of(&call->out, n);
-    const float *inside = make_inside(&step->w, c, buffer);
+    const Seen seen = {&step->w, make_inside(&step->w, c, buffer), 0, c, !call->reverse};
     transpose(step->k.features, c, d, transposed, CHUNK);
-    weigh(call, q, transposed, d, inside, 0, c, scores);
+    weigh(q, transposed, d, &seen, scores, ahead);
     if (call->denominated) {
         float *into = rows_of(&call->denominator, n);
         denominators(call, c, &step->w, &step->q, &step->k, row, scores, denominator);
@@ -1077,18 +1122,25 @@ static void forward_chunk(const Call *call, const Step *step, Chunk next, const 
     }
     for (long i = 0; i < c; i += ROWS) {
         const long to = i + ROWS < c ? i + ROWS : c;
-        Out rows = {out + i * call->out.token, call->out.token, to - i, call->divide ? inverse + i : 0, call->past,
-                    call->reverse, &zeros};
-        if (narrower)
-            rows.at = aside, rows.stride = e;
-        for (long r = i; narrower && call->reverse && r < to; r++)
-            memcpy(aside + (r - i) * e, out + r * call->out.token, call->values * sizeof(float));
-        for (const Input *o = &call->q; o <= &call->v; o++)
-            prefetch(&o->x, next, i, o->numbers, o->type);
-        block(rows, e, (Product){q.at + i * q.stride, q.stride, 1, state, e, reach}, step->w.before + i,
-              (Product){scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to});
-        for (long r = i; narrower && r < to; r++)
-            memcpy(out + r * call->out.token, aside + (r - i) * e, call->values * sizeof(float));
+        const int direct = to - i == ROWS && call->values == e && !call->reverse;
+        const Out there = {out + i * call->out.token, call->out.token, call->divide ? inverse + i : 0, call->past, &zeros};
+        const Product of_state = {q.at + i * q.stride, q.stride, 1, state, e, reach};
+        const Product inside = {scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to};
+        block(direct ? &there : &(Out){aside, e}, e, &of_state, step->w.fades ? step->w.before + i : 0, &inside, ahead);
+        for (long r = i; !direct && r < to; r++) {
+            float *sum = aside + (r - i) * e, *to_row = out + r * call->out.token, room[MOST] ALIGNED;
+            const float *more = call->reverse ? load(to_row, FLOAT32, call->values, e, room) : 0;
+            for (long m = 0; m < e; m += LANES) {
+                lanes x = *(const lanes *)(sum + m);
+                if (more)
+                    x += *(const lanes *)(more + m);
+                if (call->divide)
+                    x *= inverse[r];
+                *(lanes *)(sum + m) = x;
+                zeros += 0 * x;
+            }
+            store(sum, FLOAT32, call->values, to_row);
+        }
     }
     if (total(zeros) != 0)
         find(call, NOT_FINITE);
@@ -1100,7 +1152,7 @@ static void make_grads(const Call *call, Step *step, float **buffer)
     const long c = step->n.c, e = call->e;
     const float *grad = rows_of(&call->grad, step->n);
     float buffers[2][MOST] ALIGNED;
-    step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK);
+    step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK); /* of rows up to a whole block, too */
     for (long i = 0; i < c; i++) {
         const float *row = grad + i * call->grad.token, *from = load(row, FLOAT32, call->values, e, buffers[0]);
         float *to = step->grads + i * e;
@@ -1125,9 +1177,10 @@ static void make_grads(const Call *call, Step *step, float **buffer)
 }
 
 /* Gradients of a chunk's inputs, given those of the states after it; its own states have keys as columns. */
-static void backward_chunk(const Call *call, const Step *step, const float *grad_state, const float *grad_row, float *rest)
+static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, const float *grad_state, const float *grad_row,
+                           float *rest)
 {
-    const Chunk n = step->n, next = chunk_of(call, n.head, n.start - GROUP * CHUNK, n.start < GROUP * CHUNK ? 0 : n.start);
+    const Chunk n = step->n;
     const Weights *w = &step->w;
     const long c = n.c, d = call->d, e = call->e, own = call->own;
     const long earlier = call->begins && n.start == 0 ? 0 : e, later = call->ends && n.start + c == call->length ? 0 : 1;
@@ -1137,30 +1190,29 @@ static void backward_chunk(const Call *call, const Step *step, const float *grad
     float *scores = take(&rest, CHUNK * CHUNK), *grad_scores = take(&rest, CHUNK * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
-    const float *inside = make_inside(w, c, buffer);
+    const Seen seen = {w, make_inside(w, c, buffer), 0, c, !call->reverse}, less_seen = {w, seen.inside, own ? 0 : less, c, seen.own};
+    const float *before = w->fades ? w->before : 0, *after = w->fades ? w->after : 0;
     transpose(k, c, d, transposed, CHUNK);
-    weigh(call, q, transposed, d, inside, 0, c, scores);
+    weigh(q, transposed, d, &seen, scores, ahead);
     transpose(v, c, e, transposed, CHUNK);
-    weigh(call, grad, transposed, e, inside, own ? 0 : less, c, grad_scores);
+    weigh(grad, transposed, e, &less_seen, grad_scores, ahead);
     if (later)
         transpose((Rows){grad_state, e}, d, e, transposed, d);
     for (long i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
         const long to = i + ROWS < c ? i + ROWS : c;
-        for (const Input *o = &call->q; o <= &call->v; o++)
-            prefetch(&o->x, next, i, o->numbers, o->type);
-        block((Out){dq + i * d, d, to - i}, d, (Product){grad.at + i * e, e, 1, step->state, d, earlier}, w->before + i,
-              (Product){grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to});
+        const Product of_state = {grad.at + i * e, e, 1, step->state, d, earlier};
+        const Product inside = {grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to};
+        block(&(Out){dq + i * d, d}, d, &of_state, before ? before + i : 0, &inside, ahead);
     }
     for (long i = 0; i < c; i += ROWS) {
-        prefetch(&call->grad, next, i, e, FLOAT32);
-        block((Out){dk + i * d, d, c - i}, d, (Product){v.at + i * v.stride, v.stride, 1, transposed, d, later * e}, w->after + i,
-              (Product){grad_scores + i * CHUNK + i, 1, CHUNK, q.at + i * q.stride, q.stride, c - i});
+        const Product of_state = {v.at + i * v.stride, v.stride, 1, transposed, d, later * e};
+        const Product inside = {grad_scores + i * CHUNK + i, 1, CHUNK, q.at + i * q.stride, q.stride, c - i};
+        block(&(Out){dk + i * d, d}, d, &of_state, after ? after + i : 0, &inside, ahead);
     }
     for (long i = 0; i < c; i += ROWS) {
-        if (call->divide)
-            prefetch(&call->out, next, i, e, FLOAT32);
-        block((Out){dv + i * e, e, c - i}, e, (Product){k.at + i * k.stride, k.stride, 1, grad_state, e, later * d}, w->after + i,
-              (Product){scores + i * CHUNK + i, 1, CHUNK, grad.at + i * e, e, c - i});
+        const Product of_state = {k.at + i * k.stride, k.stride, 1, grad_state, e, later * d};
+        const Product inside = {scores + i * CHUNK + i, 1, CHUNK, grad.at + i * e, e, c - i};
+        block(&(Out){dv + i * e, e}, e, &of_state, after ? after + i : 0, &inside, ahead);
     }
     if (less && own)
         pull_denominators(call, c, w, &step->q, &step->k, less, step->row, grad_row, dq_own, dk_own);
@@ -1219,10 +1271,11 @@ static void forward_part(const Call *call, long head, long part)
             memcpy(call->saved_rows + at * rows, row, rows * sizeof(float));
         }
         begin_step(call, chunk_of(call, head, start, to), &step, &buffer);
-        forward_chunk(call, &step, chunk_of(call, head, start + CHUNK, to), state, row, buffer);
+        Ahead ahead = ahead_of(call, chunk_of(call, head, start + CHUNK, to), 0, 3);
+        forward_chunk(call, &step, &ahead, state, row, buffer);
         if (start + CHUNK >= to && !kept)
             continue;
-        outer(step.k.features, step.v.features, &step.w, step.w.after, step.n.c, d, e, scaled, state, state);
+        outer(step.k.features, step.v.features, &step.w, step.w.after, step.n.c, d, e, scaled, state, state, &ahead);
         if (rows)
             add_rows(step.k.own, step.w.after, 0, step.n.c, rows, step.w.across, row);
     }
@@ -1239,6 +1292,7 @@ static void backward_group(const Call *call, long head, long start, long to, flo
     const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call);
     const long at = head * isopos_groups(call->length) + start / (GROUP * CHUNK);
     Step steps[GROUP], *step = steps;
+    Ahead none = {0};
     for (long n = start; n < to; n += CHUNK, step++) {
         begin_step(call, chunk_of(call, head, n, to), step, &rest);
         make_grads(call, step, &rest);
@@ -1249,14 +1303,17 @@ static void backward_group(const Call *call, long head, long start, long to, flo
             continue;
         }
         const Step *last = step - 1;
-        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state);
+        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state, &none);
         memcpy(step->row, last->row, rows * sizeof(float));
         if (rows)
             add_rows(last->k.own, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
     }
     while (step-- > steps) {
-        backward_chunk(call, step, grad_state, grad_row, rest);
-        outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state);
+        const long earlier = step->n.start - GROUP * CHUNK;
+        Ahead ahead = earlier < 0 ? none : ahead_of(call, chunk_of(call, head, earlier, to), 0, call->divide ? 5 : 4);
+        backward_chunk(call, step, &ahead, grad_state, grad_row, rest);
+        outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state,
+              &ahead);
         if (rows)
             add_rows(step->q.own, step->w.before, step->less, step->n.c, rows, step->w.across, grad_row);
     }
@@ -1302,7 +1359,10 @@ static void sum_part(const Call *call, long head, long part, int back)
             values = (Rows){step.grads, e}, less = step.less;
         } else
             values = make_features(call, &call->v, step.n, e, &buffer).features;
-        outer(keys.features, values, &step.w, weight, step.n.c, d, e, scaled, state, state);
+        Ahead ahead = ahead_of(call, chunk_of(call, head, back ? start - CHUNK : start + CHUNK, back ? start : to), back ? 2 : 0,
+                               back ? call->divide ? 5 : 4 : 2);
+        ahead.steps /= 2; /* with few of them */
+        outer(keys.features, values, &step.w, weight, step.n.c, d, e, scaled, state, state, &ahead);
         if (rows)
             add_rows(keys.own, weight, less, step.n.c, rows, step.w.across, row);
         *across *= step.w.across;
@@ -1351,7 +1411,7 @@ static void turn_all(Call *call)
         const long size = o->type == FLOAT32 ? 4 : 2;
         turn(&o->x, length, size), turn(&o->grad, length, size);
         turn(&o->own, length, 4), turn(&o->grad_own, length, 4);
-        turn(&o->table, length, o->kind == GATHER ? 8 : 4), turn(&o->grad_table, length, 4);
+        turn(&o->table, length, o->kind == GATHER ? 1 : 4), turn(&o->grad_table, length, 4);
         turn(&o->mask, length, 1);
     }
     turn(&call->g_q, length, 8), turn(&call->g_k, length, 8);

@@ -52,7 +52,7 @@ class Closed(NamedTuple):
                 continue
             pairs = kind in ("rotation", "lift")
             width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
-            if width != x.shape[-1] or tensor.dtype != (torch.int64 if kind == "gather" else torch.float32):
+            if width != x.shape[-1] or tensor.dtype != (torch.uint8 if kind == "gather" else torch.float32):
                 return None
         return cls(phi, last, table, normal, features.mask, features.own)
 

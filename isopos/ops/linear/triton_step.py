@@ -60,7 +60,7 @@ def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
     if closed is None or not closed.widths <= {x.shape[-1]} or features.dtype not in (None, torch.float32):
         return None
     table, normal, mask, x = closed.table, closed.normal, features.mask, flat(x)
-    dtypes = (torch.int64 if closed.kind == "gather" else torch.float32, torch.float32)
+    dtypes = (torch.uint8 if closed.kind == "gather" else torch.float32, torch.float32)
     if any(a is not None and a.dtype != dtype for a, dtype in zip((table, normal), dtypes, strict=True)):
         return None
     if table is not None:

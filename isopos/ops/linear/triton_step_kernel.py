@@ -50,7 +50,7 @@ def _features(row, place, D: tl.constexpr, W: tl.constexpr, WAY: tl.constexpr):
         turn = tl.load(table + place % W * 2 + place // W, mask=seen, other=0.0)
         value = _at(x, normal, dot, place % W, seen, WAY[0], WAY[2]) * turn
     elif WAY[1] == "gather":
-        index = tl.load(table + place, mask=seen, other=0)
+        index = tl.load(table + place, mask=seen, other=0).to(tl.int32)
         known = (index >= 0) & (index < W)
         value = _at(x, normal, dot, index, seen & known, WAY[0], WAY[2])
         value = tl.where(seen & (known == 0), float("nan"), value)

@@ -99,7 +99,7 @@ def load_plain(inputs, table, place, token, ok, column, width, PHI: tl.constexpr
     at = column[None, :]
     if KIND == "gather":
         index = address(table, place, token)[:, None] + at
-        at = tl.load(index, mask=ok[:, None] & inside, other=0)
+        at = tl.load(index, mask=ok[:, None] & inside, other=0).to(tl.int32)
     both = taking_part(inputs.mask, place, token, ok)[:, None] & inside
     x = tl.load(address(inputs.x, place, token)[:, None] + at, mask=both, other=0).to(tl.float32)
     return tl.where(both, phi(x, PHI), 0), x, at, both
