@@ -248,7 +248,8 @@ static void block(const Out *out, long columns, const Product *p, const float *s
         panel(1, out, j, p, scale, more, ahead);
 }
 
-/* to [rows columns] = across * from + p: of whole blocks of rows. */
+/* to [rows columns] = across * from + p, of whole blocks of rows: a chunk's own sum, as sums of all tokens one by one would lose
+   digits. */
 INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, const Product *p, long j,
                         Ahead *ahead)
 {
@@ -256,11 +257,11 @@ INLINE void state_panel(const int wide, const float *from, float *to, long strid
     go_on(ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            sum[r][w] = across * *(const lanes *)(from + r * stride + j + w * LANES);
+            sum[r][w] = (lanes){0};
     add_product(sum, wide, p, j, ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            *(lanes *)(to + r * stride + j + w * LANES) = sum[r][w];
+            *(lanes *)(to + r * stride + j + w * LANES) = across * *(const lanes *)(from + r * stride + j + w * LANES) + sum[r][w];
 }
 
 static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p, Ahead *ahead)
@@ -1473,16 +1474,21 @@ static void share_of(const Call *call, long length, long part, long *from, long 
 
 static const float ONES[CHUNK] = {[0 ... CHUNK - 1] = 1};
 
-/* a [c x]^T times b [c y], added to a state: to a chunk's own sum, as sums of many tokens one by one would lose digits. */
-static void add_outer(Rows a, Rows b, long c, long x, long y, float *state)
+/* a [c x]^T times b [c y], added to a state. */
+static void add_outer(Rows a, Rows b, long c, long x, long y, float *state, Ahead *ahead)
 {
-    for (long i = 0; i < x; i += ROWS) {
-        const Product p = {a.at + i, 1, a.stride, b.at, b.stride, c}, none = {p.a, 0, 0, p.b};
-        block((Out){.at = state + i * y, .stride = y, .rows = ROWS, .add = 1}, y, p, 0, none);
-    }
+    add_to_state(state, state, x, y, 1, (Product){a.at, 1, a.stride, b.at, b.stride, c}, ahead);
 }
 
-/* Rows of x by weights, added to a sum of other tokens in the same way. */
+/* The next chunk of a part, some tensors of which are asked for during fewer products than in causal sums. */
+static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int tensors)
+{
+    Ahead ahead = ahead_of(call, chunk_of(call, n.head, n.start + CHUNK, to), tensor, tensors);
+    ahead.steps /= 2;
+    return ahead;
+}
+
+/* Rows of x by weights, added to a sum of other tokens in the same way: to a chunk's own one. */
 static void add_sum(Rows x, const float *weight, long c, long width, float *out)
 {
     for (long m = 0; m < width; m += LANES) {
@@ -1507,7 +1513,8 @@ static void sum_keys(const Call *call, long head, long part, float *state, float
         float *buffer = scratch_of(call);
         const Chunk n = chunk_of(call, head, start, to);
         const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
-        add_outer(k.features, v.features, n.c, d, e, state);
+        Ahead ahead = after_chunk(call, n, to, 0, 2);
+        add_outer(k.features, v.features, n.c, d, e, state, &ahead);
         if (rows)
             add_sum(k.own, ONES, n.c, rows, row);
     }
@@ -1517,8 +1524,7 @@ static void sum_keys(const Call *call, long head, long part, float *state, float
 static void read_out(const Call *call, long head, long part, const float *state, const float *row)
 {
     const long d = call->d, e = call->e, rows = row_size(call);
-    const int narrower = call->values < e; /* sums than whole vectors */
-    float *rest = scratch_of(call), *aside = take(&rest, ROWS * e), inverse[CHUNK + ROWS];
+    float *rest = scratch_of(call), *aside = take(&rest, ROWS * e), inverse[CHUNK + ROWS] = {0};
     lanes zeros = {0};
     long from, to;
     share_of(call, call->length, part, &from, &to);
@@ -1534,14 +1540,18 @@ static void read_out(const Call *call, long head, long part, const float *state,
             zeros[0] += 0 * denominator;
             inverse[i] = 1 / denominator;
         }
+        Ahead ahead = after_chunk(call, n, to, 2, 3);
         for (long i = 0; i < n.c; i += ROWS) {
             const long many = i + ROWS < n.c ? ROWS : n.c - i;
-            float *out = rows_of(&call->out, n) + i * call->out.token;
+            const int direct = many == ROWS && call->values == e; /* whole vectors of as many rows */
             const Product p = {q.features.at + i * q.features.stride, q.features.stride, 1, state, e, d}, none = {p.a, 0, 0, p.b};
-            block((Out){narrower ? aside : out, narrower ? e : call->out.token, many, call->divide ? inverse + i : 0, call->past,
-                        0, &zeros}, e, p, 0, none);
-            for (long r = 0; narrower && r < many; r++)
-                memcpy(out + r * call->out.token, aside + r * e, call->values * sizeof(float));
+            float *out = rows_of(&call->out, n) + i * call->out.token;
+            Out there = {out, call->out.token, call->divide ? inverse + i : 0, call->past, &zeros};
+            if (!direct)
+                there.at = aside, there.stride = e, there.past = 0;
+            block(&there, e, &p, 0, &none, &ahead);
+            for (long r = 0; !direct && r < many; r++)
+                store(aside + r * e, FLOAT32, call->values, out + r * call->out.token);
         }
     }
     if (total(zeros) != 0)
@@ -1549,12 +1559,13 @@ static void read_out(const Call *call, long head, long part, const float *state,
 }
 
 /* out [c y]: a [c x] times a state [x y], and a row by weights, or by 1 where these are null, if it is given. */
-static void read_state(Rows a, const float *state, long c, long x, long y, const float *weight, const float *row, float *out)
+static void read_state(Rows a, const float *state, long c, long x, long y, const float *weight, const float *row, float *out,
+                       Ahead *ahead)
 {
     for (long i = 0; i < c; i += ROWS) {
         const Product p = {a.at + i * a.stride, a.stride, 1, state, y, x};
         const Product more = {weight ? weight + i : ONES, 1, 0, row ? row : state, y, row ? 1 : 0};
-        block((Out){out + i * y, y, c - i}, y, p, 0, more);
+        block(&(Out){out + i * y, y}, y, &p, 0, &more, ahead);
     }
 }
 
@@ -1589,10 +1600,11 @@ static void pull_queries(const Call *call, long head, long part, float *grad_sta
         const long c = step.n.c;
         const Made q = make_features(call, &call->q, step.n, d, &buffer);
         make_grads(call, &step, &buffer);
-        add_outer(q.features, (Rows){step.grads, e}, c, d, e, grad_state);
-        read_state((Rows){step.grads, e}, state, c, e, d, step.less, own ? 0 : row, dq);
+        Ahead ahead = after_chunk(call, step.n, to, 2, call->divide ? 5 : 4);
+        add_outer(q.features, (Rows){step.grads, e}, c, d, e, grad_state, &ahead);
+        read_state((Rows){step.grads, e}, state, c, e, d, step.less, own ? 0 : row, dq, &ahead);
         if (own)
-            read_state((Rows){step.grads, e}, state, c, 0, own, step.less, row, dq_own);
+            read_state((Rows){step.grads, e}, state, c, 0, own, step.less, row, dq_own, &ahead);
         if (rows)
             add_sum(q.own, step.less, c, rows, grad_row);
         pull(call, &call->q, step.n, d, q.plain, dq, own ? dq_own : 0);
@@ -1612,10 +1624,11 @@ static void pull_keys(const Call *call, long head, long part)
         float *buffer = rest;
         const Chunk n = chunk_of(call, head, start, to);
         const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
-        read_state(v.features, state, n.c, e, d, 0, own ? 0 : row, dk);
+        Ahead ahead = after_chunk(call, n, to, 0, 2);
+        read_state(v.features, state, n.c, e, d, 0, own ? 0 : row, dk, &ahead);
         if (own)
-            read_state(v.features, state, n.c, 0, own, 0, row, dk_own);
-        read_state(k.features, grad_state, n.c, d, e, 0, 0, dv);
+            read_state(v.features, state, n.c, 0, own, 0, row, dk_own, &ahead);
+        read_state(k.features, grad_state, n.c, d, e, 0, 0, dv, &ahead);
         pull(call, &call->k, n, d, k.plain, dk, own ? dk_own : 0);
         pull(call, &call->v, n, e, v.plain, dv, 0);
     }
