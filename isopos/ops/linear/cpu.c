@@ -1512,7 +1512,7 @@ static void add_outer(Rows a, Rows b, long c, long x, long y, float *state, Ahea
 static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int tensors)
 {
     Ahead ahead = ahead_of(call, chunk_of(call, n.head, n.start + CHUNK, to), tensor, tensors);
-    ahead.steps /= 2;
+    ahead.twice = 1;
     return ahead;
 }
 
