@@ -142,7 +142,8 @@ class Graph(Backend):
         if (sums.causal or g is not None) and t != sums.k.shape[-2]:
             operands, g = aligned(operands, g)
         totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
-        total = (totals[0] if len(totals) == 1 else torch.cat(totals, -1))[..., -t:, :]
+        total = totals[0] if len(totals) == 1 else torch.cat(totals, -1)
+        total = total if total.shape[-2] == t else total[..., -t:, :]  # a slice of everything is a pass of its own, back
         return divide(total) if sums.denominator == "divide" else total
 
 
