@@ -135,7 +135,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 
 
 @NEEDED
-@pytest.mark.parametrize("name", [*SOME, "retnet", *BOTH_WAYS, *ALL_KEYS])
+@pytest.mark.parametrize("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
     """Whoever computes what, the results are those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
