@@ -508,7 +508,9 @@ def same_everywhere(actual, expected, leaves, roundings=TOLERANCE):
 
 
 def linear_options(name, b, h, t, d):
-    """Options of linear attention by name: of `LINEAR` or `BOTH_WAYS`, or a scheme."""
+    """Options of linear attention by name: of `LINEAR`, `BOTH_WAYS` or `ALL_KEYS`, or a scheme."""
+    if name.startswith("all keys, "):
+        return linear_options(name.removeprefix("all keys, "), b, h, t, d) | {"causal": False}
     g = -torch.rand(h, t, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).cumsum(-1) / 10
     steady = -torch.arange(t, dtype=torch.float64) * torch.linspace(0.01, 1, h, dtype=torch.float64)[:, None]
     between = torch.cat(((g[:, :-1] + g[:, 1:]) / 2, g[:, -1:] - 0.01), -1)
@@ -544,6 +546,8 @@ permuteformer; lrpe-unitary; lrpe-orthogonal; lrpe-permutation; retnet; cosforme
 """
 LINEAR = [name for line in LINEAR.strip().splitlines() for name in line.split("; ")]
 BOTH_WAYS = ["both ways, masked", "both ways, encoded", "both ways, packed"]
+ALL_KEYS = "no denominator; encoded; masked; identity; relu; relu2; exp; rope; lrpe-unitary; lrpe-orthogonal; cosformer"
+ALL_KEYS = [f"all keys, {name}" for name in (*ALL_KEYS.split("; "), "lrpe-permutation", "none")]
 
 
 def with_gradients(inputs, dtype, given, grad, attend=linear_attention):

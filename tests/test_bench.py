@@ -107,7 +107,7 @@ def test_a_row_comes_back_from_json(row):
 def test_every_work_of_a_race_is_known():
     contests = itertools.chain(*races.RACES.values(), *gpu.RACES.values())
     names = {name for contest in contests for name in itertools.chain(*contest.pairs)}
-    assert names <= {*races.WORKS, *peers.PEERS, ceilings.PRODUCT, ceilings.ROOFLINE}
+    assert names <= {*races.WORKS, *peers.PEERS, ceilings.PRODUCT, ceilings.ROOFLINE, ceilings.FRESH}
     assert set(races.WORKS) <= names
 
 
@@ -157,6 +157,14 @@ def test_a_roofline_is_the_slower_of_copies_and_products():
     assert found[ceilings.ROOFLINE] == [max(5.5, products), products]
     assert "matrix products of as many operations" in found
     assert ceilings.ROOFLINE not in ceilings.scaled({ceilings.PRODUCT: [1.0]}, 1, 64, device="cpu", gradients=True)
+
+
+@pytest.mark.parametrize(("gradients", "results"), [(False, 1), (True, 4)])
+def test_fresh_results_are_cleared_beside_products(gradients, results):
+    seconds = {name: [3.0] for name in ceilings.measured([ceilings.FRESH])}
+    found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=gradients)
+    assert found[ceilings.FRESH] == [found[ceilings.PRODUCT][0] + 3.0 * results]
+    assert ceilings.ROOFLINE not in found
 
 
 @pytest.mark.parametrize("section", gpu.RACES)

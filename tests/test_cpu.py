@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_gradients
+from cases import ALL_KEYS, BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_gradients
 from cases import linear_options as options
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -37,14 +37,16 @@ SHAPES = [
     (1, 2, 131, 20, 37),
     (2, 1, 70, 6, 1),
 ]
+SOME = ["no denominator", "masked decay, encoded", "drawn decay, plain"]
+WITH_TABLES = ["", "plain", "reflected", "masked", "packed", "decay", "both ways", "all keys", "identity"]
 
 
 @NEEDED
-@pytest.mark.parametrize("name", LINEAR + BOTH_WAYS)
+@pytest.mark.parametrize("name", LINEAR + BOTH_WAYS + ALL_KEYS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
     b, h, t, d, e = shape
-    if d == library.WIDEST and name in ("lrpe-unitary", "cosformer"):
+    if d == library.WIDEST and name.removeprefix("all keys, ") in ("lrpe-unitary", "cosformer"):
         pytest.skip("features twice as wide as its buffers")
     given = options(name, b, h, t, d)
     draw = torch.Generator().manual_seed(1)
@@ -80,7 +82,7 @@ def test_every_scheme_agrees(monkeypatch, case):
 @NEEDED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [32, 20])
-@pytest.mark.parametrize("name", ["no denominator", "masked decay, encoded", "drawn decay, plain", *LINEAR[-6:], *BOTH_WAYS])
+@pytest.mark.parametrize("name", [*SOME, *LINEAR[-6:], *BOTH_WAYS, *ALL_KEYS])
 def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
@@ -99,7 +101,7 @@ def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
 @NEEDED
 @pytest.mark.parametrize("lifted", [False, True])
 @pytest.mark.parametrize("axes", [(), (1,), (3,), (2, 1), (2, 3)], ids=str)
-@pytest.mark.parametrize("more", ["", "plain", "reflected", "masked", "packed", "decay", "both ways", "identity"])
+@pytest.mark.parametrize("more", WITH_TABLES)
 def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, more):
     """Those of tables that heads, samples or none share; the features are not made by PyTorch for them."""
     t, d, draw = 133, 32, torch.Generator().manual_seed(4)
@@ -108,8 +110,9 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
         torch.randn(3, 2, 3, t, d, generator=draw),
     )
     table, normal = torch.stack((angles.cos(), angles.sin()), -1), F.normalize(torch.randn(3, 1, d, generator=draw), dim=-1)
-    given = {"causal": more != "both ways", "feature_map": FEATURE_MAPS["identity" if more == "identity" else "elu+1"]}
-    given["denominator"] = "plain" if more == "plain" else None
+    given = {"causal": "ways" not in more and "keys" not in more}
+    given["feature_map"] = FEATURE_MAPS["identity" if more == "identity" else "elu+1"]
+    given["denominator"] = "plain" if more in ("plain", "all keys") else None
     given |= {"mask": torch.arange(2 * t).view(2, t) % 3 > 0} if more == "masked" else {}
     given |= {"segment_ids": (torch.arange(t) // 50).expand(2, t)} if more == "packed" else {}
     if more in ("decay", "both ways"):
@@ -132,7 +135,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 
 
 @NEEDED
-@pytest.mark.parametrize("name", ["no denominator", "masked decay, encoded", "drawn decay, plain", "retnet", *BOTH_WAYS])
+@pytest.mark.parametrize("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
     """Whoever computes what, the results are those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
@@ -273,6 +276,52 @@ def test_inputs_may_be_views(layout):
     whole = with_gradients([x.contiguous() for x in (q, k, v)], torch.float32, given, grad.contiguous())
     for a, b in zip(strided, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@NEEDED
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("form", ["plain", "encoded", "none"])
+@pytest.mark.parametrize(("t", "s"), [(1, 300), (70, 513), (300, 1), (200, 64)])
+def test_all_keys_of_other_tokens(t, s, form, threads):
+    """As many queries as one likes, at places of their own; what a masked key holds reaches nothing."""
+    scheme, before = schemes.rope(20, 3, denominator=form), torch.get_num_threads()
+    near = [positions.sequence(n) / 1000 for n in (t, s)]  # no denominator vanishes
+    given = scheme.at(*near) | {"mask": torch.arange(2 * s).view(2, s) % 5 != 1}
+    draw = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(2, 3, n, d, generator=draw) for n, d in ((t, 20), (s, 20), (s, 37), (t, 37)))
+    assert explain(q, k, v, **given).backend == "cpu"
+    exact = with_gradients((q, k, v), torch.float64, given, grad)
+    for x in (k, v):
+        x.masked_fill_(~given["mask"][:, None, :, None], torch.nan)
+    try:
+        torch.set_num_threads(threads)
+        found = with_gradients((q, k, v), torch.float32, given, grad)
+    finally:
+        torch.set_num_threads(before)
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=2e-5 * max(1, y.abs().max().item()))
+
+
+@NEEDED
+def test_sums_of_many_keys_lose_no_digits():
+    """Of features that are all alike, whose roundings would add up."""
+    q, k, v = torch.full((3, 1, 1, 1 << 17, 16), -1.0).double()
+    given = {"feature_map": FEATURE_MAPS["relu"], "denominator": None}
+    exact = linear_attention(q[..., :8, :], k, v, **given)
+    assert ((linear_attention(q[..., :8, :].float(), k.float(), v.float(), **given) - exact) / exact).abs().max() < 2e-5
+
+
+@NEEDED
+def test_gradients_may_be_watched_where_the_sums_were_not():
+    for causal in (True, False):
+        leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 700, 20)]
+        out = linear_attention(*leaves, feature_map=FEATURE_MAPS["elu+1"], causal=causal)
+        expected = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        with FlopCounterMode(display=False) as counter:
+            found = torch.autograd.grad(out.sum(), leaves)
+        assert counter.get_total_flops() > 0
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @NEEDED

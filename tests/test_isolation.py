@@ -24,6 +24,8 @@ def drawn(dtype, t=T):
 
 
 def arguments(kind, name, dtype, **choices):
+    if name == "products":
+        return {"denominator": None}
     return schemes.REGISTRY[name](D, HEADS, attention=kind, **choices).at(sequence(T), dtype=dtype)
 
 
@@ -38,7 +40,7 @@ def seen(which, *, causal, packed):
 @pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
 @pytest.mark.parametrize(("causal", "packed"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("path", ["compiled", "float32", "float64", "function"])
-@pytest.mark.parametrize(("kind", "name"), [("linear", "rope"), ("linear", "retnet"), ("softmax", "rope")])
+@pytest.mark.parametrize(("kind", "name"), [*(("linear", x) for x in ("rope", "retnet", "products")), ("softmax", "rope")])
 def test_rows_do_not_hold_what_they_do_not_see(monkeypatch, kind, name, path, causal, packed, which, value):
     if path == "float32":
         monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))

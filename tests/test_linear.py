@@ -231,7 +231,12 @@ REFUSALS = [
     ("cpu", numbers(torch.float64), "it sums up float32, not torch.float64"),
     ("cpu", numbers(features=phi(POSITIVE)), "it does not know the feature map 'positive', only identity, elu.1, .*"),
     ("cpu", numbers(features=phi(FeatureMap("relu", torch.exp))), "it does not know the feature map 'relu', only .*"),
-    ("cpu", numbers(causal=False, denominator="divide"), "sums over all keys are products of matrices, which PyTorch has"),
+    (
+        "cpu",
+        numbers(causal=False, features=phi(FeatureMap("favor", torch.exp)), denominator="divide"),
+        "features that PyTorch makes go into products of matrices .*, which it has, too|no library is installed .*",
+    ),
+    ("cpu", numbers(causal=False), "two products of matrices are all there is to do"),
     ("cpu", numbers(d=257), "features come up to 256, not 257|no library is installed .*"),
     ("cpu", numbers(t=1, stream=ops.Stream()), "a step is one token after others"),
     ("chunks", numbers(stream=ops.Stream()), "it takes and returns no sums of a stream"),

@@ -248,6 +248,29 @@ def test_second_derivatives_raise(encoding):
         torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
 
 
+def test_two_products_have_any_derivatives():
+    leaves, bare = inputs(2, t=5, s=7, requires_grad=True), {"denominator": None}
+    assert gradcheck(lambda *a: linear_attention(*a, **bare), leaves)
+    assert torch.autograd.gradgradcheck(lambda *a: linear_attention(*a, **bare), leaves)
+    out = linear_attention(*leaves, **bare)
+    several = torch.randn(3, *out.shape, dtype=out.dtype)
+    batched = torch.autograd.grad(out, leaves, several, is_grads_batched=True, retain_graph=True)
+    for n, grad in enumerate(several):
+        for a, b in zip(batched, torch.autograd.grad(out, leaves, grad, retain_graph=True), strict=True):
+            close(a[n], b)
+
+
+def test_autocast_does_not_reach_two_products():
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        leaves = inputs(2, t=70, dtype=torch.float32, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = linear_attention(*leaves, denominator=None)
+            found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert all(map(torch.equal, *found))
+
+
 @causality
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
 def test_the_naive_definition_is_linear_attention_with_more_derivatives(causal, denominator):

@@ -44,8 +44,9 @@ class Call(ctypes.Structure):
     """The sums of some tokens of heads, or a step."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("all", "heads", "length", "parts", "d", "e", "own", "values")),
-        *((name, ctypes.c_long) for name in ("threads", "denominated", "divide", "begins", "ends", "reverse", "start")),
+        *((name, ctypes.c_long) for name in ("all", "heads", "length", "keys", "parts", "d", "e", "own")),
+        *((name, ctypes.c_long) for name in ("values", "threads", "denominated", "divide")),
+        *((name, ctypes.c_long) for name in ("begins", "ends", "reverse", "start")),
         *((name, View) for name in ("g_q", "g_k")),
         *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
         *((name, View) for name in ("out", "denominator", "grad")),

@@ -1,15 +1,18 @@
-"""What a machine does at best: products of matrices, and copies; and the time of attention at that rate."""
+"""What a machine does at best: products of matrices, copies, zeros; and the time of attention at that rate."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["COPY", "PRODUCT", "ROOFLINE", "WORKS", "measured", "operations", "scaled"]
+__all__ = ["COPY", "FRESH", "PRODUCT", "ROOFLINE", "WORKS", "measured", "operations", "scaled"]
 
 PRODUCT = "matrix products of as many operations"
 COPY = "copies of as many bytes"
+ZEROS = "zeros where results go"
 ROOFLINE = "the slower of copies of as many bytes and products of as many operations"
+FRESH = f"{PRODUCT}, and {ZEROS}"
+PARTS = {ROOFLINE: (COPY, PRODUCT), FRESH: (PRODUCT, ZEROS)}  # what is made of several
 SIDES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
 
 
@@ -19,21 +22,27 @@ def _product(like: Tensor) -> Callable[[], Tensor]:
     return lambda: a @ b
 
 
-WORKS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {PRODUCT: _product, COPY: lambda like: like.clone}
+WORKS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
+    PRODUCT: _product,
+    COPY: lambda like: like.clone,
+    ZEROS: lambda like: lambda: torch.zeros_like(like),
+}
 
 
 def measured(names: Iterable[str]) -> list[str]:
-    """What is timed for works of these names: a roofline is two."""
-    return list(dict.fromkeys(part for name in names for part in ((COPY, PRODUCT) if name == ROOFLINE else (name,))))
+    """What is timed for works of these names."""
+    return list(dict.fromkeys(part for name in names for part in PARTS.get(name, (name,))))
 
 
 def scaled(
     seconds: Mapping[str, list[float]], tokens: int, d: int, *, device: str, gradients: bool
 ) -> dict[str, list[float]]:
-    """Seconds of products of as many operations as attention has, of copies of as many bytes, and of the slower of the two.
+    """Seconds of products of as many operations as attention has, of copies of as many bytes, of zeros in as many results.
+
+    And of what is made of these, as far as they are known: the slower of two, or both.
 
     Args:
-        seconds: Of one product and of one copy of q, round by round.
+        seconds: Of one product, of one copy of q and of zeros of its size, round by round.
         tokens: Of all heads and samples.
         d: Features, and values, of a token and head.
         device: Where they were measured.
@@ -41,9 +50,12 @@ def scaled(
     """
     moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
     share = tokens * operations(d, gradients=gradients) / (2 * SIDES[torch.device(device).type] ** 3)
-    factors = {PRODUCT: share, COPY: moved / 2}
+    factors = {PRODUCT: share, COPY: moved / 2, ZEROS: 4 if gradients else 1}
     found = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
-    return found | ({ROOFLINE: [*map(max, *found.values())]} if len(found) > 1 else {})
+    for name, join in ((ROOFLINE, max), (FRESH, lambda *x: sum(x))):
+        if all(part in found for part in PARTS[name]):
+            found[name] = [*map(join, *(found[part] for part in PARTS[name]))]
+    return found
 
 
 def operations(d: int, *, gradients: bool) -> int:

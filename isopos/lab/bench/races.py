@@ -17,7 +17,7 @@ from torch import Tensor
 from isopos.attention import Attention, Steps, linear_attention
 from isopos.feature_maps import elu1
 from isopos.lab.bench import ceilings
-from isopos.lab.bench.ceilings import PRODUCT
+from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of
 from isopos.lab.recipes import split_spec
@@ -247,6 +247,7 @@ class Race:
 
 
 FT, PERFORMER, SDPA = (("causal", peer) for peer in ("fast-transformers", "performer-pytorch", "softmax (SDPA)"))
+WRITTEN = {("causal", FRESH): None}
 DECAY = {("causal, retnet decay", "causal"): at_most(1.1)}
 BESIDES = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
 PRODUCTS = {
@@ -265,11 +266,13 @@ ATTENTION = (
     Race("attention", BOTH, Shape(2048, batch=1, heads=4), {FT: at_least(1.9)} | _share(0.6)),
     Race("attention", BOTH, Shape(2048, head_dim=32), _share(0.45)),
     Race("attention", BOTH, Shape(2048, head_dim=128), _share(0.65)),
-    Race("attention", BOTH, Shape(8192), {FT: at_least(6)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(8192), {FT: at_least(6)} | _share(0.6) | WRITTEN | DECAY | BESIDES),
     Race("attention", BOTH, Shape(8192, batch=1, heads=1), _share(0.45)),
     Race("attention", FORWARD, Shape(512), {FT: at_least(1.7), PERFORMER: None} | _share(0.45)),
     Race("attention", FORWARD, Shape(2048), {FT: at_least(2.3)} | _share(0.6) | DECAY | BESIDES),
-    Race("attention", FORWARD, Shape(8192), {FT: at_least(2.3), SDPA: at_least(12)} | _share(0.6) | DECAY | BESIDES),
+    Race(
+        "attention", FORWARD, Shape(8192), {FT: at_least(2.3), SDPA: at_least(12)} | _share(0.6) | WRITTEN | DECAY | BESIDES
+    ),
     Race("attention", FORWARD, Shape(8192, batch=1, heads=1), _share(0.45)),
     *(Race("attention", passing, Shape(length), PRODUCTS) for passing in (FORWARD, BOTH) for length in (2048, 8192)),
 )

@@ -1,10 +1,11 @@
-/* Causal linear attention with float32 sums: what chunks.py says with separate PyTorch operations.
+/* Linear attention with float32 sums, causal ones and those over all keys: what chunks.py says with separate PyTorch operations.
 
    A thread takes a head and goes through its chunks, with states, features and scores in its own cache; threads meet once, at
    the end. Where there are fewer heads than threads, heads are cut into parts: what each part adds to the states is summed up
    first. Products leave out what a query does not see. Features are made on the way, so that nothing is written that only the
    next pass would read: float32 ones of narrower numbers, with zeros up to whole vectors where a width is no multiple of them.
-   Sums over later tokens are those over earlier ones of the tokens in reverse, without a token's own key.
+   Sums over later tokens are those over earlier ones of the tokens in reverse, without a token's own key. Sums over all keys are
+   one state, that of all of them, and a product with it; then gradients of that state come before those of keys and values.
 
    Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
 
@@ -25,6 +26,7 @@
 #define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
 #endif
 #define CHUNK 64 /* the most tokens of a chunk */
+#define STEPS (64 / LANES) /* of a product, between lines of memory that it asks for */
 #define GROUP 4  /* chunks between states that the backward pass gets: it computes those between again */
 #define MOST 256 /* the most features */
 #define PAST (1 << 20) /* numbers of a result that is written past the caches */
@@ -59,10 +61,10 @@ typedef struct {
 
 /* States [all . .] hold those before these tokens and end as those after them, gradients of states the reverse. */
 typedef struct {
-    long all, heads, length, parts, d, e, own, values, threads, denominated, divide, begins, ends, reverse, start;
-    /* heads of all samples and of one; tokens; parts of a head; features of keys, values and the denominator alone or 0, up to
-       whole vectors; numbers of sums; begins, ends: no token comes before, or after; reverse: sums over later tokens, added to
-       those that are there; start: of a step, its token's place in tables and weights */
+    long all, heads, length, keys, parts, d, e, own, values, threads, denominated, divide, begins, ends, reverse, start;
+    /* heads of all samples and of one; tokens, of queries and of keys where sums are over all; parts of a head; features of keys,
+       values and the denominator alone or 0, up to whole vectors; numbers of sums; begins, ends: no token comes before, or after;
+       reverse: sums over later tokens, added to those that are there; start: of a step, its token's place in tables and weights */
     View g_q, g_k;      /* log decays, double, or null */
     float *state, *row; /* sums of k v^T and of a denominator's k; in a step those before it */
     float *saved, *saved_rows, *across; /* those before each group of chunks, or null; in a step those after it, and weights */
@@ -125,60 +127,71 @@ typedef struct {
 } Product;
 
 /* Tokens of a chunk that is further than a processor looks ahead: asked for line by line while products are made, as all at once
-   would take the buffers that other lines need. Of k, v, q, the gradient and the output, some that follow each other. */
+   would take the buffers that other lines need. Of k, v, q, the gradient and the output of sums, and gradients of k, v and q
+   some that follow each other. */
 typedef struct {
     const Call *call;
     Chunk n;
     int tensor, tensors;   /* the next one, and the end */
     const char *at, *stop; /* the next line, and the end of its row */
     long stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
-    long left, steps;      /* lines of this tensor, and steps of a product from one to the next, less one */
+    long left, twice;      /* lines of this tensor; whether two are asked for at a time, not one */
 } Ahead;
 
-/* The next tensor, when one is done. */
+/* To the next tensor that there is, when one is done. */
 static void go_on(Ahead *ahead)
 {
-    if (ahead->left > 0 || ahead->tensor >= ahead->tensors)
-        return;
     const Call *call = ahead->call;
-    const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = ahead->tensor < 3 ? inputs[ahead->tensor] : 0;
-    const View *view = o ? &o->x : ahead->tensor == 3 ? &call->grad : &call->out;
-    const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->values, size = type == FLOAT32 ? 4 : 2;
-    const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
-    ahead->at = place_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
-    ahead->stride = view->token * size, ahead->gap = ahead->stride - lines * 64;
-    ahead->left = ahead->n.c / together * lines;
-    ahead->tensor++;
+    while (!ahead->left && ahead->tensor < ahead->tensors) {
+        const int m = ahead->tensor++;
+        const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = m < 3 ? inputs[m] : m < 5 ? 0 : inputs[m - 5];
+        const View *view = m < 3 ? &o->x : m == 3 ? &call->grad : m == 4 ? &call->out : &o->grad;
+        const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->values, size = type == FLOAT32 ? 4 : 2;
+        const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
+        if (!view->first)
+            continue;
+        ahead->at = place_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
+        ahead->stride = view->token * size, ahead->gap = ahead->stride - lines * 64;
+        ahead->left = ahead->n.c / together * lines;
+    }
 }
 
 INLINE Ahead ahead_of(const Call *call, Chunk n, int tensor, int tensors)
 {
     Ahead ahead = {call, n, tensor, n.c > 0 ? tensors : 0};
-    ahead.steps = (call->d > 32 ? 4 : 2) * (16 / LANES) - 1;
+    ahead.twice = call->d <= 32 || call->reverse; /* by which about all are asked for */
     return ahead;
+}
+
+INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, long m)
+{
+    lanes b[WIDE];
+    for (int w = 0; w < wide; w++)
+        b[w] = *(const lanes *)(p->b + m * p->stride + j + w * LANES);
+    for (int r = 0; r < ROWS; r++) {
+        const float a = p->a[r * p->row + m * p->column];
+        for (int w = 0; w < wide; w++)
+            sum[r][w] += a * b[w];
+    }
 }
 
 /* Columns of b from j on. */
 INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, Ahead *ahead)
 {
     const char *at = ahead->at, *stop = ahead->stop;
-    long left = ahead->left;
-    for (long m = 0; m < p->depth; m++) {
-        lanes b[WIDE];
-        if ((m & ahead->steps) == ahead->steps && left > 0) {
+    long left = ahead->left, m = 0;
+    for (; m + STEPS <= p->depth; m += STEPS) {
+        for (int n = 0; n < 2 && (n == 0 || ahead->twice) && left > 0; n++) {
             __builtin_prefetch(at, 0, 2);
             left--, at += 64;
             if (at == stop)
                 at += ahead->gap, stop += ahead->stride;
         }
-        for (int w = 0; w < wide; w++)
-            b[w] = *(const lanes *)(p->b + m * p->stride + j + w * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            const float a = p->a[r * p->row + m * p->column];
-            for (int w = 0; w < wide; w++)
-                sum[r][w] += a * b[w];
-        }
+        for (int n = 0; n < STEPS; n++)
+            add_step(sum, wide, p, j, m + n);
     }
+    for (; m < p->depth; m++)
+        add_step(sum, wide, p, j, m);
     ahead->at = at, ahead->stop = stop, ahead->left = left;
 }
 
@@ -247,7 +260,8 @@ static void block(const Out *out, long columns, const Product *p, const float *s
         panel(1, out, j, p, scale, more, ahead);
 }
 
-/* to [rows columns] = across * from + p: of whole blocks of rows. */
+/* to [rows columns] = across * from + p, of whole blocks of rows: a chunk's own sum, as sums of all tokens one by one would lose
+   digits. */
 INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, const Product *p, long j,
                         Ahead *ahead)
 {
@@ -255,11 +269,11 @@ INLINE void state_panel(const int wide, const float *from, float *to, long strid
     go_on(ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            sum[r][w] = across * *(const lanes *)(from + r * stride + j + w * LANES);
+            sum[r][w] = (lanes){0};
     add_product(sum, wide, p, j, ahead);
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            *(lanes *)(to + r * stride + j + w * LANES) = sum[r][w];
+            *(lanes *)(to + r * stride + j + w * LANES) = across * *(const lanes *)(from + r * stride + j + w * LANES) + sum[r][w];
 }
 
 static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p, Ahead *ahead)
@@ -927,14 +941,13 @@ long isopos_groups(long length)
     return (length + GROUP * CHUNK - 1) / (GROUP * CHUNK);
 }
 
-/* The tokens of a part of a head, whole groups but for the last one's. */
-static void part_of(const Call *call, long part, long *from, long *to)
+/* Where a part of a head begins, with whole groups. Of two parts the one that sums up the other one is shorter, by what that
+   takes: a third of a forward pass, and a sixth of a backward one. */
+static long begin_of(const Call *call, long part, int back)
 {
-    const long size = GROUP * CHUNK, groups = isopos_groups(call->length);
-    *from = part * groups / call->parts * size;
-    *to = (part + 1) * groups / call->parts * size;
-    if (*to > call->length)
-        *to = call->length;
+    const long groups = isopos_groups(call->length), first = back ? (groups * 5 + 5) / 11 : (groups * 3 + 2) / 5;
+    const long group = call->parts != 2 ? part * groups / call->parts : part == 1 ? first : part * groups / 2;
+    return group * GROUP * CHUNK < call->length ? group * GROUP * CHUNK : call->length;
 }
 
 /* A part's total: a state, a denominator's, and the weight across the part. */
@@ -1189,7 +1202,8 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
     float *scores = take(&rest, CHUNK * CHUNK), *grad_scores = take(&rest, CHUNK * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
-    const Seen seen = {w, make_inside(w, c, buffer), 0, c, !call->reverse}, less_seen = {w, seen.inside, own ? 0 : less, c, seen.own};
+    const Seen seen = {w, make_inside(w, c, buffer), 0, c, !call->reverse};
+    const Seen less_seen = {w, seen.inside, own ? 0 : less, c, seen.own};
     const float *before = w->fades ? w->before : 0, *after = w->fades ? w->after : 0;
     transpose(k, c, d, transposed, CHUNK);
     weigh(q, transposed, d, &seen, scores, ahead);
@@ -1257,8 +1271,7 @@ static void forward_part(const Call *call, long head, long part)
     const long groups = isopos_groups(call->length);
     float *rest = scratch_of(call), *state = take(&rest, size), *row = take(&rest, d > call->own ? d : call->own);
     float *scaled = take(&rest, CHUNK * (d > e ? d : e));
-    long from, to;
-    part_of(call, part, &from, &to);
+    const long from = begin_of(call, part, 0), to = begin_of(call, part + 1, 0);
     start_part(call, head, part, call->state, call->row, state, row);
     const int kept = to == call->length && !call->ends; /* whether a state after the last chunk is wanted */
     for (long start = from; start < to; start += CHUNK) {
@@ -1270,7 +1283,7 @@ static void forward_part(const Call *call, long head, long part)
             memcpy(call->saved_rows + at * rows, row, rows * sizeof(float));
         }
         begin_step(call, chunk_of(call, head, start, to), &step, &buffer);
-        Ahead ahead = ahead_of(call, chunk_of(call, head, start + CHUNK, to), 0, 3);
+        Ahead ahead = ahead_of(call, chunk_of(call, head, start + CHUNK, to), 0, call->reverse ? 5 : 3);
         forward_chunk(call, &step, &ahead, state, row, buffer);
         if (start + CHUNK >= to && !kept)
             continue;
@@ -1302,14 +1315,15 @@ static void backward_group(const Call *call, long head, long start, long to, flo
             continue;
         }
         const Step *last = step - 1;
-        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state, &none);
+        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state,
+              &none);
         memcpy(step->row, last->row, rows * sizeof(float));
         if (rows)
             add_rows(last->k.own, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
     }
     while (step-- > steps) {
         const long earlier = step->n.start - GROUP * CHUNK;
-        Ahead ahead = earlier < 0 ? none : ahead_of(call, chunk_of(call, head, earlier, to), 0, call->divide ? 5 : 4);
+        Ahead ahead = earlier < 0 ? none : ahead_of(call, chunk_of(call, head, earlier, to), 0, call->q.add ? 8 : 5);
         backward_chunk(call, step, &ahead, grad_state, grad_row, rest);
         outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state,
               &ahead);
@@ -1323,8 +1337,7 @@ static void backward_part(const Call *call, long head, long part)
     const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
     float *rest = scratch_of(call), *grad_state = take(&rest, size), *grad_row = take(&rest, d > call->own ? d : call->own);
     float *scaled = take(&rest, CHUNK * (d > e ? d : e));
-    long from, to;
-    part_of(call, part, &from, &to);
+    const long from = begin_of(call, part, 1), to = begin_of(call, part + 1, 1);
     start_part(call, head, part, call->grad_state, call->grad_row, grad_state, grad_row);
     for (long start = (to - 1) / group * group; start >= from; start -= group)
         backward_group(call, head, start, start + group < to ? start + group : to, grad_state, grad_row, scaled, rest);
@@ -1334,16 +1347,13 @@ static void backward_part(const Call *call, long head, long part)
     }
 }
 
-/* What a part adds to a head's state, or with `back` to the gradient of the state before it. */
-static void sum_part(const Call *call, long head, long part, int back)
+/* Adds a part to a total, and to the weight across it: of the state before it, or with `back` of the gradient of that after it. */
+static void sum_part(const Call *call, long head, long part, float *state, int back)
 {
     const long d = call->d, e = call->e, rows = row_size(call);
     float *rest = scratch_of(call), *scaled = take(&rest, CHUNK * (d > e ? d : e));
-    float *state = total_of(call, head, part), *row = state + state_size(call), *across = row + rows;
-    long from, to;
-    part_of(call, part, &from, &to);
-    memset(state, 0, (state_size(call) + rows) * sizeof(float));
-    *across = 1;
+    float *row = state + state_size(call), *across = row + rows;
+    const long from = begin_of(call, part, back), to = begin_of(call, part + 1, back);
     for (long m = 0, start; m < to - from; m += CHUNK) {
         float *buffer = rest;
         Step step;
@@ -1358,13 +1368,28 @@ static void sum_part(const Call *call, long head, long part, int back)
             values = (Rows){step.grads, e}, less = step.less;
         } else
             values = make_features(call, &call->v, step.n, e, &buffer).features;
-        Ahead ahead = ahead_of(call, chunk_of(call, head, back ? start - CHUNK : start + CHUNK, back ? start : to), back ? 2 : 0,
-                               back ? call->divide ? 5 : 4 : 2);
-        ahead.steps /= 2; /* with few of them */
+        const Chunk next = chunk_of(call, head, back ? start - CHUNK : start + CHUNK, back ? start : to);
+        Ahead ahead = ahead_of(call, next, back ? 2 : 0, back ? 5 : 2);
+        ahead.twice = 1; /* with one product alone */
         outer(keys.features, values, &step.w, weight, step.n.c, d, e, scaled, state, state, &ahead);
         if (rows)
             add_rows(keys.own, weight, less, step.n.c, rows, step.w.across, row);
         *across *= step.w.across;
+    }
+}
+
+/* Totals of parts begin with nothing; those of two with the state of the head, by which they are what each part starts with. */
+static void begin_totals(const Call *call, long head, int back)
+{
+    const long size = state_size(call), rows = row_size(call);
+    for (long part = 0; part < call->parts; part++) {
+        float *total = total_of(call, head, part);
+        memset(total, 0, (size + rows) * sizeof(float));
+        total[size + rows] = 1;
+        if (call->parts == 2) {
+            memcpy(total, (back ? call->grad_state : call->state) + head * size, size * sizeof(float));
+            memcpy(total + size, (back ? call->grad_row : call->row) + head * rows, rows * sizeof(float));
+        }
     }
 }
 
@@ -1387,12 +1412,12 @@ static void join_parts(const Call *call, long head, int back)
 
 /* Whether rows [width] of all tokens are written past the caches: where they are many, and whole lines of memory that has been
    in use (what the system has cleared just now is in a cache). */
-static int streams(const Call *call, const View *view, long width)
+static int streams(const Call *call, const View *view, long length, long width)
 {
     const long strides = view->sample | view->head | view->token | width;
-    const unsigned long first = (unsigned long)view->first, inside = (first + call->length / 2 * view->token * 4) & -4096;
+    const unsigned long first = (unsigned long)view->first, inside = (first + length / 2 * view->token * 4) & -4096;
     unsigned char used;
-    return call->all * call->length * width >= PAST && strides % 16 == 0 && first % 64 == 0 &&
+    return call->all * length * width >= PAST && strides % 16 == 0 && first % 64 == 0 &&
            !mincore((void *)inside, 1, &used) && used & 1;
 }
 
@@ -1423,26 +1448,31 @@ static void run(Call *call, int back)
     if (call->reverse)
         turn_all(call);
     const long all = call->all * call->parts;
-    call->past = !back && !call->reverse && call->values == call->e && streams(call, &call->out, call->e);
+    call->past = !back && !call->reverse && call->values == call->e && streams(call, &call->out, call->length, call->e);
     for (Input *o = &call->q; back && o <= &call->v; o++)
-        o->past = !o->add && whole(o) && streams(call, &o->grad, o->width);
+        o->past = !o->add && whole(o) && streams(call, &o->grad, call->length, o->width);
+    for (long head = 0; call->parts > 1 && head < call->all; head++)
+        begin_totals(call, head, back);
 #pragma omp parallel num_threads(call->threads)
     {
-        if (call->parts > 1) {
+        if (call->parts > 2) {
 #pragma omp for schedule(dynamic, 1)
             for (long n = 0; n < all; n++)
                 if (n % call->parts != (back ? 0 : call->parts - 1))
-                    sum_part(call, n / call->parts, n % call->parts, back);
+                    sum_part(call, n / call->parts, n % call->parts, total_of(call, n / call->parts, n % call->parts), back);
 #pragma omp for
             for (long head = 0; head < call->all; head++)
                 join_parts(call, head, back);
         }
 #pragma omp for schedule(dynamic, 1)
         for (long n = 0; n < all; n++) {
+            const long head = n / call->parts, part = n % call->parts;
+            if (call->parts == 2 && part == !back) /* rather than to wait for the other one */
+                sum_part(call, head, !part, total_of(call, head, part), back);
             if (back)
-                backward_part(call, n / call->parts, n % call->parts);
+                backward_part(call, head, part);
             else
-                forward_part(call, n / call->parts, n % call->parts);
+                forward_part(call, head, part);
             _mm_sfence(); /* what is written past the caches is there before others read it */
         }
     }
@@ -1456,6 +1486,247 @@ void isopos_forward(Call *call)
 void isopos_backward(Call *call)
 {
     run(call, 1);
+}
+
+/* --- sums over all keys --- */
+
+/* The tokens of a part of a head, whole chunks but for the last one's. */
+static void share_of(const Call *call, long length, long part, long *from, long *to)
+{
+    const long chunks = (length + CHUNK - 1) / CHUNK;
+    *from = part * chunks / call->parts * CHUNK;
+    *to = (part + 1) * chunks / call->parts * CHUNK;
+    if (*to > length)
+        *to = length;
+}
+
+static const float ONES[CHUNK] = {[0 ... CHUNK - 1] = 1};
+
+/* a [c x]^T times b [c y], added to a state. */
+static void add_outer(Rows a, Rows b, long c, long x, long y, float *state, Ahead *ahead)
+{
+    add_to_state(state, state, x, y, 1, (Product){a.at, 1, a.stride, b.at, b.stride, c}, ahead);
+}
+
+/* The next chunk of a part, some tensors of which are asked for during fewer products than in causal sums. */
+static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int tensors)
+{
+    Ahead ahead = ahead_of(call, chunk_of(call, n.head, n.start + CHUNK, to), tensor, tensors);
+    ahead.twice = 1;
+    return ahead;
+}
+
+/* Rows of x by weights, added to a sum of other tokens in the same way: to a chunk's own one. */
+static void add_sum(Rows x, const float *weight, long c, long width, float *out)
+{
+    for (long m = 0; m < width; m += LANES) {
+        lanes even = {0}, odd = {0};
+        for (long i = 0; i + 1 < c; i += 2) {
+            even += weight[i] * *(const lanes *)(x.at + i * x.stride + m);
+            odd += weight[i + 1] * *(const lanes *)(x.at + (i + 1) * x.stride + m);
+        }
+        if (c % 2)
+            even += weight[c - 1] * *(const lanes *)(x.at + (c - 1) * x.stride + m);
+        *(lanes *)(out + m) += even + odd;
+    }
+}
+
+/* Adds keys times values of a part's tokens to a state, and keys to a denominator's. */
+static void sum_keys(const Call *call, long head, long part, float *state, float *row)
+{
+    const long d = call->d, e = call->e, rows = row_size(call);
+    long from, to;
+    share_of(call, call->keys, part, &from, &to);
+    for (long start = from; start < to; start += CHUNK) {
+        float *buffer = scratch_of(call);
+        const Chunk n = chunk_of(call, head, start, to);
+        const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
+        Ahead ahead = after_chunk(call, n, to, 0, 2);
+        add_outer(k.features, v.features, n.c, d, e, state, &ahead);
+        if (rows)
+            add_sum(k.own, ONES, n.c, rows, row);
+    }
+}
+
+/* Sums of a part's queries, from the state of all keys. */
+static void read_out(const Call *call, long head, long part, const float *state, const float *row)
+{
+    const long d = call->d, e = call->e, rows = row_size(call);
+    float *rest = scratch_of(call), *aside = take(&rest, ROWS * e), inverse[CHUNK + ROWS] = {0};
+    lanes zeros = {0};
+    long from, to;
+    share_of(call, call->length, part, &from, &to);
+    for (long start = from; start < to; start += CHUNK) {
+        float *buffer = rest;
+        const Chunk n = chunk_of(call, head, start, to);
+        const Made q = make_features(call, &call->q, n, d, &buffer);
+        for (long i = 0; rows && i < n.c; i++) {
+            float denominator = dot(q.own.at + i * q.own.stride, row, rows);
+            if (call->divide && __builtin_fabsf(denominator) < SMALL)
+                denominator = __builtin_copysignf(SMALL, denominator);
+            rows_of(&call->denominator, n)[i * call->denominator.token] = denominator;
+            zeros[0] += 0 * denominator;
+            inverse[i] = 1 / denominator;
+        }
+        Ahead ahead = after_chunk(call, n, to, 2, 3);
+        for (long i = 0; i < n.c; i += ROWS) {
+            const long many = i + ROWS < n.c ? ROWS : n.c - i;
+            const int direct = many == ROWS && call->values == e; /* whole vectors of as many rows */
+            const Product p = {q.features.at + i * q.features.stride, q.features.stride, 1, state, e, d}, none = {p.a, 0, 0, p.b};
+            float *out = rows_of(&call->out, n) + i * call->out.token;
+            Out there = {out, call->out.token, call->divide ? inverse + i : 0, call->past, &zeros};
+            if (!direct)
+                there.at = aside, there.stride = e, there.past = 0;
+            block(&there, e, &p, 0, &none, &ahead);
+            for (long r = 0; !direct && r < many; r++)
+                store(aside + r * e, FLOAT32, call->values, out + r * call->out.token);
+        }
+    }
+    if (total(zeros) != 0)
+        find(call, NOT_FINITE);
+}
+
+/* out [c y]: a [c x] times a state [x y], and a row by weights, or by 1 where these are null, if it is given. */
+static void read_state(Rows a, const float *state, long c, long x, long y, const float *weight, const float *row, float *out,
+                       Ahead *ahead)
+{
+    for (long i = 0; i < c; i += ROWS) {
+        const Product p = {a.at + i * a.stride, a.stride, 1, state, y, x};
+        const Product more = {weight ? weight + i : ONES, 1, 0, row ? row : state, y, row ? 1 : 0};
+        block(&(Out){out + i * y, y}, y, &p, 0, &more, ahead);
+    }
+}
+
+/* A state [x y] with keys as columns, and a row [rows] less than nothing, in the buffer. */
+static const float *turned(const float *state, long x, long y, float **buffer)
+{
+    float *out = take(buffer, x * y);
+    transpose((Rows){state, y}, x, y, out, x);
+    return out;
+}
+
+static const float *negative(const float *row, long rows, float **buffer)
+{
+    float *out = take(buffer, rows);
+    for (long m = 0; m < rows; m += LANES)
+        *(lanes *)(out + m) = -*(const lanes *)(row + m);
+    return rows ? out : 0;
+}
+
+/* Gradients of a part's queries, given the state of all keys, and what they add to the gradient of that. */
+static void pull_queries(const Call *call, long head, long part, float *grad_state, float *grad_row)
+{
+    const long d = call->d, e = call->e, own = call->denominated ? call->own : 0, rows = row_size(call);
+    float *rest = scratch_of(call), *dq = take(&rest, CHUNK * d), *dq_own = take(&rest, CHUNK * own);
+    const float *state = turned(call->saved + head * d * e, d, e, &rest);
+    const float *row = negative(call->saved_rows + head * rows, rows, &rest);
+    long from, to;
+    share_of(call, call->length, part, &from, &to);
+    for (long start = from; start < to; start += CHUNK) {
+        float *buffer = rest;
+        Step step = {.n = chunk_of(call, head, start, to)};
+        const long c = step.n.c;
+        const Made q = make_features(call, &call->q, step.n, d, &buffer);
+        make_grads(call, &step, &buffer);
+        Ahead ahead = after_chunk(call, step.n, to, 2, call->divide ? 5 : 4);
+        add_outer(q.features, (Rows){step.grads, e}, c, d, e, grad_state, &ahead);
+        read_state((Rows){step.grads, e}, state, c, e, d, step.less, own ? 0 : row, dq, &ahead);
+        if (own)
+            read_state((Rows){step.grads, e}, state, c, 0, own, step.less, row, dq_own, &ahead);
+        if (rows)
+            add_sum(q.own, step.less, c, rows, grad_row);
+        pull(call, &call->q, step.n, d, q.plain, dq, own ? dq_own : 0);
+    }
+}
+
+/* Gradients of a part's keys and values, given that of the state of all keys. */
+static void pull_keys(const Call *call, long head, long part)
+{
+    const long d = call->d, e = call->e, own = call->denominated ? call->own : 0, rows = row_size(call);
+    float *rest = scratch_of(call), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e), *dk_own = take(&rest, CHUNK * own);
+    const float *grad_state = call->grad_state + head * d * e, *state = turned(grad_state, d, e, &rest);
+    const float *row = negative(call->grad_row + head * rows, rows, &rest);
+    long from, to;
+    share_of(call, call->keys, part, &from, &to);
+    for (long start = from; start < to; start += CHUNK) {
+        float *buffer = rest;
+        const Chunk n = chunk_of(call, head, start, to);
+        const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
+        Ahead ahead = after_chunk(call, n, to, 0, 2);
+        read_state(v.features, state, n.c, e, d, 0, own ? 0 : row, dk, &ahead);
+        if (own)
+            read_state(v.features, state, n.c, 0, own, 0, row, dk_own, &ahead);
+        read_state(k.features, grad_state, n.c, d, e, 0, 0, dv, &ahead);
+        pull(call, &call->k, n, d, k.plain, dk, own ? dk_own : 0);
+        pull(call, &call->v, n, e, v.plain, dv, 0);
+    }
+}
+
+/* What all tokens of a head add up to goes to its state, or to the gradient of that; then what comes of it. */
+static void sum_up(const Call *call, long head, long part, int back, float *state, float *row)
+{
+    if (back)
+        pull_queries(call, head, part, state, row);
+    else
+        sum_keys(call, head, part, state, row);
+}
+
+static void spread(const Call *call, long head, long part, int back)
+{
+    if (back)
+        pull_keys(call, head, part);
+    else
+        read_out(call, head, part, call->state + head * state_size(call), call->row + head * row_size(call));
+    _mm_sfence(); /* what is written past the caches is there before others read it */
+}
+
+/* States and their gradients are sums of all tokens; backward, states are the saved ones. */
+static void run_all(Call *call, int back)
+{
+    const long size = state_size(call), rows = row_size(call), all = call->all * call->parts;
+    float *states = back ? call->grad_state : call->state, *of_rows = back ? call->grad_row : call->row;
+    call->past = !back && call->values == call->e && streams(call, &call->out, call->length, call->e);
+    for (Input *o = &call->q; back && o <= &call->v; o++)
+        o->past = !o->add && whole(o) && streams(call, &o->grad, o == &call->q ? call->length : call->keys, o->width);
+#pragma omp parallel num_threads(call->threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (long n = 0; n < all; n++) {
+            const long head = n / call->parts, part = n % call->parts;
+            float *state = states + head * size, *row = of_rows + head * rows;
+            if (call->parts > 1) {
+                state = total_of(call, head, part), row = state + size;
+                memset(state, 0, (size + rows) * sizeof(float));
+            }
+            sum_up(call, head, part, back, state, row);
+            if (call->parts == 1)
+                spread(call, head, part, back);
+        }
+        if (call->parts > 1) {
+#pragma omp for
+            for (long head = 0; head < call->all; head++)
+                for (long part = 0; part < call->parts; part++) {
+                    const float *own = total_of(call, head, part);
+                    for (long i = 0; i < size; i++)
+                        states[head * size + i] += own[i];
+                    for (long i = 0; i < rows; i++)
+                        of_rows[head * rows + i] += own[size + i];
+                }
+#pragma omp for schedule(dynamic, 1)
+            for (long n = 0; n < all; n++)
+                spread(call, n / call->parts, n % call->parts, back);
+        }
+    }
+}
+
+void isopos_forward_all(Call *call)
+{
+    run_all(call, 0);
+}
+
+void isopos_backward_all(Call *call)
+{
+    run_all(call, 1);
 }
 
 /* A token a head, of a stream: states [heads d e], of one column more where that is the sum of k, into `saved`, which may be

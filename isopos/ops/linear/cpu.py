@@ -20,7 +20,7 @@ from isopos.ops.linear.autograd import needs, refusal
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.linear.walk import Groups, Operand, Plan, Upstream, Walk, Walking, operands_of
+from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking, operands_of
 from isopos.ops.place import Place
 
 PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
@@ -107,11 +107,13 @@ class Pass:
     """Some tokens of the heads of a walk, described for the library. Tensors that it points to live as long as it does.
 
     Attributes:
-        shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up.
+        shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up. Of
+            one state, where that is of all keys.
     """
 
     def __init__(self, walk: "CpuWalk", n: int):
         self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
+        self.spans, self.all_keys = (self.span, *[walk.of_keys.spans[n]] * 2), walk.all_keys
         operands, denominator = self.operands, walk.denominator
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
@@ -120,12 +122,13 @@ class Pass:
         call.begins, call.ends, call.reverse = n == walk.order[0], n == walk.order[-1], walk.reverse
         call.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
+        call.keys = self.spans[1].stop - self.spans[1].start
         closed = walk.notes["closed"] if walk.plan.whole else [None] * len(operands)
-        widths = [self._operand(*each) for each in zip(operands, self._parts(), closed, strict=True)]
+        widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, closed, strict=True)]
         _, (call.d, call.own), (call.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
-        self.library, groups, own = lib, lib.isopos_groups(length), call.own or call.d
-        call.parts = min(groups, -(-call.threads // heads))
+        self.library, groups, own = lib, 1 if self.all_keys else lib.isopos_groups(length), call.own or call.d
+        call.parts = self._parts_of_all() if self.all_keys else min(groups, -(-call.threads // heads))
         self.shapes = [(groups, call.d, call.e), *[(groups, 1, own)] * denominator]
         call.scratch_size, call.total_size = lib.isopos_scratch_size(call.d, call.e, call.own), call.d * call.e + own + 1
         call.scratch = buffers("cpu scratch", call.threads, call.scratch_size).data_ptr()
@@ -135,14 +138,20 @@ class Pass:
     def _parts(self) -> tuple[Input, ...]:
         return self.call.q, self.call.k, self.call.v
 
-    def _operand(self, operand: Operand, part: Input, closed: Closed | None) -> tuple[int, int]:
+    def _parts_of_all(self) -> int:
+        """Parts of a head, which cost a sum of states: as many as give each thread its share."""
+        call = self.call
+        even = call.threads // math.gcd(call.all, call.threads) if call.all < 4 * call.threads else 1
+        return min(even, -(-max(call.length, call.keys) // CHUNK))
+
+    def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""
         x = operand.xs[self.n]
         if closed is None:
-            features = operand.described(self.span)
+            features = operand.described(span)
             closed = None if features is None else Closed.of(features, x)
         if closed is None:
-            given = operand.read(self.n, self.span)
+            given = operand.read(self.n, span)
             rows = [flat(_padded(x.resolve_neg())) for x in given]
             self.rows.append(given)
             self.alive += rows
@@ -186,7 +195,8 @@ class Pass:
         self.call.out, self.call.values, self.call.divide = view(out), out.shape[-1], divide
         if denominator is not None:
             self.call.denominator = view(denominator)
-        return library.run(self.library.isopos_forward, self.call)
+        run = self.library.isopos_forward_all if self.all_keys else self.library.isopos_forward
+        return library.run(run, self.call)
 
     def backward(
         self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
@@ -206,22 +216,22 @@ class Pass:
         elif call.denominated:
             call.values -= 1  # the last column is the denominator
         call.grad_state, call.grad_row = grads[0].data_ptr(), grads[-1].data_ptr()
-        pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, strict=True)]
+        pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, self.spans, strict=True)]
         shape = (*self.leading, self.span.stop - self.span.start)
         grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
-        library.run(self.library.isopos_backward, call)
+        library.run(self.library.isopos_backward_all if self.all_keys else self.library.isopos_backward, call)
         if call.reverse:
             grad_g = tuple(-x.flip(-1) for x in grad_g)
-        for operand, own, rows in zip(self.operands, pulled, self.rows, strict=True):
+        for operand, own, rows, span in zip(self.operands, pulled, self.rows, self.spans, strict=True):
             if rows is not None:
-                operand.pull(self.n, self.span, own)
+                operand.pull(self.n, span, own)
             for table in own if rows is None else ():
-                operand.pull_table(self.span, table)
+                operand.pull_table(span, table)
         return grad_g
 
-    def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None) -> list[Tensor]:
+    def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None, span: Span) -> list[Tensor]:
         """Say where gradients of an operand go: into its own; of its table, or of its rows, into buffers returned."""
         if rows is None:
             assert operand.grad_xs is not None
@@ -229,7 +239,7 @@ class Pass:
             if operand.table is None:
                 return []
             width = part.numbers * (2 if part.kind == KIND["lift"] else 1)
-            table = operand.buffers("cpu grad table", *self.leading, self.span.stop - self.span.start, width)
+            table = operand.buffers("cpu grad table", *self.leading, span.stop - span.start, width)
             part.grad_table = view(table)
             return [table]
         own = [operand.buffers(f"cpu grad {m}", *x.shape[:-1], whole(x.shape[-1])) for m, x in enumerate(rows)]
@@ -241,10 +251,15 @@ class Pass:
 class CpuWalk(Walk):
     """Causal sums forward, or those over later tokens in reverse, a call of the library for each of the plan's spans.
 
-    Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem.
+    Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem. Those over all keys
+    (`all_keys`) are one call, of a plan that is not cut.
     """
 
     notes: dict[str, Any] = field(default_factory=dict)
+    all_keys: bool = False
+
+    def plan_of_keys(self) -> Plan:
+        return Plan(self.operands[1].x, cut=False) if self.all_keys else self.plan
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -252,14 +267,15 @@ class CpuWalk(Walk):
             part = Pass(self, n)
             like = self.operands[0].x.new_empty
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
-            saved = [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes] if keep else []
+            saved = states if self.all_keys else [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes]
+            saved = saved if keep else []
             own = denominators[n] if self.denominator else None
             self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
             yield n, None, None, saved
 
     def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         upstream.split(self.plan.sizes)
-        after = [torch.zeros_like(state[..., 0, :, :]) for state in states[0]]
+        after = [torch.zeros_like(state if self.all_keys else state[..., 0, :, :]) for state in states[0]]
         for n, saved in zip(reversed(self.order), reversed(states), strict=True):
             span, part = self.plan.spans[n], Pass(self, n)
             for every, scale in zip(
@@ -284,12 +300,12 @@ class Cpu(Walking):
                 return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
         if why := refusal(sums):
             return why
-        if not sums.causal and sums.g is None:
-            return "sums over all keys are products of matrices, which PyTorch has"
         if why := library.unreadable(*sums.tensors):
             return why
         operands, _ = sums.notes["operands"] = operands_of(sums, needs(sums))
         closed = sums.notes["closed"] = _closed(operands)
+        if not sums.causal and sums.g is None and not all(closed):
+            return "features that PyTorch makes go into products of matrices over all keys, which it has, too"
         (queries, _), (keys, _), _ = widths = [
             _widths(*each) for each in zip(sums.features, sums.inputs, closed, strict=True)
         ]
@@ -329,7 +345,7 @@ class Cpu(Walking):
         if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
             return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
         lib = library.libraries()[0][library.lanes()]
-        sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, d, e, own)
+        sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, 1, d, e, own)
         return ""
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
@@ -340,8 +356,9 @@ class Cpu(Walking):
 
     def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
         denominator = sums.denominator is not None
-        directions = (False,) if sums.causal else (False, True)
-        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes) for reverse in directions]
+        every = not sums.causal and g is None
+        directions = (False,) if sums.causal or every else (False, True)
+        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes, every) for reverse in directions]
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         sums.notes["finite"] = True
@@ -349,7 +366,9 @@ class Cpu(Walking):
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved
-        return CHUNKS.backward(sums, saved, grad, needs) if watched else super().backward(sums, saved, grad, needs)
+        if watched:  # what was saved is of other groups
+            return CHUNKS.backward(sums, CHUNKS.forward(sums, needs)[1], grad, needs)
+        return super().backward(sums, saved, grad, needs)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         return super().run(sums) if sums.stream is None else self._step(sums)

@@ -1,6 +1,7 @@
 """Sums as a graph of PyTorch's operations, for what kernels refuse: under a compiler, in streams, with any phi."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from isopos.ops.linear.autograd import Backend, Kernel
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
-from isopos.ops.linear.isolation import isolated
+from isopos.ops.linear.isolation import broken, finite, isolated, looks
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.step import carry
 
@@ -67,9 +68,36 @@ def _linear_sum_autograd(ctx, grad: Tensor):
 _linear_sum.register_autograd(_linear_sum_autograd, setup_context=_save_inputs)
 
 
+class _Products(torch.autograd.Function):
+    """Queries times the sum of k v^T. What is not finite leaves gradients alone of rows that do not see it.
+
+    That sum and its gradient are small, and tell whether anything is: neither inputs nor outputs are looked at.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state = k.mT @ v
+        ctx.save_for_backward(q, k, v, state)
+        return q @ state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (q, k, v, state), (grad,) = ctx.saved_tensors, grads
+        with full_precision(q.device):
+            after = q.mT @ grad
+            if looks(grad) and not finite(state * after):  # zero times NaN is NaN
+                q, k, v = (torch.where(broken([x])[..., None], 0, x) for x in (q, k, v))
+                state, after = k.mT @ v, q.mT @ grad
+            elif torch.is_grad_enabled():  # for second derivatives
+                state = k.mT @ v
+            factors = (grad, state.mT), (v, after.mT), (k, after)
+            return tuple(a @ b if need else None for (a, b), need in zip(factors, ctx.needs_input_grad, strict=True))
+
+
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
     if not causal and g is None:
-        return q @ (k.mT @ v)
+        learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return _Products.apply(q, k, v) if learned and looks(q.detach()) else q @ (k.mT @ v)  # pyright: ignore[reportReturnType]
     g_q, g_k = g or (None, None)
     return _linear_sum(q, k, v, g_q, g_k, causal)
 
@@ -115,7 +143,8 @@ class Graph(Backend):
         if (sums.causal or g is not None) and t != sums.k.shape[-2]:
             operands, g = aligned(operands, g)
         totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
-        total = (totals[0] if len(totals) == 1 else torch.cat(totals, -1))[..., -t:, :]
+        total = totals[0] if len(totals) == 1 else torch.cat(totals, -1)
+        total = total if total.shape[-2] == t else total[..., -t:, :]  # a slice of everything is a pass of its own, back
         return divide(total) if sums.denominator == "divide" else total
 
 

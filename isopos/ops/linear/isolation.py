@@ -6,15 +6,22 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from isopos.ops.library import watched
 from isopos.ops.linear.features import Sums
 
 
+def looks(x: Tensor) -> bool:
+    """Whether numbers can be looked at: not under a compiler, nor at little cost but on a CPU."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or watched() or is_legacy_batchedtensor(x):
+        return False
+    return x.device.type == "cpu"
+
+
 def finite(x: Tensor) -> bool:
-    """Whether all numbers are finite, as far as it can be told: not under a compiler, nor at little cost but on a CPU."""
-    seen = not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu" and not watched()
-    return not seen or math.isfinite(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
+    """Whether all numbers are finite, as far as it can be told."""
+    return not looks(x) or math.isfinite(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item())
 
 
 def broken(parts: Iterable[Tensor]) -> Tensor:
@@ -30,8 +37,11 @@ def joined(total: Tensor, clean: Tensor, seen: Tensor) -> Tensor:
 def isolated(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tensor:
     """The sums, summed again without broken tokens where any number is not finite, for the rows that see none of these.
 
-    Without log decays the last row sees every key; of another row's query gradients alone would hold something.
+    Without log decays the last row sees every key; of another row's query gradients alone would hold something. In two
+    products of matrices all rows of a head see each of its keys, and their gradients are `graph`'s care.
     """
+    if sums.products:
+        return total
     known = sums.notes.get("finite")
     if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]) if known is None else known:
         return total
