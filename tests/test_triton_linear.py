@@ -251,6 +251,25 @@ def test_a_stream_whose_heads_share_keys(several_segments):
     assert len(several_segments) == 3
 
 
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_compiler_leaves_the_kernels_as_they_are(several_segments, steps):
+    """Their gate is no break of its graph; causal sums of tokens are one operation, which they serve."""
+    scheme = schemes.REGISTRY["retnet"](16, 2)
+    q, k, v = drawn(*[(1, 2, 30 + steps, 16)] * 3)
+    first = scheme.at(sequence(30), state=State())
+    state = linear_attention(*(x[..., :30, :] for x in (q, k, v)), causal=True, return_state=True, **first)[1]
+
+    given = scheme.at(sequence(30 + steps)[30:], state=state) | {"causal": True}
+
+    def attend(q, k, v):
+        return linear_attention(*(x[..., 30:, :] for x in (q, k, v)), **given)
+
+    several_segments.clear()
+    with torch.no_grad():
+        near([torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)], [attend(q, k, v).double()])
+    assert bool(several_segments) == (steps > 1)
+
+
 def test_a_prefill_and_its_steps(several_segments):
     scheme = schemes.REGISTRY["retnet"](16, 2)
     q, k, v = drawn(*[(1, 2, 72, 16)] * 3)

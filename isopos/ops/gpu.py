@@ -26,6 +26,8 @@ def _absent() -> str:
 
 def unreadable(*tensors: Tensor) -> str:
     """Why no Triton kernel may read these, or "": they are plain tensors on a CUDA device, which nothing watches."""
+    if torch.compiler.is_compiling():
+        return "a compiler cannot trace it"
     for x in tensors:
         if not (x.is_cuda or (x.is_cpu and interpreted())):
             return f"it runs on CUDA devices, not on {x.device.type}"
