@@ -260,6 +260,17 @@ def test_two_products_have_any_derivatives():
             close(a[n], b)
 
 
+def test_autocast_does_not_reach_two_products():
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        leaves = inputs(2, t=70, dtype=torch.float32, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = linear_attention(*leaves, denominator=None)
+            found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert all(map(torch.equal, *found))
+
+
 @causality
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
 def test_the_naive_definition_is_linear_attention_with_more_derivatives(causal, denominator):

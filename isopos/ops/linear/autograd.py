@@ -85,7 +85,7 @@ def refusal(sums: Sums) -> str:
         return f"{type(unnamed[0]).__name__} is no FeatureMap and may hold parameters, which another pass would not see"
     if (sums.causal or sums.g is not None) and sums.q.shape[-2] != sums.k.shape[-2]:
         return f"causal and decaying sums have as many queries as keys, here {sums.q.shape[-2]} and {sums.k.shape[-2]}"
-    if not sums.causal and sums.g is None and sums.denominator is None and sums.ready:
+    if sums.products:
         return "two products of matrices are all there is to do"
     return ""
 

@@ -263,6 +263,11 @@ class Sums:
         return all(own.ready(x) for own, x in zip(self.features, self.inputs, strict=True))
 
     @property
+    def products(self) -> bool:
+        """Whether two products of matrices are all there is to do."""
+        return not self.causal and self.g is None and self.denominator is None and self.ready
+
+    @property
     def across(self) -> Tensor | None:
         """What the sums of a stream weigh at the next token, contiguous float32 ``[*b h]``; None without a decay."""
         if self.g is None or self.stream is None or self.stream.before is None:
@@ -283,5 +288,7 @@ class Sums:
 
     def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """All features, with a graph."""
+        if self.ready:
+            return (self.q,), (self.k,), self.v
         queries, keys, (values,) = (own(x) for own, x in zip(self.features, self.inputs, strict=True))
         return queries, keys, values

@@ -83,14 +83,15 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (q, k, v, state), (grad,) = ctx.saved_tensors, grads
-        after = q.mT @ grad
-        if looks(grad) and not finite(state * after):  # zero times NaN is NaN
-            q, k, v = (torch.where(broken([x])[..., None], 0, x) for x in (q, k, v))
-            state, after = k.mT @ v, q.mT @ grad
-        elif torch.is_grad_enabled():  # for second derivatives
-            state = k.mT @ v
-        products = lambda: grad @ state.mT, lambda: v @ after.mT, lambda: k @ after
-        return tuple(product() if need else None for product, need in zip(products, ctx.needs_input_grad, strict=True))
+        with full_precision(q.device):
+            after = q.mT @ grad
+            if looks(grad) and not finite(state * after):  # zero times NaN is NaN
+                q, k, v = (torch.where(broken([x])[..., None], 0, x) for x in (q, k, v))
+                state, after = k.mT @ v, q.mT @ grad
+            elif torch.is_grad_enabled():  # for second derivatives
+                state = k.mT @ v
+            factors = (grad, state.mT), (v, after.mT), (k, after)
+            return tuple(a @ b if need else None for (a, b), need in zip(factors, ctx.needs_input_grad, strict=True))
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
@@ -142,7 +143,8 @@ class Graph(Backend):
         if (sums.causal or g is not None) and t != sums.k.shape[-2]:
             operands, g = aligned(operands, g)
         totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
-        total = (totals[0] if len(totals) == 1 else torch.cat(totals, -1))[..., -t:, :]
+        total = totals[0] if len(totals) == 1 else torch.cat(totals, -1)
+        total = total if total.shape[-2] == t else total[..., -t:, :]  # a slice of everything is a pass of its own, back
         return divide(total) if sums.denominator == "divide" else total
 
 

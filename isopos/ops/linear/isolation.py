@@ -40,9 +40,9 @@ def isolated(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tensor
     Without log decays the last row sees every key; of another row's query gradients alone would hold something. In two
     products of matrices all rows of a head see each of its keys, and their gradients are `graph`'s care.
     """
-    known = sums.notes.get("finite")
-    if not sums.causal and sums.g is None and sums.denominator is None and sums.ready:
+    if sums.products:
         return total
+    known = sums.notes.get("finite")
     if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]) if known is None else known:
         return total
     clean, seen = cleaned(sums)
