@@ -259,7 +259,8 @@ class Permutation(Encoding):
         """The index of each token's permutation, a byte a feature where there are at most 256."""
         self.group.check(x)
         cycles, steps = self.table.to(x.device), x.to(torch.int64)
-        return Gather(torch.cat([self._index(cycles, part) for part in steps.split(SEGMENT, -2)], -2))
+        parts = [self._index(cycles, part) for part in steps.split(SEGMENT, -2)]
+        return Gather(parts[0] if len(parts) == 1 else torch.cat(parts, -2))
 
     def _index(self, cycles: Tensor, steps: Tensor) -> Tensor:
         """The feature that comes to each place ``[*b h t d]``, after steps ``[*b t c]`` through cycles ``[4 c h d]``."""

@@ -26,6 +26,7 @@
 #define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
 #endif
 #define CHUNK 64 /* the most tokens of a chunk */
+#define STEPS (64 / LANES) /* of a product, between lines of memory that it asks for */
 #define GROUP 4  /* chunks between states that the backward pass gets: it computes those between again */
 #define MOST 256 /* the most features */
 #define PAST (1 << 20) /* numbers of a result that is written past the caches */
@@ -126,60 +127,71 @@ typedef struct {
 } Product;
 
 /* Tokens of a chunk that is further than a processor looks ahead: asked for line by line while products are made, as all at once
-   would take the buffers that other lines need. Of k, v, q, the gradient and the output, some that follow each other. */
+   would take the buffers that other lines need. Of k, v, q, the gradient and the output of sums, and gradients of k, v and q
+   some that follow each other. */
 typedef struct {
     const Call *call;
     Chunk n;
     int tensor, tensors;   /* the next one, and the end */
     const char *at, *stop; /* the next line, and the end of its row */
     long stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
-    long left, steps;      /* lines of this tensor, and steps of a product from one to the next, less one */
+    long left, twice;      /* lines of this tensor; whether two are asked for at a time, not one */
 } Ahead;
 
-/* The next tensor, when one is done. */
+/* To the next tensor that there is, when one is done. */
 static void go_on(Ahead *ahead)
 {
-    if (ahead->left > 0 || ahead->tensor >= ahead->tensors)
-        return;
     const Call *call = ahead->call;
-    const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = ahead->tensor < 3 ? inputs[ahead->tensor] : 0;
-    const View *view = o ? &o->x : ahead->tensor == 3 ? &call->grad : &call->out;
-    const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->values, size = type == FLOAT32 ? 4 : 2;
-    const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
-    ahead->at = place_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
-    ahead->stride = view->token * size, ahead->gap = ahead->stride - lines * 64;
-    ahead->left = ahead->n.c / together * lines;
-    ahead->tensor++;
+    while (!ahead->left && ahead->tensor < ahead->tensors) {
+        const int m = ahead->tensor++;
+        const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = m < 3 ? inputs[m] : m < 5 ? 0 : inputs[m - 5];
+        const View *view = m < 3 ? &o->x : m == 3 ? &call->grad : m == 4 ? &call->out : &o->grad;
+        const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->values, size = type == FLOAT32 ? 4 : 2;
+        const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
+        if (!view->first)
+            continue;
+        ahead->at = place_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
+        ahead->stride = view->token * size, ahead->gap = ahead->stride - lines * 64;
+        ahead->left = ahead->n.c / together * lines;
+    }
 }
 
 INLINE Ahead ahead_of(const Call *call, Chunk n, int tensor, int tensors)
 {
     Ahead ahead = {call, n, tensor, n.c > 0 ? tensors : 0};
-    ahead.steps = (call->d > 32 ? 4 : 2) * (16 / LANES) - 1;
+    ahead.twice = call->d <= 32 || call->reverse; /* by which about all are asked for */
     return ahead;
+}
+
+INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, long m)
+{
+    lanes b[WIDE];
+    for (int w = 0; w < wide; w++)
+        b[w] = *(const lanes *)(p->b + m * p->stride + j + w * LANES);
+    for (int r = 0; r < ROWS; r++) {
+        const float a = p->a[r * p->row + m * p->column];
+        for (int w = 0; w < wide; w++)
+            sum[r][w] += a * b[w];
+    }
 }
 
 /* Columns of b from j on. */
 INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, Ahead *ahead)
 {
     const char *at = ahead->at, *stop = ahead->stop;
-    long left = ahead->left;
-    for (long m = 0; m < p->depth; m++) {
-        lanes b[WIDE];
-        if ((m & ahead->steps) == ahead->steps && left > 0) {
+    long left = ahead->left, m = 0;
+    for (; m + STEPS <= p->depth; m += STEPS) {
+        for (int n = 0; n < 2 && (n == 0 || ahead->twice) && left > 0; n++) {
             __builtin_prefetch(at, 0, 2);
             left--, at += 64;
             if (at == stop)
                 at += ahead->gap, stop += ahead->stride;
         }
-        for (int w = 0; w < wide; w++)
-            b[w] = *(const lanes *)(p->b + m * p->stride + j + w * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            const float a = p->a[r * p->row + m * p->column];
-            for (int w = 0; w < wide; w++)
-                sum[r][w] += a * b[w];
-        }
+        for (int n = 0; n < STEPS; n++)
+            add_step(sum, wide, p, j, m + n);
     }
+    for (; m < p->depth; m++)
+        add_step(sum, wide, p, j, m);
     ahead->at = at, ahead->stop = stop, ahead->left = left;
 }
 
@@ -930,10 +942,10 @@ long isopos_groups(long length)
 }
 
 /* Where a part of a head begins, with whole groups. Of two parts the one that sums up the other one is shorter, by what that
-   takes: a quarter of a forward pass, and a seventh of a backward one. */
+   takes: a third of a forward pass, and a sixth of a backward one. */
 static long begin_of(const Call *call, long part, int back)
 {
-    const long groups = isopos_groups(call->length), first = (groups * (back ? 6 : 4) + (back ? 6 : 3)) / (back ? 13 : 7);
+    const long groups = isopos_groups(call->length), first = back ? (groups * 5 + 5) / 11 : (groups * 3 + 2) / 5;
     const long group = call->parts != 2 ? part * groups / call->parts : part == 1 ? first : part * groups / 2;
     return group * GROUP * CHUNK < call->length ? group * GROUP * CHUNK : call->length;
 }
@@ -1190,7 +1202,8 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
     float *scores = take(&rest, CHUNK * CHUNK), *grad_scores = take(&rest, CHUNK * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
     float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
-    const Seen seen = {w, make_inside(w, c, buffer), 0, c, !call->reverse}, less_seen = {w, seen.inside, own ? 0 : less, c, seen.own};
+    const Seen seen = {w, make_inside(w, c, buffer), 0, c, !call->reverse};
+    const Seen less_seen = {w, seen.inside, own ? 0 : less, c, seen.own};
     const float *before = w->fades ? w->before : 0, *after = w->fades ? w->after : 0;
     transpose(k, c, d, transposed, CHUNK);
     weigh(q, transposed, d, &seen, scores, ahead);
@@ -1270,7 +1283,7 @@ static void forward_part(const Call *call, long head, long part)
             memcpy(call->saved_rows + at * rows, row, rows * sizeof(float));
         }
         begin_step(call, chunk_of(call, head, start, to), &step, &buffer);
-        Ahead ahead = ahead_of(call, chunk_of(call, head, start + CHUNK, to), 0, 3);
+        Ahead ahead = ahead_of(call, chunk_of(call, head, start + CHUNK, to), 0, call->reverse ? 5 : 3);
         forward_chunk(call, &step, &ahead, state, row, buffer);
         if (start + CHUNK >= to && !kept)
             continue;
@@ -1302,14 +1315,15 @@ static void backward_group(const Call *call, long head, long start, long to, flo
             continue;
         }
         const Step *last = step - 1;
-        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state, &none);
+        outer(last->v.features, last->k.features, &last->w, last->w.after, last->n.c, e, d, scaled, last->state, step->state,
+              &none);
         memcpy(step->row, last->row, rows * sizeof(float));
         if (rows)
             add_rows(last->k.own, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
     }
     while (step-- > steps) {
         const long earlier = step->n.start - GROUP * CHUNK;
-        Ahead ahead = earlier < 0 ? none : ahead_of(call, chunk_of(call, head, earlier, to), 0, call->divide ? 5 : 4);
+        Ahead ahead = earlier < 0 ? none : ahead_of(call, chunk_of(call, head, earlier, to), 0, call->q.add ? 8 : 5);
         backward_chunk(call, step, &ahead, grad_state, grad_row, rest);
         outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state,
               &ahead);
@@ -1354,9 +1368,9 @@ static void sum_part(const Call *call, long head, long part, float *state, int b
             values = (Rows){step.grads, e}, less = step.less;
         } else
             values = make_features(call, &call->v, step.n, e, &buffer).features;
-        Ahead ahead = ahead_of(call, chunk_of(call, head, back ? start - CHUNK : start + CHUNK, back ? start : to), back ? 2 : 0,
-                               back ? call->divide ? 5 : 4 : 2);
-        ahead.steps /= 2; /* with few of them */
+        const Chunk next = chunk_of(call, head, back ? start - CHUNK : start + CHUNK, back ? start : to);
+        Ahead ahead = ahead_of(call, next, back ? 2 : 0, back ? 5 : 2);
+        ahead.twice = 1; /* with one product alone */
         outer(keys.features, values, &step.w, weight, step.n.c, d, e, scaled, state, state, &ahead);
         if (rows)
             add_rows(keys.own, weight, less, step.n.c, rows, step.w.across, row);
@@ -1498,7 +1512,7 @@ static void add_outer(Rows a, Rows b, long c, long x, long y, float *state, Ahea
 static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int tensors)
 {
     Ahead ahead = ahead_of(call, chunk_of(call, n.head, n.start + CHUNK, to), tensor, tensors);
-    ahead.steps /= 2;
+    ahead.twice = 1;
     return ahead;
 }
 
