@@ -602,18 +602,28 @@ static void map(long phi, const float *x, float *y, long width)
     BY_MAP(phi, MAP)
 }
 
+/* a * b, less c in even lanes and c more in odd ones; with sign -1 the reverse. */
+INLINE lanes alternate(lanes a, lanes b, lanes c, float sign)
+{
+#if LANES == 16
+    const __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c;
+    return (lanes)(sign > 0 ? _mm512_fmaddsub_ps(x, y, z) : _mm512_fmsubadd_ps(x, y, z));
+#else
+    const __m256 x = (__m256)a, y = (__m256)b, z = (__m256)c;
+    return (lanes)(sign > 0 ? _mm256_fmaddsub_ps(x, y, z) : _mm256_fmsubadd_ps(x, y, z));
+#endif
+}
+
 /* Pairs times cos + i sin, or with sign -1 times cos - i sin; x may be y. */
 INLINE void rotate(const float *x, const float *table, float sign, float *y, long width)
 {
 #define OTHER(l) ((l) ^ 1)
 #define EVEN(l) ((l) & ~1)
 #define ODD(l) ((l) | 1)
-#define SIGN(l) ((l) & 1 ? 1 : -1)
-    const lanes signs = sign * (lanes)LANES_LIST(SIGN);
     for (long m = 0; m < width; m += LANES) {
         const lanes a = *(const lanes *)(x + m), t = *(const lanes *)(table + m);
         const lanes cosine = __builtin_shuffle(t, (order)LANES_LIST(EVEN)), sine = __builtin_shuffle(t, (order)LANES_LIST(ODD));
-        *(lanes *)(y + m) = a * cosine + __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * (sine * signs);
+        *(lanes *)(y + m) = alternate(a, cosine, __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * sine, sign);
     }
 }
 
@@ -697,6 +707,7 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
 /* The gradient of a token's table [2 a pair], from features before it and gradients after it. */
 INLINE void pull_table(const Input *o, const float *x, const float *grad, float *out)
 {
+#define SIGN(l) ((l) & 1 ? 1 : -1)
 #define ODD_OF_SECOND(l) ((l) & 1 ? LANES + (l) : (l))
 #define FROM_LOW(l) (((l) & 1 ? LANES : 0) + (l) / 2)
 #define FROM_HIGH(l) (((l) & 1 ? LANES : 0) + LANES / 2 + (l) / 2)
