@@ -57,10 +57,7 @@ def main(sanitizer: str, calls: int) -> int:
         if sanitizer == "thread":
             command = ["setarch", "-R", *command]  # it knows addresses that are not drawn at random
         options = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1 ignore_noninstrumented_modules=1"}
-        options |= {
-            "OMP_WAIT_POLICY": "passive",
-            "MKL_DISABLE_FAST_MM": "1",
-        }  # more threads than cores; locks stay in a fork
+        options |= {"OMP_WAIT_POLICY": "passive", "MKL_DISABLE_FAST_MM": "1"}  # more threads than cores; a fork keeps locks
         environment = os.environ | options | ({"LD_PRELOAD": preload} if preload else {})
         return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 

@@ -1673,15 +1673,38 @@ static void pull_keys(const Call *call, long head, long part)
     }
 }
 
-/* What all tokens of a head add up to goes to its state, or to the gradient of that; then what comes of it. */
-static void sum_up(const Call *call, long head, long part, int back, float *state, float *row)
+/* How many parts of a head are summed up, in what a causal part's total has for the weight across it. */
+INLINE int *counter_of(const Call *call, long head)
 {
-    if (back)
-        pull_queries(call, head, part, state, row);
-    else
-        sum_keys(call, head, part, state, row);
+    return (int *)(total_of(call, head, 0) + state_size(call) + row_size(call));
 }
 
+/* What a part's tokens add to the state of a head, or with `back` to the gradient of that; who sums up the last part joins them. */
+static void sum_up(const Call *call, long head, long part, int back)
+{
+    const long size = state_size(call), rows = row_size(call);
+    float *state = (back ? call->grad_state : call->state) + head * size, *row = (back ? call->grad_row : call->row) + head * rows;
+    float *own = state, *own_row = row;
+    if (call->parts > 1) {
+        own = total_of(call, head, part), own_row = own + size;
+        memset(own, 0, (size + rows) * sizeof(float));
+    }
+    if (back)
+        pull_queries(call, head, part, own, own_row);
+    else
+        sum_keys(call, head, part, own, own_row);
+    if (call->parts == 1 || __atomic_add_fetch(counter_of(call, head), 1, __ATOMIC_ACQ_REL) < call->parts)
+        return;
+    for (long m = 0; m < call->parts; m++) {
+        own = total_of(call, head, m), own_row = own + size;
+        for (long i = 0; i < size; i++)
+            state[i] += own[i];
+        for (long i = 0; i < rows; i++)
+            row[i] += own_row[i];
+    }
+}
+
+/* What comes of a state for a part's tokens. */
 static void spread(const Call *call, long head, long part, int back)
 {
     if (back)
@@ -1694,38 +1717,24 @@ static void spread(const Call *call, long head, long part, int back)
 /* States and their gradients are sums of all tokens; backward, states are the saved ones. */
 static void run_all(Call *call, int back)
 {
-    const long size = state_size(call), rows = row_size(call), all = call->all * call->parts;
-    float *states = back ? call->grad_state : call->state, *of_rows = back ? call->grad_row : call->row;
+    const long parts = call->parts, all = call->all * parts;
     call->past = !back && call->values == call->e && streams(call, &call->out, call->length, call->e);
     for (Input *o = &call->q; back && o <= &call->v; o++)
         o->past = !o->add && whole(o) && streams(call, &o->grad, o == &call->q ? call->length : call->keys, o->width);
+    for (long head = 0; parts > 1 && head < call->all; head++)
+        *counter_of(call, head) = 0;
 #pragma omp parallel num_threads(call->threads)
     {
 #pragma omp for schedule(dynamic, 1)
         for (long n = 0; n < all; n++) {
-            const long head = n / call->parts, part = n % call->parts;
-            float *state = states + head * size, *row = of_rows + head * rows;
-            if (call->parts > 1) {
-                state = total_of(call, head, part), row = state + size;
-                memset(state, 0, (size + rows) * sizeof(float));
-            }
-            sum_up(call, head, part, back, state, row);
-            if (call->parts == 1)
-                spread(call, head, part, back);
+            sum_up(call, n / parts, n % parts, back);
+            if (parts == 1)
+                spread(call, n, 0, back);
         }
-        if (call->parts > 1) {
-#pragma omp for
-            for (long head = 0; head < call->all; head++)
-                for (long part = 0; part < call->parts; part++) {
-                    const float *own = total_of(call, head, part);
-                    for (long i = 0; i < size; i++)
-                        states[head * size + i] += own[i];
-                    for (long i = 0; i < rows; i++)
-                        of_rows[head * rows + i] += own[size + i];
-                }
+        if (parts > 1) {
 #pragma omp for schedule(dynamic, 1)
             for (long n = 0; n < all; n++)
-                spread(call, n / call->parts, n % call->parts, back);
+                spread(call, n / parts, n % parts, back);
         }
     }
 }

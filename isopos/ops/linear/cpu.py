@@ -139,10 +139,12 @@ class Pass:
         return self.call.q, self.call.k, self.call.v
 
     def _parts_of_all(self) -> int:
-        """Parts of a head, which cost a sum of states: as many as give each thread its share."""
-        call = self.call
-        even = call.threads // math.gcd(call.all, call.threads) if call.all < 4 * call.threads else 1
-        return min(even, -(-max(call.length, call.keys) // CHUNK))
+        """Parts of a head, which cost a sum of states: where heads do not suffice, some for each thread, and as many."""
+        heads, threads, chunks = self.call.all, self.call.threads, -(-max(self.call.length, self.call.keys) // CHUNK)
+        if heads % threads == 0 or heads >= 4 * threads:
+            return 1
+        even = threads // math.gcd(heads, threads)
+        return min(chunks, even * -(-4 * threads // (heads * even)))
 
     def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
         """Describe an operand; its width, and that of its own features or 0."""

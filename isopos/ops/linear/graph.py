@@ -71,7 +71,8 @@ _linear_sum.register_autograd(_linear_sum_autograd, setup_context=_save_inputs)
 class _Products(torch.autograd.Function):
     """Queries times the sum of k v^T. What is not finite leaves gradients alone of rows that do not see it.
 
-    That sum and its gradient are small, and tell whether anything is: neither inputs nor outputs are looked at.
+    Such a number of a key or a query makes a row of that sum or of its gradient so, one of a value a column: edges of both
+    tell, and neither inputs nor outputs are looked at.
     """
 
     @staticmethod
@@ -85,7 +86,8 @@ class _Products(torch.autograd.Function):
         (q, k, v, state), (grad,) = ctx.saved_tensors, grads
         with full_precision(q.device):
             after = q.mT @ grad
-            if looks(grad) and not finite(state * after):  # zero times NaN is NaN
+            edges = state[..., :1], state[..., :1, :], after[..., :1]
+            if looks(grad) and not all(map(finite, edges)):
                 q, k, v = (torch.where(broken([x])[..., None], 0, x) for x in (q, k, v))
                 state, after = k.mT @ v, q.mT @ grad
             elif torch.is_grad_enabled():  # for second derivatives
