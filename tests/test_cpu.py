@@ -387,6 +387,22 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
 
 
 @NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
+    """Where a permutation has no whole vectors, and a reflection comes before it."""
+    draw = torch.Generator().manual_seed(1)
+    normal = F.normalize(torch.randn(2, 1, 20, generator=draw), dim=-1)
+    index = torch.rand(2, 70, 20, generator=draw).argsort(-1).to(torch.uint8)
+    given = {"isometry": Chain(Reflection(normal), Gather(index)), "causal": causal, "denominator": None}
+    leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 70, 20, generator=draw)]
+    grad = torch.randn(1, 2, 70, 20, generator=draw)
+    grad[:, :, 5] = torch.nan
+    assert explain(*leaves, **given).backend == "cpu"
+    found = torch.autograd.grad(linear_attention(*leaves, **given), leaves[0], grad)[0]
+    assert torch.equal(found.isfinite().all(-1)[0, 0], torch.arange(70) != 5)
+
+
+@NEEDED
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 @pytest.mark.parametrize("name", ["lrpe-unitary", "lrpe-orthogonal", "permuteformer"])
 @pytest.mark.parametrize("d", [4, 8, 12, 20, 24, 40, 120])

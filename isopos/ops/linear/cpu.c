@@ -683,10 +683,12 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
 {
     if (o->kind == ROTATION)
         rotate(y, table, -1, x, o->width);
-    else if (o->kind == GATHER)
+    else if (o->kind == GATHER) {
         for (long m = 0; m < o->numbers; m++)
             x[((const unsigned char *)table)[m]] = y[m];
-    else
+        for (long m = o->numbers; m < o->width; m++)
+            x[m] = 0;
+    } else
         for (long m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
             split_table((const float *)table + 2 * m, &cosine, &sine);
