@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from isopos import positions, schemes
-from isopos.attention import explain, linear_attention
+from isopos.attention import explain, linear_attention, naive_linear_attention
 from isopos.feature_maps import FEATURE_MAPS
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import library
@@ -375,6 +375,25 @@ def test_each_weight_is_as_exact_as_float32(fall, causal):
 
 
 @NEEDED
+@pytest.mark.parametrize("form", ["plain", "encoded", None])
+@pytest.mark.parametrize("rate", [1.0, 200.0, 2000.0])
+@pytest.mark.parametrize("part", [0.5, 0.9])
+def test_a_query_may_come_long_after_its_key(part, rate, form):
+    """Both ways: the weight from a key to the query of its index may be zero, and one over it is formed nowhere."""
+    t, draw = 130, torch.Generator().manual_seed(1)
+    key = -rate * torch.arange(t, dtype=torch.float64)
+    angles = torch.rand(t, 8, generator=draw) / 4
+    given = {"decay": (key - part * rate, key), "denominator": form, "feature_map": FEATURE_MAPS["elu+1"]}
+    given |= {"isometry": Rotation(torch.stack((angles.cos(), angles.sin()), -1))} if form == "plain" else {}
+    inputs, grad = torch.rand(3, 1, 2, t, 16, generator=draw), torch.randn(1, 2, t, 16, generator=draw)
+    assert explain(*inputs, **given).backend == "cpu"
+    found = with_gradients(inputs, torch.float32, given, grad)
+    exact = with_gradients(inputs, torch.float64, given, grad, naive_linear_attention)
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=2e-5 * max(1e-30, y.abs().max().item()))
+
+
+@NEEDED
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_a_number_stays_where_it_belongs(bad):
     q, k, v = torch.randn(3, 1, 2, 150, 16)
@@ -575,7 +594,7 @@ CHECK = """
 import torch
 from isopos.ops import library
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.attention import explain, linear_attention
+from isopos.attention import explain, linear_attention, naive_linear_attention
 from isopos import positions, schemes
 print(library.libraries()[1])
 torch.manual_seed(0)
@@ -617,7 +636,7 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
 SMALL_STACK = """
 import torch
 from isopos import rope, sequence
-from isopos.attention import explain, linear_attention
+from isopos.attention import explain, linear_attention, naive_linear_attention
 
 torch.set_num_threads(4)
 leaves = [torch.randn(2, 4, 150, 256).requires_grad_() for _ in range(3)]

@@ -506,6 +506,8 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         const int first = call->begins && n.start == 0; /* then the state before is zero */
         const double sign = call->reverse ? -1 : 1; /* tokens that are further away have less weight in either direction */
         start = sign * key[first ? 0 : -call->g_k.token], end = sign * key[(c - 1) * call->g_k.token];
+        if (first && start < sign * *query) /* that token has no key before it, from which to fall */
+            start = sign * *query;
         for (long i = 0; i < c; i++) {
             w->query[i] = sign * query[i * call->g_q.token];
             w->key[i] = sign * key[i * call->g_k.token];
@@ -533,10 +535,22 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
     }
 }
 
-/* The weight of a token's own key. */
+/* The weight of a token's own key, and that of the key before it. */
 INLINE float own_weight(const Weights *w, long i)
 {
     return w->fades && w->query[i] != w->key[i] ? exponentials((doubles){w->query[i] - w->key[i]})[0] : 1;
+}
+
+INLINE float next_weight(const Weights *w, long i)
+{
+    return w->fades && w->query[i - 1] != w->key[i - 1] ? exponentials((doubles){w->query[i] - w->key[i - 1]})[0] : w->step[i];
+}
+
+/* The weight of the last key that token i of a chunk sees, its own one or in `reverse` that before it; 0 where another chunk has
+   it. */
+INLINE float last_weight(const Weights *w, long i, long reverse)
+{
+    return !reverse ? own_weight(w, i) : i ? next_weight(w, i) : 0;
 }
 
 /* Weights inside a chunk [c CHUNK], for those that a query sees; null where they are products of rows and columns, or 1. */
@@ -1047,13 +1061,13 @@ static void denominators(const Call *call, long c, const Weights *w, const Made 
         for (int v = 0; v < wide; v++)
             seen[v] = *(const lanes *)(row + m + v * LANES);
         for (long i = 0; i < c; i++) {
-            const float s = w->step[i], here = own_weight(w, i);
-            const float *key = keys.at + i * keys.stride + m, *query = queries.at + i * queries.stride + m;
+            const float s = w->step[i], last = last_weight(w, i, call->reverse);
+            const float *key = keys.at + (call->reverse && i ? i - 1 : i) * keys.stride + m;
+            const float *query = queries.at + i * queries.stride + m;
             lanes sum = {0};
             for (int v = 0; v < wide; v++) {
-                const lanes before = s * seen[v];
-                seen[v] = before + here * *(const lanes *)(key + v * LANES);
-                sum += (call->reverse ? before : seen[v]) * *(const lanes *)(query + v * LANES);
+                seen[v] = s * seen[v] + last * *(const lanes *)(key + v * LANES);
+                sum += seen[v] * *(const lanes *)(query + v * LANES);
             }
             denominator[i] += total(sum);
         }
@@ -1072,21 +1086,22 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
         for (int v = 0; v < wide; v++)
             sum[v] = *(const lanes *)(row + m + v * LANES);
         for (long i = 0; i < c; i++) {
-            const float s = w->step[i], here = own_weight(w, i), l = -less[i];
+            const float s = w->step[i], last = last_weight(w, i, call->reverse), l = -less[i];
+            const float *key = keys.at + (call->reverse && i ? i - 1 : i) * keys.stride + m;
             for (int v = 0; v < wide; v++) {
-                const lanes before = s * sum[v];
-                sum[v] = before + here * *(const lanes *)(keys.at + i * keys.stride + m + v * LANES);
-                *(lanes *)(dq + i * own + m + v * LANES) = l * (call->reverse ? before : sum[v]);
+                sum[v] = s * sum[v] + last * *(const lanes *)(key + v * LANES);
+                *(lanes *)(dq + i * own + m + v * LANES) = l * sum[v];
             }
         }
         for (int v = 0; v < wide; v++)
             sum[v] = (lanes){0}, end[v] = *(const lanes *)(later + m + v * LANES);
         for (long i = c - 1; i >= 0; i--) {
-            const float s = i + 1 < c ? w->step[i + 1] : 0, here = own_weight(w, i), a = w->after[i], l = less[i];
+            const float s = i + 1 < c ? w->step[i + 1] : 0, a = w->after[i], l = less[i];
+            const float first = !call->reverse ? own_weight(w, i) : i + 1 < c ? next_weight(w, i + 1) : 0; /* to see it */
             for (int v = 0; v < wide; v++) {
-                const lanes after = s * sum[v];
-                sum[v] = after + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
-                *(lanes *)(dk + i * own + m + v * LANES) = -(here * (call->reverse ? after : sum[v]) + a * end[v]);
+                const lanes after = sum[v];
+                sum[v] = s * after + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
+                *(lanes *)(dk + i * own + m + v * LANES) = -(first * (call->reverse ? after : sum[v]) + a * end[v]);
             }
         }
     }
