@@ -325,6 +325,17 @@ def test_gradients_may_be_watched_where_the_sums_were_not():
 
 
 @NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+def test_hooks_may_lay_out_in_other_ways_what_is_saved(causal):
+    leaves, given = [x.requires_grad_() for x in torch.rand(3, 1, 2, 70, 20)], {"causal": causal}
+    expected = torch.autograd.grad(linear_attention(*leaves, **given).square().sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous(), lambda x: x.mT):
+        out = linear_attention(*leaves, **given)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@NEEDED
 def test_threads_change_nothing():
     inputs, grad, given = (
         torch.randn(3, 2, 3, 300, 32),

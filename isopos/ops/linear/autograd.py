@@ -113,5 +113,6 @@ class _Differentiable(torch.autograd.Function):
         if isinstance(grads[0], FakeTensor) is not isinstance(sums.q, FakeTensor):
             raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
         with full_precision(sums.q.device):
-            found = ctx.kernel.backward(sums, saved[ctx.count :], grads[0], ctx.needs_input_grad[2:])
+            own = [x.contiguous() for x in saved[ctx.count :]]  # hooks of saved tensors may lay them out in other ways
+            found = ctx.kernel.backward(sums, own, grads[0], ctx.needs_input_grad[2:])
         return None, None, *found
