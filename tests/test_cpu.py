@@ -312,6 +312,16 @@ def test_sums_of_many_keys_lose_no_digits():
 
 
 @NEEDED
+@pytest.mark.parametrize("decay", [None, -1e-9])
+def test_denominators_of_many_keys_lose_no_digits(decay):
+    """An average of values that are all alike is that value."""
+    x = torch.full((1, 1, 1 << 17, 16), -1.0)
+    given = {} if decay is None else {"decay": decay * torch.arange(1 << 17, dtype=torch.float64)}
+    out = linear_attention(x, x, x, feature_map=FEATURE_MAPS["relu"], causal=True, **given)
+    assert (out + 1).abs().max() < 2e-5
+
+
+@NEEDED
 def test_gradients_may_be_watched_where_the_sums_were_not():
     for causal in (True, False):
         leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 700, 20)]

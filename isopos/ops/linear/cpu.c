@@ -915,15 +915,21 @@ static void pull(const Call *call, const Input *o, Chunk n, long d, const float 
 
 /* --- states --- */
 
-/* Rows of x by weights, and by others if they are given, added to across * out. */
+/* across * out + rows of x by weights, and by others if they are given: a chunk's own sum, as above. */
 static void add_rows(Rows x, const float *weight, const float *other, long c, long width, float across, float *out)
 {
-    for (long m = 0; m < width; m += LANES)
-        *(lanes *)(out + m) *= across;
-    for (long i = 0; i < c; i++) {
-        const float w = other ? weight[i] * other[i] : weight[i];
-        for (long m = 0; m < width; m += LANES)
-            *(lanes *)(out + m) += w * *(const lanes *)(x.at + i * x.stride + m);
+    float weights[CHUNK];
+    for (long i = 0; i < c; i++)
+        weights[i] = other ? weight[i] * other[i] : weight[i];
+    for (long m = 0; m < width; m += LANES) {
+        lanes even = {0}, odd = {0};
+        for (long i = 0; i + 1 < c; i += 2) {
+            even += weights[i] * *(const lanes *)(x.at + i * x.stride + m);
+            odd += weights[i + 1] * *(const lanes *)(x.at + (i + 1) * x.stride + m);
+        }
+        if (c % 2)
+            even += weights[c - 1] * *(const lanes *)(x.at + (c - 1) * x.stride + m);
+        *(lanes *)(out + m) = across * *(const lanes *)(out + m) + (even + odd);
     }
 }
 
@@ -1533,21 +1539,6 @@ static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int ten
     return ahead;
 }
 
-/* Rows of x by weights, added to a sum of other tokens in the same way: to a chunk's own one. */
-static void add_sum(Rows x, const float *weight, long c, long width, float *out)
-{
-    for (long m = 0; m < width; m += LANES) {
-        lanes even = {0}, odd = {0};
-        for (long i = 0; i + 1 < c; i += 2) {
-            even += weight[i] * *(const lanes *)(x.at + i * x.stride + m);
-            odd += weight[i + 1] * *(const lanes *)(x.at + (i + 1) * x.stride + m);
-        }
-        if (c % 2)
-            even += weight[c - 1] * *(const lanes *)(x.at + (c - 1) * x.stride + m);
-        *(lanes *)(out + m) += even + odd;
-    }
-}
-
 /* Adds keys times values of a part's tokens to a state, and keys to a denominator's. */
 static void sum_keys(const Call *call, long head, long part, float *state, float *row)
 {
@@ -1561,7 +1552,7 @@ static void sum_keys(const Call *call, long head, long part, float *state, float
         Ahead ahead = after_chunk(call, n, to, 0, 2);
         add_outer(k.features, v.features, n.c, d, e, state, &ahead);
         if (rows)
-            add_sum(k.own, ONES, n.c, rows, row);
+            add_rows(k.own, ONES, 0, n.c, rows, 1, row);
     }
 }
 
@@ -1651,7 +1642,7 @@ static void pull_queries(const Call *call, long head, long part, float *grad_sta
         if (own)
             read_state((Rows){step.grads, e}, state, c, 0, own, step.less, row, dq_own, &ahead);
         if (rows)
-            add_sum(q.own, step.less, c, rows, grad_row);
+            add_rows(q.own, step.less, 0, c, rows, 1, grad_row);
         pull(call, &call->q, step.n, d, q.plain, dq, own ? dq_own : 0);
     }
 }
