@@ -1121,6 +1121,8 @@ typedef struct {
     float *grads, *less, *state, *row; /* backward: gradients of sums [c e], less those of denominators, and states before */
 } Step;
 
+#define STEP ((long)(sizeof(Step) + 63) / 64 * 16) /* numbers that one takes, of whole lines of memory */
+
 static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
 {
     step->n = n;
@@ -1285,7 +1287,8 @@ long isopos_call_size(void)
 long isopos_scratch_size(long d, long e, long own)
 {
     const long row = own > d ? own : d, step = CHUNK * (2 * d + 2 * e + 2 * own + 1) + d * e + row, most = d > e ? d : e;
-    return GROUP * step + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
+    const long chunk = CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
+    return GROUP * (step + STEP) + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + chunk;
 }
 
 static void forward_part(const Call *call, long head, long part)
@@ -1326,7 +1329,7 @@ static void backward_group(const Call *call, long head, long start, long to, flo
 {
     const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call);
     const long at = head * isopos_groups(call->length) + start / (GROUP * CHUNK);
-    Step steps[GROUP], *step = steps;
+    Step *steps = (Step *)take(&rest, GROUP * STEP), *step = steps; /* too much for a small stack */
     Ahead none = {0};
     for (long n = start; n < to; n += CHUNK, step++) {
         begin_step(call, chunk_of(call, head, n, to), step, &rest);
