@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from isopos import positions, schemes
-from isopos.attention import explain, linear_attention
+from isopos.attention import explain, linear_attention, naive_linear_attention
 from isopos.feature_maps import FEATURE_MAPS
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import library
@@ -312,6 +312,16 @@ def test_sums_of_many_keys_lose_no_digits():
 
 
 @NEEDED
+@pytest.mark.parametrize("decay", [None, -1e-9])
+def test_denominators_of_many_keys_lose_no_digits(decay):
+    """An average of values that are all alike is that value."""
+    x = torch.full((1, 1, 1 << 17, 16), -1.0)
+    given = {} if decay is None else {"decay": decay * torch.arange(1 << 17, dtype=torch.float64)}
+    out = linear_attention(x, x, x, feature_map=FEATURE_MAPS["relu"], causal=True, **given)
+    assert (out + 1).abs().max() < 2e-5
+
+
+@NEEDED
 def test_gradients_may_be_watched_where_the_sums_were_not():
     for causal in (True, False):
         leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 700, 20)]
@@ -322,6 +332,17 @@ def test_gradients_may_be_watched_where_the_sums_were_not():
         assert counter.get_total_flops() > 0
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+def test_hooks_may_lay_out_in_other_ways_what_is_saved(causal):
+    leaves, given = [x.requires_grad_() for x in torch.rand(3, 1, 2, 70, 20)], {"causal": causal}
+    expected = torch.autograd.grad(linear_attention(*leaves, **given).square().sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous(), lambda x: x.mT):
+        out = linear_attention(*leaves, **given)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @NEEDED
@@ -375,6 +396,25 @@ def test_each_weight_is_as_exact_as_float32(fall, causal):
 
 
 @NEEDED
+@pytest.mark.parametrize("form", ["plain", "encoded", None])
+@pytest.mark.parametrize("rate", [1.0, 200.0, 2000.0])
+@pytest.mark.parametrize("part", [0.5, 0.9])
+def test_a_query_may_come_long_after_its_key(part, rate, form):
+    """Both ways: the weight from a key to the query of its index may be zero, and one over it is formed nowhere."""
+    t, draw = 130, torch.Generator().manual_seed(1)
+    key = -rate * torch.arange(t, dtype=torch.float64)
+    angles = torch.rand(t, 8, generator=draw) / 4
+    given = {"decay": (key - part * rate, key), "denominator": form, "feature_map": FEATURE_MAPS["elu+1"]}
+    given |= {"isometry": Rotation(torch.stack((angles.cos(), angles.sin()), -1))} if form == "plain" else {}
+    inputs, grad = torch.rand(3, 1, 2, t, 16, generator=draw), torch.randn(1, 2, t, 16, generator=draw)
+    assert explain(*inputs, **given).backend == "cpu"
+    found = with_gradients(inputs, torch.float32, given, grad)
+    exact = with_gradients(inputs, torch.float64, given, grad, naive_linear_attention)
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=2e-5 * max(1e-30, y.abs().max().item()))
+
+
+@NEEDED
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_a_number_stays_where_it_belongs(bad):
     q, k, v = torch.randn(3, 1, 2, 150, 16)
@@ -384,6 +424,22 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
     assert out[0, 1, :100].isfinite().all()
     if bad > 0 or bad != bad:
         assert not out[0, 1, 100:].isfinite().all(-1).any()
+
+
+@NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
+    """Where a permutation has no whole vectors, and a reflection comes before it."""
+    draw = torch.Generator().manual_seed(1)
+    normal = F.normalize(torch.randn(2, 1, 20, generator=draw), dim=-1)
+    index = torch.rand(2, 70, 20, generator=draw).argsort(-1).to(torch.uint8)
+    given = {"isometry": Chain(Reflection(normal), Gather(index)), "causal": causal, "denominator": None}
+    leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, 70, 20, generator=draw)]
+    grad = torch.randn(1, 2, 70, 20, generator=draw)
+    grad[:, :, 5] = torch.nan
+    assert explain(*leaves, **given).backend == "cpu"
+    found = torch.autograd.grad(linear_attention(*leaves, **given), leaves[0], grad)[0]
+    assert torch.equal(found.isfinite().all(-1)[0, 0], torch.arange(70) != 5)
 
 
 @NEEDED
@@ -559,7 +615,7 @@ CHECK = """
 import torch
 from isopos.ops import library
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.attention import explain, linear_attention
+from isopos.attention import explain, linear_attention, naive_linear_attention
 from isopos import positions, schemes
 print(library.libraries()[1])
 torch.manual_seed(0)
@@ -601,7 +657,7 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
 SMALL_STACK = """
 import torch
 from isopos import rope, sequence
-from isopos.attention import explain, linear_attention
+from isopos.attention import explain, linear_attention, naive_linear_attention
 
 torch.set_num_threads(4)
 leaves = [torch.randn(2, 4, 150, 256).requires_grad_() for _ in range(3)]

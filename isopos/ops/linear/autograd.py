@@ -120,5 +120,6 @@ class _Differentiable(torch.autograd.Function):
             raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
         with full_precision(sums.q.device):
             grad = grads[0] if sums.stream is None else grads
-            found = ctx.kernel.backward(sums, saved[ctx.count :], grad, ctx.needs_input_grad[2:])
+            own = [x.contiguous() for x in saved[ctx.count :]]  # hooks of saved tensors may lay them out in other ways
+            found = ctx.kernel.backward(sums, own, grad, ctx.needs_input_grad[2:])
         return None, None, *found

@@ -506,6 +506,8 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         const int first = call->begins && n.start == 0; /* then the state before is zero */
         const double sign = call->reverse ? -1 : 1; /* tokens that are further away have less weight in either direction */
         start = sign * key[first ? 0 : -call->g_k.token], end = sign * key[(c - 1) * call->g_k.token];
+        if (first && start < sign * *query) /* that token has no key before it, from which to fall */
+            start = sign * *query;
         for (long i = 0; i < c; i++) {
             w->query[i] = sign * query[i * call->g_q.token];
             w->key[i] = sign * key[i * call->g_k.token];
@@ -533,10 +535,22 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
     }
 }
 
-/* The weight of a token's own key. */
+/* The weight of a token's own key, and that of the key before it. */
 INLINE float own_weight(const Weights *w, long i)
 {
     return w->fades && w->query[i] != w->key[i] ? exponentials((doubles){w->query[i] - w->key[i]})[0] : 1;
+}
+
+INLINE float next_weight(const Weights *w, long i)
+{
+    return w->fades && w->query[i - 1] != w->key[i - 1] ? exponentials((doubles){w->query[i] - w->key[i - 1]})[0] : w->step[i];
+}
+
+/* The weight of the last key that token i of a chunk sees, its own one or in `reverse` that before it; 0 where another chunk has
+   it. */
+INLINE float last_weight(const Weights *w, long i, long reverse)
+{
+    return !reverse ? own_weight(w, i) : i ? next_weight(w, i) : 0;
 }
 
 /* Weights inside a chunk [c CHUNK], for those that a query sees; null where they are products of rows and columns, or 1. */
@@ -693,10 +707,12 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
 {
     if (o->kind == ROTATION)
         rotate(y, table, -1, x, o->width);
-    else if (o->kind == GATHER)
+    else if (o->kind == GATHER) {
         for (long m = 0; m < o->numbers; m++)
             x[((const unsigned char *)table)[m]] = y[m];
-    else
+        for (long m = o->numbers; m < o->width; m++)
+            x[m] = 0;
+    } else
         for (long m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
             split_table((const float *)table + 2 * m, &cosine, &sine);
@@ -910,15 +926,21 @@ static void pull(const Call *call, const Input *o, Chunk n, long d, const float 
 
 /* --- states --- */
 
-/* Rows of x by weights, and by others if they are given, added to across * out. */
+/* across * out + rows of x by weights, and by others if they are given: a chunk's own sum, as above. */
 static void add_rows(Rows x, const float *weight, const float *other, long c, long width, float across, float *out)
 {
-    for (long m = 0; m < width; m += LANES)
-        *(lanes *)(out + m) *= across;
-    for (long i = 0; i < c; i++) {
-        const float w = other ? weight[i] * other[i] : weight[i];
-        for (long m = 0; m < width; m += LANES)
-            *(lanes *)(out + m) += w * *(const lanes *)(x.at + i * x.stride + m);
+    float weights[CHUNK];
+    for (long i = 0; i < c; i++)
+        weights[i] = other ? weight[i] * other[i] : weight[i];
+    for (long m = 0; m < width; m += LANES) {
+        lanes even = {0}, odd = {0};
+        for (long i = 0; i + 1 < c; i += 2) {
+            even += weights[i] * *(const lanes *)(x.at + i * x.stride + m);
+            odd += weights[i + 1] * *(const lanes *)(x.at + (i + 1) * x.stride + m);
+        }
+        if (c % 2)
+            even += weights[c - 1] * *(const lanes *)(x.at + (c - 1) * x.stride + m);
+        *(lanes *)(out + m) = across * *(const lanes *)(out + m) + (even + odd);
     }
 }
 
@@ -1056,13 +1078,13 @@ static void denominators(const Call *call, long c, const Weights *w, const Made 
         for (int v = 0; v < wide; v++)
             seen[v] = *(const lanes *)(row + m + v * LANES);
         for (long i = 0; i < c; i++) {
-            const float s = w->step[i], here = own_weight(w, i);
-            const float *key = keys.at + i * keys.stride + m, *query = queries.at + i * queries.stride + m;
+            const float s = w->step[i], last = last_weight(w, i, call->reverse);
+            const float *key = keys.at + (call->reverse && i ? i - 1 : i) * keys.stride + m;
+            const float *query = queries.at + i * queries.stride + m;
             lanes sum = {0};
             for (int v = 0; v < wide; v++) {
-                const lanes before = s * seen[v];
-                seen[v] = before + here * *(const lanes *)(key + v * LANES);
-                sum += (call->reverse ? before : seen[v]) * *(const lanes *)(query + v * LANES);
+                seen[v] = s * seen[v] + last * *(const lanes *)(key + v * LANES);
+                sum += seen[v] * *(const lanes *)(query + v * LANES);
             }
             denominator[i] += total(sum);
         }
@@ -1081,21 +1103,22 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
         for (int v = 0; v < wide; v++)
             sum[v] = *(const lanes *)(row + m + v * LANES);
         for (long i = 0; i < c; i++) {
-            const float s = w->step[i], here = own_weight(w, i), l = -less[i];
+            const float s = w->step[i], last = last_weight(w, i, call->reverse), l = -less[i];
+            const float *key = keys.at + (call->reverse && i ? i - 1 : i) * keys.stride + m;
             for (int v = 0; v < wide; v++) {
-                const lanes before = s * sum[v];
-                sum[v] = before + here * *(const lanes *)(keys.at + i * keys.stride + m + v * LANES);
-                *(lanes *)(dq + i * own + m + v * LANES) = l * (call->reverse ? before : sum[v]);
+                sum[v] = s * sum[v] + last * *(const lanes *)(key + v * LANES);
+                *(lanes *)(dq + i * own + m + v * LANES) = l * sum[v];
             }
         }
         for (int v = 0; v < wide; v++)
             sum[v] = (lanes){0}, end[v] = *(const lanes *)(later + m + v * LANES);
         for (long i = c - 1; i >= 0; i--) {
-            const float s = i + 1 < c ? w->step[i + 1] : 0, here = own_weight(w, i), a = w->after[i], l = less[i];
+            const float s = i + 1 < c ? w->step[i + 1] : 0, a = w->after[i], l = less[i];
+            const float first = !call->reverse ? own_weight(w, i) : i + 1 < c ? next_weight(w, i + 1) : 0; /* to see it */
             for (int v = 0; v < wide; v++) {
-                const lanes after = s * sum[v];
-                sum[v] = after + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
-                *(lanes *)(dk + i * own + m + v * LANES) = -(here * (call->reverse ? after : sum[v]) + a * end[v]);
+                const lanes after = sum[v];
+                sum[v] = s * after + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
+                *(lanes *)(dk + i * own + m + v * LANES) = -(first * (call->reverse ? after : sum[v]) + a * end[v]);
             }
         }
     }
@@ -1108,6 +1131,8 @@ typedef struct {
     Made q, k, v;
     float *grads, *less, *state, *row; /* backward: gradients of sums [c e], less those of denominators, and states before */
 } Step;
+
+#define STEP ((long)(sizeof(Step) + 63) / 64 * 16) /* numbers that one takes, of whole lines of memory */
 
 static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
 {
@@ -1273,7 +1298,8 @@ long isopos_call_size(void)
 long isopos_scratch_size(long d, long e, long own)
 {
     const long row = own > d ? own : d, step = CHUNK * (2 * d + 2 * e + 2 * own + 1) + d * e + row, most = d > e ? d : e;
-    return GROUP * step + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
+    const long chunk = CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
+    return GROUP * (step + STEP) + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + chunk;
 }
 
 static void forward_part(const Call *call, long head, long part)
@@ -1314,7 +1340,7 @@ static void backward_group(const Call *call, long head, long start, long to, flo
 {
     const long d = call->d, e = call->e, size = state_size(call), rows = row_size(call);
     const long at = head * isopos_groups(call->length) + start / (GROUP * CHUNK);
-    Step steps[GROUP], *step = steps;
+    Step *steps = (Step *)take(&rest, GROUP * STEP), *step = steps; /* too much for a small stack */
     Ahead none = {0};
     for (long n = start; n < to; n += CHUNK, step++) {
         begin_step(call, chunk_of(call, head, n, to), step, &rest);
@@ -1527,21 +1553,6 @@ static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int ten
     return ahead;
 }
 
-/* Rows of x by weights, added to a sum of other tokens in the same way: to a chunk's own one. */
-static void add_sum(Rows x, const float *weight, long c, long width, float *out)
-{
-    for (long m = 0; m < width; m += LANES) {
-        lanes even = {0}, odd = {0};
-        for (long i = 0; i + 1 < c; i += 2) {
-            even += weight[i] * *(const lanes *)(x.at + i * x.stride + m);
-            odd += weight[i + 1] * *(const lanes *)(x.at + (i + 1) * x.stride + m);
-        }
-        if (c % 2)
-            even += weight[c - 1] * *(const lanes *)(x.at + (c - 1) * x.stride + m);
-        *(lanes *)(out + m) += even + odd;
-    }
-}
-
 /* Adds keys times values of a part's tokens to a state, and keys to a denominator's. */
 static void sum_keys(const Call *call, long head, long part, float *state, float *row)
 {
@@ -1555,7 +1566,7 @@ static void sum_keys(const Call *call, long head, long part, float *state, float
         Ahead ahead = after_chunk(call, n, to, 0, 2);
         add_outer(k.features, v.features, n.c, d, e, state, &ahead);
         if (rows)
-            add_sum(k.own, ONES, n.c, rows, row);
+            add_rows(k.own, ONES, 0, n.c, rows, 1, row);
     }
 }
 
@@ -1645,7 +1656,7 @@ static void pull_queries(const Call *call, long head, long part, float *grad_sta
         if (own)
             read_state((Rows){step.grads, e}, state, c, 0, own, step.less, row, dq_own, &ahead);
         if (rows)
-            add_sum(q.own, step.less, c, rows, grad_row);
+            add_rows(q.own, step.less, 0, c, rows, 1, grad_row);
         pull(call, &call->q, step.n, d, q.plain, dq, own ? dq_own : 0);
     }
 }
