@@ -36,13 +36,13 @@ class Launch:
 
 
 def kind(x):
-    """The type of an argument, and whether it is a multiple of 16."""
+    """The type of an argument, and whether it is a multiple of 16 or one."""
     if isinstance(x, tuple):
         return type(x)(*map(kind, x))
     if isinstance(x, torch.Tensor):
         name = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
         return f"*{(name | {torch.uint8: 'u8'})[x.dtype]}:16"
-    return x if x is None else "i32" if x % 16 else "i32:16"
+    return x if x is None else "1" if x == 1 else "i32" if x % 16 else "i32:16"
 
 
 def problem(dtype, d, kinds, decay, denominator, *, causal=True):
@@ -101,9 +101,12 @@ def test_kernels_fit(monkeypatch, arch):
     widths = [(dtype, d) for dtype, own in WIDTHS.items() for d in own]
     problems = {(dtype, d): problem(dtype, d, ("rotation",), False, "plain") for dtype, d in widths}
     problems |= {(torch.bfloat16, d, "decay"): problem(torch.bfloat16, d, ("rotation",), True, "plain") for d in (64, 128)}
+    wide = (torch.bfloat16, 128), (torch.float32, 256)
+    problems |= {(*own, "all keys"): problem(*own, ("rotation",), False, "plain", causal=False) for own in wide}
     found = compile_all(monkeypatch, problems, arch)
     for key in problems:  # in two launches or more where features are wide
-        assert {name for own, name, _ in found if own == key} == {"states", "scan", "outputs", "quotients", "gradients"}
+        scan = set() if key[-1] == "all keys" else {"scan"}
+        assert {name for own, name, _ in found if own == key} == {"states", "outputs", "quotients", "gradients"} | scan
     for key, used in found.items():
         assert used.shared <= SHARED[arch], (key, used)
         assert used.spilled <= SPILLED[key[0][0]], (key, used)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LINEAR, linear_options, quadratic, with_gradients
+from cases import ALL_KEYS, LINEAR, linear_options, quadratic, with_gradients
 
 from isopos import schemes
 from isopos.attention import explain, linear_attention
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; tests/test_gpu.py asks a GPU"),
 ]
-SERVED = [name for name in LINEAR if name != "favor"]
+SERVED = [*(name for name in LINEAR if name != "favor"), *ALL_KEYS]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_agrees_with_the_definition(several_segments, name):
 
 
 @pytest.mark.parametrize(("d", "e"), [(4, 3), (20, 40), (80, 17)])
-@pytest.mark.parametrize("name", ["drawn decay, plain", "lrpe-unitary", "lrpe-permutation"])
+@pytest.mark.parametrize("name", ["drawn decay, plain", "lrpe-unitary", "lrpe-permutation", "all keys, rope"])
 def test_widths_of_all_kinds(name, d, e):
     given = linear_options(name, 1, 1, 70, d)
     *inputs, grad = drawn((1, 1, 70, d), (1, 1, 70, d), (1, 1, 70, e), (1, 1, 70, e))
@@ -84,7 +84,10 @@ def test_what_is_wide_is_the_sum_of_several_launches(several_segments, dtype):
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", ["drawn decay, plain", "permuteformer", "both ways with a decay", "cosformer"])
+@pytest.mark.parametrize(
+    "name",
+    ["drawn decay, plain", "permuteformer", "both ways with a decay", "cosformer", "all keys, rope", "all keys, cosformer"],
+)
 def test_blocks_and_parts_of_features_and_values_change_nothing(monkeypatch, name, blocks, parts):
     def config(d, e, *_, **__):
         return triton.Config(32, d // blocks, e // blocks, d // parts, e // parts, 4, 1)
@@ -97,15 +100,35 @@ def test_blocks_and_parts_of_features_and_values_change_nothing(monkeypatch, nam
 
 
 @pytest.mark.parametrize("length", [1, 16, 31, 65])
-def test_lengths(length):
-    given = linear_options("drawn decay, plain", 1, 1, length, 16)
+@pytest.mark.parametrize("name", ["drawn decay, plain", "all keys, rope"])
+def test_lengths(name, length):
+    given = linear_options(name, 1, 1, length, 16)
     *inputs, grad = drawn(*[(1, 1, length, 16)] * 4)
     near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad))
+
+
+@pytest.mark.parametrize("form", ["plain", "encoded", "none"])
+@pytest.mark.parametrize(("t", "s"), [(1, 90), (40, 75), (90, 1)])
+def test_all_keys_of_other_tokens(several_segments, t, s, form):
+    """As many queries as one likes, at places of their own; what a masked key holds reaches nothing."""
+    places = [sequence(n) / 1000 for n in (t, s)]  # no denominator vanishes
+    given = schemes.rope(20, 1, denominator=form).at(*places) | {"mask": torch.arange(2 * s).view(2, s) % 5 != 1}
+    *inputs, grad = drawn((2, 1, t, 20), (2, 1, s, 20), (2, 1, s, 24), (2, 1, t, 24))
+    exact = by_definition(inputs, given, grad)
+    for x in inputs[1:]:
+        x.masked_fill_(~given["mask"][:, None, :, None], torch.nan)
+    near(with_gradients(inputs, torch.float32, given, grad), exact)
+    assert several_segments
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_summed_up_in_float32(dtype):
     """Rounded are the output and the gradients."""
+    given = linear_options("all keys, rope", 1, 1, 70, 16)
+    *inputs, grad = drawn(*[(1, 1, 70, 16)] * 4, dtype=dtype)
+    found = with_gradients(inputs, dtype, given, grad)
+    assert [x.dtype for x in found] == [dtype] * 4
+    near(found, by_definition(inputs, given, grad), torch.finfo(dtype).eps)
     given = linear_options("drawn decay, plain", 1, 1, 70, 16)
     *inputs, grad = drawn(*[(1, 1, 70, 16)] * 4, dtype=dtype)
     found = with_gradients(inputs, dtype, given, grad)
@@ -123,23 +146,25 @@ def test_sums_are_written_in_the_dtype_of_inputs():
 
 
 @pytest.mark.parametrize("axes", [(), (2,), (2, 1)], ids=str)
-@pytest.mark.parametrize("more", ["plain", "lifted", "reflected", "both ways"])
+@pytest.mark.parametrize("more", ["plain", "lifted", "reflected", "both ways", "all keys"])
 def test_gradients_of_what_is_learned(axes, more):
     """Of tables that heads, samples or none share, and of normals."""
-    t, d, lifted = 20, 16, more == "lifted"
+    t, d, lifted = 70 if more == "all keys" else 20, 16, more == "lifted"
     angles, normal = drawn((*axes, t, d if lifted else d // 2), (2, 1, d))
     *inputs, grad = drawn(*[(2, 2, t, d)] * 4)
-    given = {"feature_map": elu1, "causal": more != "both ways", "denominator": "plain" if more == "plain" else None}
+    reflected = more in ("reflected", "all keys")
+    given = {"feature_map": elu1, "causal": more not in ("both ways", "all keys")}
+    given["denominator"] = "plain" if more in ("plain", "all keys") else None
     if more == "both ways":
         given["decay"] = torch.arange(t) * torch.tensor([[-0.01], [-0.1]], dtype=torch.float64)
 
     def gradients(dtype, attend):
         learned = torch.stack((angles.cos(), angles.sin()), -1).to(dtype).requires_grad_()
         unit = F.normalize(normal.to(dtype), dim=-1).requires_grad_()
-        rho = Chain(Reflection(unit), Rotation(learned)) if more == "reflected" else Rotation(learned, lifted)
+        rho = Chain(Reflection(unit), Rotation(learned)) if reflected else Rotation(learned, lifted)
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         out = attend(*leaves, isometry=rho, **given)
-        return torch.autograd.grad(out, [learned, *leaves, *([unit] if more == "reflected" else [])], grad.to(dtype))
+        return torch.autograd.grad(out, [learned, *leaves, *([unit] if reflected else [])], grad.to(dtype))
 
     near(gradients(torch.float32, linear_attention), gradients(torch.float64, quadratic))
 
@@ -173,11 +198,12 @@ def test_inputs_may_be_views(several_segments, layout):
     near(found, exact)
 
 
-def test_a_column_is_left_undivided():
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_column_is_left_undivided(causal):
     q, k, v = (x.requires_grad_() for x in drawn(*[(1, 2, 70, 16)] * 3))
     phi = Features(elu1)
-    out = ops.linear(ops.Sums(q, k, v, (phi, phi, READY), None, True, "column"))
-    exact = ops.linear(ops.Sums(*(x.double() for x in (q, k, v)), (phi, phi, READY), None, True, "column"))
+    out = ops.linear(ops.Sums(q, k, v, (phi, phi, READY), None, causal, "column"))
+    exact = ops.linear(ops.Sums(*(x.double() for x in (q, k, v)), (phi, phi, READY), None, causal, "column"))
     (weight,) = drawn(out.shape)
     found, known = (torch.autograd.grad(x, (q, k, v), weight.to(x.dtype)) for x in (out, exact))
     near([out, *found], [exact, *(x.double() for x in known)])
@@ -308,7 +334,7 @@ REFUSALS = [
     (numbers(k=torch.randn(3, 70, 16), stream=ops.Stream()), "queries, keys and values have one shape of samples and heads"),
     (numbers(features=features(phi=FeatureMap("cube", lambda x: x**3))), "it does not know the feature map 'cube', only .*"),
     (numbers(features=features(Scaling(torch.ones(1, 70, 1)), kinds=None)), "it makes features by a reflection, then .*"),
-    (numbers(causal=False, denominator="divide"), "sums over all keys are products of matrices, which PyTorch has"),
+    (numbers(causal=False), "two products of matrices are all there is to do"),
     (numbers(torch.bfloat16, d=272), "features and values come up to 256, not by 272"),
     (
         numbers(torch.bfloat16, d=160, features=features(Rotation(torch.ones(70, 160, 2), True), kinds=("lift",))),

@@ -15,6 +15,7 @@ from unittest import mock
 
 ARCHITECTURES = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block may have (CUDA programming guide)
+CONSTANT = {None: None, "1": 1}  # arguments that Triton takes for constants
 
 
 class Resources(NamedTuple):
@@ -44,7 +45,8 @@ def compiled(
     Args:
         kernel: Where it is, "package.module:name".
         signature: Types by argument: "*bf16", "i32" and so on; with the suffix ":16" the address or number is a multiple of
-            16. A tuple holds types, as those of a named one's fields; None is for what is None.
+            16. A tuple holds types, as those of a named one's fields; None is for what is None, and "1" for the number,
+            both of which are constants.
         constexprs: Arguments that are constants.
         arch: Compute capability, 90 for sm_90.
         options: num_warps and num_stages.
@@ -61,9 +63,9 @@ def compiled(
     hints = {}
     for argument, given in signature.items():
         for path, own in _paths(given, (places[argument],)):
-            if own is None:
-                constants[path] = None
-            elif own.endswith(":16"):
+            if own in CONSTANT:
+                constants[path] = CONSTANT[own]
+            elif own and own.endswith(":16"):
                 hints[path] = [["tt.divisibility", 16]]
     types = {argument: "constexpr" if argument in constexprs else _bare(signature[argument]) for argument in places}
     source = ASTSource(function, types, constexprs=constants, attrs=hints)
@@ -84,7 +86,7 @@ def _bare(given: Any) -> Any:
     """Types without what is known of numbers."""
     if isinstance(given, tuple):
         return getattr(given, "_make", tuple)(_bare(part) for part in given)
-    return "constexpr" if given is None else given.removesuffix(":16")
+    return "constexpr" if given in CONSTANT else given.removesuffix(":16")
 
 
 def _usage(home: Path, cubin: bytes) -> tuple[int, int]:

@@ -79,6 +79,7 @@ class Shape(NamedTuple):
     heads: int
     chunks: int
     segments: int
+    states: int  # of a head that are read: one a segment, or one
     blocks: int  # of features or values, whose programs are next to each other: they read the same
     part: int  # of features in `outputs`, of values in `gradients`: launches whose results add up
 
@@ -224,22 +225,28 @@ class Call:
 
     def __init__(self, sums: Sums, closed: Sequence[Closed]):
         self.sums, self.leading, self.closed = sums, sums.q.shape[:-2], closed
-        self.ways = (Way(False, False),) if sums.causal else (Way(False, False), Way(True, True))
+        self.every = not sums.causal and sums.g is None
+        self.ways = (Way(False, False),) if sums.causal or self.every else (Way(False, False), Way(True, True))
         self.own = "none" if sums.denominator is None else "plain" if sums.features[0].own else "encoded"
         self.divide, self.precision = sums.denominator == "divide", _precision(*sums.inputs)
-        length, width, values, doubled = *sums.q.shape[-2:], sums.v.shape[-1], closed[0].doubled
+        width, values, doubled = sums.q.shape[-1], sums.v.shape[-1], closed[0].doubled
         self.x, self.d, self.e = _tile(width), _tile(width) * doubled, _tile(values)
         how = {"whole": any(own.normal is not None for own in closed), "decays": sums.g is not None}
         self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), **how)
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
         self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
-        chunks, heads = -(-length // self.config.chunk), self.leading.numel()
-        each = -(-chunks // max(1, min(-(-_busy(sums.q.device) // heads), chunks // LEAST)))
         own = {"none": 0, "plain": width, "encoded": width * doubled}[self.own]
         inner = self.leading[-2] if len(self.leading) > 1 else 1
-        axes, segments = (inner, self.leading[-1]), (each, -(-chunks // each))
-        self.shape = Shape(length, width, width * doubled, values, own, *axes, *segments, 1, 0)
+        numbers = width, width * doubled, values, own, inner, self.leading[-1]
+        self.shapes = [Shape(x.shape[-2], *numbers, *self._cut(x.shape[-2]), 1, 0) for x in sums.inputs[:2]]
         self.borders = self.rows(sums.g[1][..., None]) if sums.g is not None else None
+
+    def _cut(self, length: int) -> tuple[int, int, int]:
+        """Chunks of a segment, segments, and states of a head."""
+        chunks, heads = -(-length // self.config.chunk), self.leading.numel()
+        each = -(-chunks // max(1, min(-(-_busy(self.sums.q.device) // heads), chunks // LEAST)))
+        segments = -(-chunks // each)
+        return each, segments, 1 if self.every else segments
 
     def rows(self, x: Tensor) -> Rows:
         """A tensor ``[*b h t .]`` or broadcastable to it."""
@@ -256,9 +263,15 @@ class Call:
         more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
         return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, less)))
 
-    def pair(self, n: int, less: Tensor | None = None) -> tuple[Inputs, Inputs]:
-        """What makes features of readers and feeders, which may have one table; `less` is that of queries."""
-        readers, feeders = self.inputs(n, None if n else less), self.inputs(1 - n, less if n else None)
+    def pair(self, n: int, less: Tensor | None = None) -> tuple[Inputs, Inputs | None]:
+        """What makes features of readers and feeders, which may have one table; `less` is that of queries.
+
+        No feeders where all that these leave is in a state.
+        """
+        readers = self.inputs(n, None if n else less)
+        if self.every:
+            return readers, None
+        feeders = self.inputs(1 - n, less if n else None)
         return readers, feeders._replace(table=None) if self.closed[0].table is self.closed[1].table else feeders
 
     def values(self) -> Values:
@@ -277,9 +290,9 @@ class Call:
         others = {"PHI_OF_FEEDERS": self.closed[1 - n].phi, "KIND_OF_FEEDERS": self.closed[1 - n].kind}
         return self.constants(n, features, values) | others
 
-    def launch(self, kernel: Any, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
-        """Run a kernel for all heads and segments."""
-        shape = self.shape._replace(blocks=blocks, part=part)
+    def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
+        """Run a kernel for all heads and segments of queries or keys."""
+        shape = self.shapes[n]._replace(blocks=blocks, part=part)
         kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
 
     def befores(
@@ -287,10 +300,10 @@ class Call:
     ) -> tuple[Tensor | None, Tensor | None]:
         """What they leave before each segment, None for nothing; and of a stream after all of them.
 
-        `first` is what a stream has before the segment that the walk meets first.
+        `first` is what a stream has before the segment that the walk meets first. Of all keys it is what all segments leave.
         """
-        kernels, shape, heads, last = _kernels(), self.shape, self.leading.numel(), None
-        if shape.segments == 1 and self.sums.stream is None:
+        kernels, shape, heads, last = _kernels(), self.shapes[n], self.leading.numel(), None
+        if shape.segments == 1 and self.sums.stream is None and not self.every:
             return None, None
         size = shape.features * shape.columns + shape.own
         out = self.sums.q.new_empty(heads, shape.segments, size, dtype=torch.float32)
@@ -298,7 +311,9 @@ class Call:
             last = out.new_empty(*self.leading, size)
         constants = self.constants(n, self.config.features, self.config.values) | way.constants
         given = self.inputs(n, less), values, self.borders, out
-        self.launch(kernels.states, self.blocks * self.parts, *given, DENOMINATOR=self.own, **constants)
+        self.launch(kernels.states, n, self.blocks * self.parts, *given, DENOMINATOR=self.own, **constants)
+        if self.every:
+            return out.sum(1), None
         number = min(1024, _tile(size))
         decay = {"DECAY": self.borders is not None, **way.constants}
         states = out, first, last, self.borders, shape
@@ -321,7 +336,7 @@ class Call:
             rows = map(self.optional, (out, earlier, later))
             own |= {"ADD": way.strict or part > 0, "DIVIDE": self.divide and last and way is self.ways[-1]}
             given = *self.pair(n), values, self.borders, befores, *rows
-            self.launch(_kernels().outputs, self.parts, *given, part=part, **own)
+            self.launch(_kernels().outputs, n, self.parts, *given, part=part, **own)
             earlier = later
 
     def gradients(
@@ -332,11 +347,11 @@ class Call:
         for part in range(self.e // self.config.far_values):
             given = *self.pair(n, None if part else less), pair[n], pair[1 - n], self.borders, befores, sink.grads(way)
             own |= {"DENOMINATOR": "none" if part else self.own, "ADD": way.strict or part > 0}
-            self.launch(_kernels().gradients, self.blocks, *given, part=part, **own)
+            self.launch(_kernels().gradients, n, self.blocks, *given, part=part, **own)
 
     def turned(self, states: Tensor) -> Tensor:
         """Gradients of states ``[*b h .]`` as walks sum them up: of denominators, less these. The other way round, too."""
-        size = self.shape.features * self.shape.columns
+        size = self.shapes[0].features * self.shapes[0].columns
         return torch.cat((states[..., :size], -states[..., size:]), -1)
 
     def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,7 +359,7 @@ class Call:
         less, chunk = torch.empty_like(denominators), 64 if self.e <= 128 else 32
         own = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
         rows = map(self.rows, (grad, out, denominators, own, less))
-        shape = self.shape._replace(blocks=-(-self.shape.length // chunk))
+        shape = self.shapes[0]._replace(blocks=-(-self.shapes[0].length // chunk))
         _kernels().quotients[self.leading.numel() * shape.blocks,](*rows, shape, C=chunk, E=self.e)
         return own, less
 
@@ -363,12 +378,12 @@ class _Sink:
         self.plain = torch.empty_like(self.x) if twice else None
         self.table, self.normals, self.decays = None, [], []
         if self.needed[0] and self.closed.table is not None:
-            shape = (*call.leading, call.shape.length, self.closed.table.shape[-2:].numel())
+            shape = (*call.leading, x.shape[-2], self.closed.table.shape[-2:].numel())
             self.table = x.new_empty(shape, dtype=torch.float32)
 
     def grads(self, way: Way) -> Grads:
         """Where the gradients of one launch go."""
-        call, shape, normal, decay = self.call, self.call.shape, None, None
+        call, shape, normal, decay = self.call, self.call.shapes[self.n], None, None
         if self.needed[1]:
             normal = self.x.new_empty(*call.leading, shape.segments, shape.width, dtype=torch.float32)
             self.normals.append(normal)
@@ -399,7 +414,7 @@ class _Sink:
 
 
 class Triton(Kernel):
-    """Walks over segments in parallel, each chunk by chunk."""
+    """Walks over segments in parallel, each chunk by chunk; of all keys without a decay, one state for all queries."""
 
     name = "triton"
 
@@ -410,8 +425,6 @@ class Triton(Kernel):
             return "one token of a stream is a step, and no chunk"
         if unknown := [x.dtype for x in sums.inputs if x.dtype not in DTYPES]:
             return f"it reads float32, bfloat16 and float16, not {unknown[0]}"
-        if not sums.causal and sums.g is None:
-            return "sums over all keys are products of matrices, which PyTorch has"
         return _refuses(triton_stream.expanded(sums)) or triton_stream.refuses(sums, _closed(sums)[1].doubled)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -5,7 +5,8 @@
 In each of them *readers* gather what *feeders* left in a state: sums of features times values, from chunk to chunk times a
 decay. A walk goes through the tokens in order or, `REVERSE`, back; a program takes a *segment* of it, some chunks of one
 head, and holds the state in registers. What all segments before it have left is found first: `states` sums up each segment
-by itself, and `scan` adds these up.
+by itself, and `scan` adds these up. Of all keys without a decay the state is one, the sum over all segments: readers gather
+from it alone, and have no feeders (None).
 
 Dots of bfloat16 inputs round features, weights and states to bfloat16; those of others are "tf32x3" or "tf32", as the host
 says. Sums are float32. Decays are float64 until their difference is taken.
@@ -53,7 +54,7 @@ def states(
         state, own = tiles.advanced(state, own, y, summed, tile, after, across, PRECISION)
     row = block * D + tl.arange(0, D)
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
-    first = tiles.state_address(out, shape)
+    first = tiles.state_address(out, shape, shape.segments)
     tl.store(first + row[:, None] * shape.columns + column[None, :], state, mask=both)
     if DENOMINATOR != "none":
         row = block * own.shape[0] + tl.arange(0, own.shape[0])
@@ -97,6 +98,17 @@ def scan(
         before += own
     if last is not None:
         tl.store(last + head * size + number, before, mask=number < size)
+
+
+@jit
+def _before(befores, shape, block, column, X: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DENOMINATOR: tl.constexpr):
+    """The state that a segment begins with, of a block of features: sums ``[D E]`` and those of a denominator."""
+    state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
+    if befores is not None:
+        state = tiles.load_state(befores, shape, block * D + tl.arange(0, D), column)
+        if DENOMINATOR != "none":
+            own = tiles.load_own_state(befores, shape, block * own.shape[0] + tl.arange(0, own.shape[0]))
+    return state, own
 
 
 @jit
@@ -172,31 +184,32 @@ def outputs(
 ):
     """Sums over what readers see, and denominators, of a part of features. Programs: blocks of values, of heads; segments.
 
-    ADD adds to the sums that are there, and to `earlier` denominators. DIVIDE writes quotients.
+    ADD adds to the sums that are there, and to `earlier` denominators. DIVIDE writes quotients. Without
+    feeders the state is all.
     """
     place, first = tiles.place_of(shape), shape.part * X
-    column, row = tiles.block_of(shape) * E + tl.arange(0, E), shape.part * D + tl.arange(0, D)
-    state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
-    if befores is not None:
-        state = tiles.load_state(befores, shape, row, column)
-        if DENOMINATOR != "none":
-            own = tiles.load_own_state(befores, shape, shape.part * own.shape[0] + tl.arange(0, own.shape[0]))
-    table = readers.table if feeders.table is None else feeders.table
+    column = tiles.block_of(shape) * E + tl.arange(0, E)
+    state, own = _before(befores, shape, shape.part, column, X, D, E, DENOMINATOR)
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
         q, own_q = tiles.features(readers, readers.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
-        k, own_k = tiles.features(
-            feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
-        )
-        tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
-        inside, before, after, across = tiles.load_weights(
-            borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
-        )
-        scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
-        total, denominator = _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR, PRECISION)
-        summed = own_k if DENOMINATOR == "plain" else k
-        state, own = tiles.advanced(state, own, k, summed, tile, after, across, PRECISION)
+        if feeders is None:
+            rows = own_q if DENOMINATOR == "plain" else q
+            total, denominator = tiles.dot(q, state, PRECISION), tl.sum(rows.to(tl.float32) * own[None, :], 1)
+        else:
+            table = readers.table if feeders.table is None else feeders.table
+            k, own_k = tiles.features(
+                feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+            )
+            tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
+            inside, before, after, across = tiles.load_weights(
+                borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
+            )
+            scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
+            total, denominator = _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR, PRECISION)
+            summed = own_k if DENOMINATOR == "plain" else k
+            state, own = tiles.advanced(state, own, k, summed, tile, after, across, PRECISION)
         _finish(out, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
 
 
@@ -323,39 +336,39 @@ def gradients(
 ):
     """Gradients of readers' inputs, by a part of values. Programs: blocks of features, of heads; segments.
 
-    Scores are products of values: those of keys, and gradients of outputs.
+    Scores are products of values: those of keys, and gradients of outputs. Without feeders the state is all.
     """
     place, first = tiles.place_of(shape), tiles.block_of(shape) * X
     column = shape.part * E + tl.arange(0, E)
-    state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
+    state, own = _before(befores, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
     of_normal = tl.zeros((X,), tl.float32)
-    if befores is not None:
-        state = tiles.load_state(befores, shape, tiles.block_of(shape) * D + tl.arange(0, D), column)
-        if DENOMINATOR != "none":
-            own = tiles.load_own_state(befores, shape, tiles.block_of(shape) * own.shape[0] + tl.arange(0, own.shape[0]))
-    table = readers.table if feeders.table is None else feeders.table
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        y, plain = tiles.features(
-            feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
-        )
+        if feeders is not None:
+            table = readers.table if feeders.table is None else feeders.table
+            y, plain = tiles.features(
+                feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
+            )
         near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
-        far = tiles.load_values(of_feeders, place, token, ok, column, shape.columns, PRECISION)
-        fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
         dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(own[None, :], (C, own.shape[0]))
-        inside, before, after, across = tiles.load_weights(
-            borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
-        )
-        if before is not None:
-            dy, down = dy * before[:, None], down * before[:, None]
-        scores = _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
-        dy += tiles.dot(scores, y, PRECISION)
+        if feeders is not None:
+            far = tiles.load_values(of_feeders, place, token, ok, column, shape.columns, PRECISION)
+            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
+            inside, before, after, across = tiles.load_weights(
+                borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
+            )
+            if before is not None:
+                dy, down = dy * before[:, None], down * before[:, None]
+            scores = _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
+            dy += tiles.dot(scores, y, PRECISION)
+            if DENOMINATOR == "plain":
+                down += tiles.dot(inside, fed, PRECISION)
+            state, own = tiles.advanced(state, own, y, fed, far, after, across, PRECISION)
         if DENOMINATOR == "plain":
-            down = -tiles.weighed(down + tiles.dot(inside, fed, PRECISION), readers, place, token, ok)
+            down = -tiles.weighed(down, readers, place, token, ok)
         elif DENOMINATOR == "encoded":
             dy -= tiles.weighed(down, readers, place, token, ok)
-        state, own = tiles.advanced(state, own, y, fed, far, after, across, PRECISION)
         of_normal += _pull(readers, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
     if grads.normal is not None:
         at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)

@@ -263,22 +263,29 @@ def segment_of(shape):
 
 
 @jit
-def state_address(states, shape):
-    """Where the state of this program's segment is: sums ``[features values]``, then those of a denominator."""
-    return states + segment_of(shape) * (shape.features * shape.columns + shape.own)
+def state_address(states, shape, count):
+    """Where the state of this program's segment is: sums ``[features values]``, then those of a denominator.
+
+    A head has `count` of them, one a segment or one.
+    """
+    head = tl.program_id(0).to(tl.int64) // shape.blocks
+    state = head * count + tl.minimum(tl.program_id(1), count - 1)
+    return states + state * (shape.features * shape.columns + shape.own)
 
 
 @jit
 def load_state(states, shape, row, column):
     """The state before this segment."""
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
-    return tl.load(state_address(states, shape) + row[:, None] * shape.columns + column[None, :], mask=both, other=0)
+    at = state_address(states, shape, shape.states) + row[:, None] * shape.columns + column[None, :]
+    return tl.load(at, mask=both, other=0)
 
 
 @jit
 def load_own_state(states, shape, row):
     """The sum of features before this segment."""
-    return tl.load(state_address(states, shape) + shape.features * shape.columns + row, mask=row < shape.own, other=0)
+    at = state_address(states, shape, shape.states) + shape.features * shape.columns + row
+    return tl.load(at, mask=row < shape.own, other=0)
 
 
 @jit
