@@ -100,7 +100,7 @@ class Features(NamedTuple):
     def table(self, needs: Sequence[bool]) -> int | None:
         """The place in `tensors` of the table of a rotation or a lift, where no other needs a gradient."""
         found, kinds = [n for n, need in enumerate(needs) if need], self.kinds or ()
-        known = self.direct and len(found) == 1 and found[0] < len(kinds) and kinds[found[0]] in ("rotation", "lift")
+        known = len(found) == 1 and self.direct and found[0] < len(kinds) and kinds[found[0]] in ("rotation", "lift")
         return found[0] if known else None
 
     def closed(self) -> tuple[str, Tensor | None, Tensor | None] | None:

@@ -401,8 +401,8 @@ class _Sink:
         """That of log decays ``[*b h t]``."""
         if not self.decay:
             return None
-        signs = -1 if self.n else 1
-        return torch.stack([signs * sign * x.sum(-1, dtype=torch.float64) for sign, x in self.decays]).sum(0)
+        side = -1 if self.n else 1
+        return torch.stack([side * sign * x.sum(-1, dtype=torch.float64) for sign, x in self.decays]).sum(0)
 
     def found(self, tensor: Tensor) -> Tensor | None:
         """That of a tensor of features."""

@@ -111,9 +111,7 @@ class Operand:
         self.grads: Sequence[Tensor | None] = [None] * len(needs)
         self.first = True  # whether no gradient has been written yet
         self.direct = features.direct and not any(needs)
-        self.table = (
-            features.table(needs) if any(needs) else None
-        )  # the one tensor that needs a gradient, if closed forms have it
+        self.table = features.table(needs)  # the one tensor that needs a gradient, if closed forms have it
 
     def open(self) -> None:
         """Make buffers for gradients."""
