@@ -45,7 +45,7 @@ def kind(x):
     return x if x is None else "1" if x == 1 else "i32" if x % 16 else "i32:16"
 
 
-def problem(dtype, d, kinds, decay, denominator, *, causal=True):
+def problem(dtype, d, kinds, decay, denominator, *, causal=True, phi=elu1):
     """1,024 tokens of two heads."""
     t, h = 1024, 2
     q, k, v = torch.zeros(3, 1, h, t, d, dtype=dtype)
@@ -56,14 +56,15 @@ def problem(dtype, d, kinds, decay, denominator, *, causal=True):
     if "reflection" in kinds:
         maps = Chain(Reflection(F.normalize(torch.ones(h, 1, d), dim=-1)), maps)
     g = torch.zeros(h, t, dtype=torch.float64) if decay else None
-    own = Features(elu1, maps, kinds, None, denominator == "plain")
-    return Sums(q, k, v, (own, own, Features(identity)), None if g is None else (g, g), causal, "divide")
+    own = Features(phi, maps, kinds, None, denominator == "plain")
+    return Sums(q, k, v, (own, own, Features(identity)), None if g is None else (g, g), causal, denominator and "divide")
 
 
 def launches(monkeypatch, sums, arch):
     """What the forward and the backward pass would launch."""
     recorder = Recorder()
     monkeypatch.setattr(triton, "_generation", lambda device: arch // 10)
+    monkeypatch.setattr(triton, "_processors", lambda device: 132)
     monkeypatch.setattr(triton, "_kernels", lambda: recorder)
     monkeypatch.setattr(gpu, "interpreted", lambda: False)
     gathered = any("gather" in own.kinds for own in sums.features)
@@ -103,10 +104,16 @@ def test_kernels_fit(monkeypatch, arch):
     problems |= {(torch.bfloat16, d, "decay"): problem(torch.bfloat16, d, ("rotation",), True, "plain") for d in (64, 128)}
     wide = (torch.bfloat16, 128), (torch.float32, 256)
     problems |= {(*own, "all keys"): problem(*own, ("rotation",), False, "plain", causal=False) for own in wide}
+    light = (64, False), (128, False), (64, True), (128, True)
+    problems |= {
+        (torch.bfloat16, d, "light", decay): problem(torch.bfloat16, d, ("rotation",), decay, None, phi=identity)
+        for d, decay in light
+    }
     found = compile_all(monkeypatch, problems, arch)
     for key in problems:  # in two launches or more where features are wide
-        scan = set() if key[-1] == "all keys" else {"scan"}
-        assert {name for own, name, _ in found if own == key} == {"states", "outputs", "quotients", "gradients"} | scan
+        names = {"states", "outputs", "gradients"}
+        names |= (set() if "all keys" in key else {"scan"}) | (set() if "light" in key else {"quotients"})
+        assert {name for own, name, _ in found if own == key} == names
     for key, used in found.items():
         assert used.shared <= SHARED[arch], (key, used)
         assert used.spilled <= SPILLED[key[0][0]], (key, used)
@@ -122,9 +129,23 @@ def test_a_stream_compiles(monkeypatch):
         assert used.spilled <= SPILLED[torch.bfloat16], (key, used)
 
 
+REFLECTED = {32: 256, 128: 64, 256: 1024}  # bytes that a reflection spills, by width: it has no blocks of features
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
 @pytest.mark.parametrize("kinds", [("lift",), ("gather",), ("reflection", "rotation"), ("reflection", "gather")], ids=str)
-def test_every_kind_compiles(monkeypatch, kinds):
-    dtypes = (torch.float16, torch.bfloat16)
-    problems = {str(dtype): problem(dtype, 32, kinds, True, "plain", causal=dtype == dtypes[0]) for dtype in dtypes}
+def test_every_kind_compiles(monkeypatch, kinds, causal):
+    problems = {(torch.bfloat16, 64): problem(torch.bfloat16, 64, kinds, causal, "plain", causal=causal)}
+    problems |= {(torch.float16, 32): problem(torch.float16, 32, kinds, causal, "plain", causal=causal)}
     for key, used in compile_all(monkeypatch, problems, 90).items():
         assert used.shared <= SHARED[90], (key, used)
+        assert used.spilled <= SPILLED[torch.bfloat16], (key, used)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_reflections_of_every_width_fit(monkeypatch, arch):
+    kinds = ("reflection", "rotation")
+    problems = {(dtype, d): problem(dtype, d, kinds, False, "plain") for dtype in SPILLED for d in REFLECTED}
+    for key, used in compile_all(monkeypatch, problems, arch).items():
+        print(key, used)
+        assert used.shared <= SHARED[arch], (key, used)

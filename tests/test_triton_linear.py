@@ -57,8 +57,12 @@ def by_definition(inputs, given, grad):
     return with_gradients(inputs, torch.float64, given, grad, quadratic)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 @pytest.mark.parametrize("name", SERVED)
-def test_agrees_with_the_definition(several_segments, name):
+def test_agrees_with_the_definition(monkeypatch, several_segments, name, together):
+    """Whether keys and values get their gradients in one walk or in two."""
+    config = triton.config
+    monkeypatch.setattr(triton, "config", lambda *args, **how: config(*args, **how)._replace(together=together))
     b, h, t, d, e = 1, 2, 70, 16, 24
     given = linear_options(name, b, h, t, d)
     *inputs, grad = drawn((b, h, t, d), (b, h, t, d), (b, h, t, e), (b, h, t, e))
@@ -90,13 +94,28 @@ def test_what_is_wide_is_the_sum_of_several_launches(several_segments, dtype):
 )
 def test_blocks_and_parts_of_features_and_values_change_nothing(monkeypatch, name, blocks, parts):
     def config(d, e, *_, **__):
-        return triton.Config(32, d // blocks, e // blocks, d // parts, e // parts, 4, 1)
+        return triton.Config(32, d // blocks, e // blocks, d // parts, e // parts, 4, 1, False)
 
     monkeypatch.setattr(triton, "config", config)
     given = linear_options(name, 1, 1, 40, 32)
     given |= {"denominator": "plain"} if name == "permuteformer" else {}  # of which the features are in another order
     *inputs, grad = drawn(*[(1, 1, 40, 32)] * 4)
     near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "programs", "segments"),
+    [
+        (2, 1, 1),  # too short to be cut
+        (64, 128, 2),  # all fit side by side
+        (64, 140, 3),  # in two rounds, each of a third
+        (64, 256, 1),
+        (2048, 1, 264),
+        (2048, 1000, 1),
+    ],
+)
+def test_walks_are_cut_into_what_fits_side_by_side(chunks, programs, segments):
+    assert triton._segments(chunks, programs, 264) == segments
 
 
 @pytest.mark.parametrize("length", [1, 16, 31, 65])
@@ -339,10 +358,6 @@ REFUSALS = [
     (
         numbers(torch.bfloat16, d=160, features=features(Rotation(torch.ones(70, 160, 2), True), kinds=("lift",))),
         "features and values come up to 256, not by 320",
-    ),
-    (
-        numbers(torch.bfloat16, d=256, features=features(Reflection(torch.ones(1, 1, 256)), kinds=("reflection",))),
-        "features of a reflection times values come up to 16384, not by 256 x 256",
     ),
     (
         numbers(features=features(Chain(MIRROR, Gather(torch.arange(16)[None, None])), kinds=("reflection", "gather"))),

@@ -24,7 +24,6 @@ from isopos.ops.linear.features import Features, Sums
 PHI = (identity, elu1, relu, relu2, exp)
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # features, and values
-REFLECTED = 1 << 14  # features times values where no block divides features
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
 TILE = 16  # the least side of a product of matrices
 
@@ -64,6 +63,7 @@ class Grads(NamedTuple):
     plain: Rows | None  # of phi's own features, where a gather has x in another order
     table: Rows | None
     decay: Rows | None  # a number a block of features
+    v: Rows | None  # where keys gather what is that of their values, too
     normal: Any  # the sum of each program ``[. width]``
 
 
@@ -125,6 +125,7 @@ class Config(NamedTuple):
         far_values: Of a launch of `gradients`.
         warps: Of a program.
         stages: Chunks whose loads are under way.
+        together: Whether keys and values get their gradients in one walk, which reads less and needs more registers.
     """
 
     chunk: int
@@ -134,31 +135,48 @@ class Config(NamedTuple):
     far_values: int
     warps: int
     stages: int
+    together: bool
 
 
 def config(
-    features: int, values: int, precision: str, generation: int, *, whole: bool = False, decays: bool = False
+    features: int,
+    values: int,
+    precision: str,
+    generation: int,
+    *,
+    whole: bool = False,
+    decays: bool = False,
+    light: bool = False,
 ) -> Config:
     """What fits into registers and shared memory of sm_80 and later; features and values are powers of two.
 
     Products before sm_90 hold all of their operands in registers, as do those of TF32, which are the sum of several launches
     where there are more than 64. A reflection needs the `whole` row of features, whatever that spills. Weights of decays are
-    differences in float64, for which the tiles are smaller.
+    differences in float64, for which the tiles are smaller. What is `light`, without feature maps and denominators, takes
+    few registers. Four warps multiply 64 rows and do none of them twice; two programs of four share a multiprocessor, so
+    that one computes while the other waits.
     """
+    widest, warps, together = max(features, values), 8, False
     if precision == "bf16":
-        chunk = 64 if generation >= 9 and max(features, values) <= 128 and not decays else 32
-        most, side, far, more = 1 << 13, 128, 256, (8, 2)
+        most, side, far, stages = 1 << 13, 128, 256, 2
+        chunk = 16 if whole and widest > 128 else 32
+        if generation >= 9:
+            if widest <= (64 if whole or decays else 128) and (light or not decays):
+                chunk = 64
+            warps = 4 if widest <= (128 if light and not whole else 64) else 8
+            together = light and widest <= 64
     else:
-        chunk, most, side, far, more = 16, 1 << 11, 32, 64, (4, 1)
+        chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
+        warps = 8 if whole and features > far else 4
     far_features, far_values = features if whole else min(far, features), min(far, values)
     block = features
-    if not whole:
+    if whole:
+        far_values = min(far_values, max(TILE, (1 << 14 if precision == "bf16" else most) // features))
+    else:
         side_of_features = min(side, 32) if decays and generation < 9 else side
         block = min(side_of_features, max(TILE, min(features, most // far_values)))
-    elif precision != "bf16":
-        far_values, more = min(far_values, max(TILE, most // features)), (8 if features > far else 4, 1)
     parts = min(side, max(TILE, min(values, most // far_features)))
-    return Config(chunk, block, parts, far_features, far_values, *more)
+    return Config(chunk, block, parts, far_features, far_values, warps, stages, together)
 
 
 class Way(NamedTuple):
@@ -199,9 +217,19 @@ def _kernels() -> Any:
 
 
 @cache
-def _busy(device: torch.device) -> int:
-    """Programs that fill a device."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+@cache
+def _segments(chunks: int, programs: int, room: int) -> int:
+    """Into how many segments programs cut their walks, so that the last one ends soonest where there is room for so many.
+
+    All segments of a walk but its last are read once more beforehand: half of what the walk itself moves.
+    """
+    most = max(1, min(chunks // LEAST, -(-2 * room // programs)))
+    return min(range(1, most + 1), key=lambda n: -(-programs * n // room) / n * (1.5 - 0.5 / n))
 
 
 def _precision(*inputs: Tensor) -> str:
@@ -232,6 +260,7 @@ class Call:
         width, values, doubled = sums.q.shape[-1], sums.v.shape[-1], closed[0].doubled
         self.x, self.d, self.e = _tile(width), _tile(width) * doubled, _tile(values)
         how = {"whole": any(own.normal is not None for own in closed), "decays": sums.g is not None}
+        how |= {"light": self.own == "none" and all(own.phi == "identity" for own in closed)}
         self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), **how)
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
         self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
@@ -243,8 +272,9 @@ class Call:
 
     def _cut(self, length: int) -> tuple[int, int, int]:
         """Chunks of a segment, segments, and states of a head."""
-        chunks, heads = -(-length // self.config.chunk), self.leading.numel()
-        each = -(-chunks // max(1, min(-(-_busy(self.sums.q.device) // heads), chunks // LEAST)))
+        chunks, programs = -(-length // self.config.chunk), self.leading.numel() * max(self.blocks, self.parts)
+        room = _processors(self.sums.q.device) * (8 // self.config.warps)
+        each = -(-chunks // _segments(chunks, programs, room))
         segments = -(-chunks // each)
         return each, segments, 1 if self.every else segments
 
@@ -311,7 +341,8 @@ class Call:
             last = out.new_empty(*self.leading, size)
         constants = self.constants(n, self.config.features, self.config.values) | way.constants
         given = self.inputs(n, less), values, self.borders, out
-        self.launch(kernels.states, n, self.blocks * self.parts, *given, DENOMINATOR=self.own, **constants)
+        constants |= {"DENOMINATOR": self.own, "ALL": self.every or last is not None}
+        self.launch(kernels.states, n, self.blocks * self.parts, *given, **constants)
         if self.every:
             return out.sum(1), None
         number = min(1024, _tile(size))
@@ -376,7 +407,7 @@ class _Sink:
         dtype = torch.float32 if twice or added else x.dtype
         self.x = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         self.plain = torch.empty_like(self.x) if twice else None
-        self.table, self.normals, self.decays = None, [], []
+        self.table, self.v, self.normals, self.decays = None, None, [], []
         if self.needed[0] and self.closed.table is not None:
             shape = (*call.leading, x.shape[-2], self.closed.table.shape[-2:].numel())
             self.table = x.new_empty(shape, dtype=torch.float32)
@@ -390,8 +421,8 @@ class _Sink:
         if self.decay:
             decay = self.x.new_empty(*call.leading, shape.length, call.blocks, dtype=torch.float32)
             self.decays.append((-1 if way.strict else 1, decay))
-        plain, table, decay = map(call.optional, (self.plain, self.table, decay))
-        return Grads(call.rows(self.x), plain, table, decay, normal)
+        rows = map(call.optional, (self.plain, self.table, decay, self.v))
+        return Grads(call.rows(self.x), *rows, normal)
 
     def of_x(self) -> Tensor:
         """That of x."""
@@ -471,12 +502,15 @@ class Triton(Kernel):
             sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
             dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
             dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
+            together = call.config.together
+            sinks[1].v = dv if together else None
             for way in call.ways:
                 before, first = next(states, None), None if of_after is None else call.turned(of_after)
                 after, of_before = call.befores(0, less, pair[0], way.back, first)
                 call.gradients(0, less, pair, before, sinks[0], way)
                 call.gradients(1, less, pair, after, sinks[1], way.back)
-                call.outputs(1, pair[0], after, dv, (), way.back)
+                if not together:
+                    call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         own = [x.to(y.dtype) for x, y in zip((*(sink.of_x() for sink in sinks), dv), sums.inputs, strict=True)]
         decays, own_states = [sink.of_decay() for sink in sinks], ()
@@ -525,9 +559,6 @@ def _refuses(sums: Sums) -> str:
         return "queries, keys and values have one shape of samples and heads"
     if max(width * of_q.doubled, e) > WIDEST:
         return f"features and values come up to {WIDEST}, not by {max(width * of_q.doubled, e)}"
-    reflected = of_q.normal is not None or of_k.normal is not None
-    if reflected and _tile(width) * of_q.doubled * _tile(e) > REFLECTED:
-        return f"features of a reflection times values come up to {REFLECTED}, not by {width * of_q.doubled} x {e}"
     return ""
 
 

@@ -34,17 +34,22 @@ def states(
     PHI: tl.constexpr,
     KIND: tl.constexpr,
     DENOMINATOR: tl.constexpr,
+    ALL: tl.constexpr,
     REVERSE: tl.constexpr,
     STRICT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What each segment alone leaves in the state. Programs: blocks of features, by those of values, of heads; segments."""
+    """What each segment alone leaves in the state. Programs: blocks of features, by those of values, of heads; segments.
+
+    Zero for the segment that the walk meets last, which nobody reads, but with ALL.
+    """
     place, parts = tiles.place_of(shape), tl.cdiv(shape.columns, E)
     block, part = tiles.block_of(shape) // parts, tiles.block_of(shape) % parts
     column = part * E + tl.arange(0, E)
     state = tl.zeros((D, E), tl.float32)
     own = tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
-    for i in range(shape.chunks):
+    read = ALL or tl.program_id(1) != (0 if REVERSE else shape.segments - 1)
+    for i in range(shape.chunks if read else 0):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
         y, plain = tiles.features(inputs, inputs.table, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
@@ -336,7 +341,8 @@ def gradients(
 ):
     """Gradients of readers' inputs, by a part of values. Programs: blocks of features, of heads; segments.
 
-    Scores are products of values: those of keys, and gradients of outputs. Without feeders the state is all.
+    Scores are products of values: those of keys, and gradients of outputs. Without feeders the state is all. Keys gather
+    gradients of their values, too, where `grads` has a place for them: then the features are no blocks.
     """
     place, first = tiles.place_of(shape), tiles.block_of(shape) * X
     column = shape.part * E + tl.arange(0, E)
@@ -350,14 +356,22 @@ def gradients(
             y, plain = tiles.features(
                 feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
             )
-        near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
-        dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(own[None, :], (C, own.shape[0]))
-        if feeders is not None:
             far = tiles.load_values(of_feeders, place, token, ok, column, shape.columns, PRECISION)
-            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
             inside, before, after, across = tiles.load_weights(
                 borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
             )
+        if grads.v is not None:
+            x, _ = tiles.features(readers, readers.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
+            dv = tiles.dot(x, state, PRECISION)
+            if feeders is not None:
+                if before is not None:
+                    dv *= before[:, None]
+                dv += tiles.dot(tiles.dot(x, tl.trans(y), PRECISION) * inside, far, PRECISION)
+            dv = dv.to(grads.v.first.dtype.element_ty)  # at once: it takes half of the registers
+        near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
+        dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(own[None, :], (C, own.shape[0]))
+        if feeders is not None:
+            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
             if before is not None:
                 dy, down = dy * before[:, None], down * before[:, None]
             scores = _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
@@ -370,6 +384,8 @@ def gradients(
         elif DENOMINATOR == "encoded":
             dy -= tiles.weighed(down, readers, place, token, ok)
         of_normal += _pull(readers, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
+        if grads.v is not None:
+            _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
     if grads.normal is not None:
         at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)
         tl.store(at, of_normal, mask=tl.arange(0, X) < shape.width)

@@ -102,7 +102,10 @@ def load_plain(inputs, table, place, token, ok, column, width, PHI: tl.constexpr
         at = tl.load(index, mask=ok[:, None] & inside, other=0).to(tl.int32)
     both = taking_part(inputs.mask, place, token, ok)[:, None] & inside
     x = tl.load(address(inputs.x, place, token)[:, None] + at, mask=both, other=0).to(tl.float32)
-    return tl.where(both, phi(x, PHI), 0), x, at, both
+    y = phi(x, PHI)
+    if PHI != "identity" and PHI != "relu2":  # these leave zero as it is, and the tile where it was copied to
+        y = tl.where(both, y, 0)
+    return y, x, at, both
 
 
 @jit
