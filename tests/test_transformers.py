@@ -1,9 +1,12 @@
 """Models of transformers with schemes of isopos; tiny ones, of random weights. Importing transformers takes seconds."""
 
 import copy
+import gc
 import importlib.metadata
 import json
 import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import isopos
 from isopos import schemes
 from isopos.encodings import Rotary
 from isopos.integrations import transformers
-from isopos.integrations.transformers import patching, places
+from isopos.integrations.transformers import evaluated, patching, places
 from isopos.integrations.transformers.patching import load, patch, patched, unpatch  # without transformers as yet
 
 pytestmark = pytest.mark.oracles
@@ -397,15 +400,31 @@ def test_positions_are_exact_in_every_dtype(dtype):
     x = torch.randn(1, 2, ids.shape[1], HEAD_DIM, dtype=dtype)
     cos, sin = places.Digits(isopos.alibi(HEAD_DIM, HEADS), Config)(x, ids)
     written = x * cos.unsqueeze(1) + x * sin.unsqueeze(1)
-    found, positions = places.split(written)
+    found, digits = evaluated.split(written)
     assert found.equal(x)
-    assert positions.tolist() == ids[..., None].tolist()
+    assert evaluated.positions_of(digits).tolist() == ids[..., None].tolist()
 
 
-def test_a_cache_that_rounds_is_refused():
-    written = torch.randn(1, 2, 3, HEAD_DIM + 4)
-    with pytest.raises(RuntimeError, match="past_key_values: expected a cache that keeps keys as they are"):
-        places.split(written)
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("change", "got"), [(0.25, "rounded"), (1, "others")])
+def test_a_cache_that_rounds_or_differs_from_layer_to_layer_is_refused(model, layer, change, got):
+    patch(model, scheme_of("alibi"))
+    cache = model(tokens(), use_cache=True).past_key_values
+    cache.layers[layer].keys[:, :, 3, -1] += change  # the digits of a position
+    said = "past_key_values: expected a cache that keeps keys as they are, of the same tokens in layers with one mask, got"
+    with pytest.raises(RuntimeError, match=f"{said} {got if layer == 0 and change < 1 else 'others'}"):
+        model(tokens()[:, :1], past_key_values=cache)
+
+
+def test_as_many_keys_as_queries_are_where_these_are():
+    scheme, x, ids = scheme_of("alibi"), torch.randn(1, HEADS, 3, HEAD_DIM), torch.arange(3)[None]
+    digits = evaluated.digits_of(ids, x.dtype)
+    pass_ = evaluated.Evaluated(scheme, ids[..., None], x, digits)
+    query, key = (torch.cat((x, (digits + far)[:, None].expand(-1, HEADS, -1, -1)), -1) for far in (0, 1))
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    assert pass_(query, query, mask)[0].equal(x)
+    with pytest.raises(RuntimeError, match=r"past_key_values: expected .* of the same tokens .* got others"):
+        pass_(query, key, mask)
 
 
 def test_half_precision(model):
@@ -438,7 +457,7 @@ def encoded(model, scheme, x, *given):
     """What each attention of a patched encoder returned, and what it ought to by definition at positions x ``[t c]``."""
     seen, hooks = [], []
     for module in model.modules():
-        if isinstance(getattr(module, "isopos", None), tuple):
+        if type(module).__name__ in ("BertSelfAttention", "ViTAttention"):
             hook = lambda module, args, options, out: seen.append((module, args[0], out[0]))  # noqa: E731
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     model(*given)
@@ -548,6 +567,190 @@ def test_what_encoders_refuse(hf):
         patch(encoder(hf, "Bert", is_decoder=True), rope())
 
 
+# Once for all layers
+
+
+LAYERS = 4
+
+
+def deep(hf, family="Llama", **options):
+    if family in FAMILIES:
+        return make(hf, family, num_hidden_layers=LAYERS, **options)
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return encoder(hf, family, num_hidden_layers=LAYERS, **dropouts)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """How often schemes were evaluated since it was asked last."""
+    calls, at = [], schemes.Scheme.at
+    monkeypatch.setattr(schemes.Scheme, "at", lambda *args, **options: calls.append(0) or at(*args, **options))
+
+    def since():
+        found = len(calls)
+        calls.clear()
+        return found
+
+    return since
+
+
+def each_for_itself(monkeypatch):
+    """Every layer evaluates, as if no other did."""
+    evaluate = evaluated.Evaluated._evaluate
+    monkeypatch.setattr(evaluated.Evaluated, "_at", lambda self, *args: evaluate(self, *args).at)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@ALL_FAMILIES
+def test_a_decoder_evaluates_its_scheme_once_a_forward(hf, count, family, gradients):
+    model, ids = patch(deep(hf, family), isopos.t5(HEAD_DIM, HEADS, attention="softmax", bidirectional=False)), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.set_grad_enabled(gradients):
+        model(ids, attention_mask=mask, use_cache=False)
+        assert count() == 1
+        cache = model(ids[:, :8], attention_mask=mask[:, :8]).past_key_values
+        assert count() == 1
+        for part in ids[:, 8:].split([1, 3], 1):
+            model(part, past_key_values=cache)
+            assert count() == (1 + LAYERS if gradients else 1)  # ahead, and what each layer learns of cached keys
+    model.requires_grad_(False)
+    model(ids[:, :2], past_key_values=cache)
+    assert count() == 2  # ahead, and of cached keys
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "beams"])
+def test_generation_evaluates_once_a_forward(hf, count, way):
+    model, forwards = patch(deep(hf), scheme_of("alibi")), []
+    model.model.register_forward_hook(lambda *args: forwards.append(0))
+    generated(model, tokens(), **WAYS[way])
+    assert count() == len(forwards) > 4
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("family", ["Bert", "ViT"])
+def test_an_encoder_evaluates_its_scheme_once_a_forward(hf, count, family, gradients):
+    scheme = GRIDS["grid"]() if family == "ViT" else scheme_of("angles-a-head")
+    model = patch(deep(hf, family), scheme)
+    with torch.set_grad_enabled(gradients):
+        model(torch.randn(2, 3, 16, 16) if family == "ViT" else tokens())
+    assert count() == 1
+
+
+def test_cosines_and_sines_are_made_once_a_forward(hf):
+    for family in ("Llama", "RoFormer"):
+        scheme, calls = rope(), []
+        scheme.encoding.register_forward_hook(lambda *args, calls=calls: calls.append(0))
+        patch(deep(hf, family), scheme)(tokens())
+        assert len(calls) == 1
+
+
+def test_layers_of_two_kinds_evaluate_once_a_kind(hf, count):
+    """Cached keys of layers with a window are others than those of layers without."""
+    kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 4}
+    model, ids, found = patch(deep(hf, "Qwen2", **kinds), scheme_of("t5")), tokens(), []
+    whole = logits(model, ids)
+    assert count() == 1
+    cache = None
+    with torch.no_grad():
+        for n, part in enumerate(ids.split([7, 1, 1, 3], 1)):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, [*found, out.logits]
+            assert count() == (2 if n else 1)
+    close(torch.cat(found, 1), whole)
+
+
+@ALL_OURS
+def test_what_layers_share_is_what_each_has(hf, monkeypatch, name):
+    model, ids = patch(deep(hf), scheme_of(name)), tokens()
+    places = torch.cat((torch.arange(5), torch.arange(7)))[None]
+
+    def found():
+        with torch.no_grad():
+            cache = model(ids[:, :7], use_cache=True).past_key_values
+            return (
+                logits(model, ids),
+                logits(model, ids, position_ids=places),
+                logits(model, ids[:, 7:], past_key_values=cache),
+            )
+
+    shared = found()
+    each_for_itself(monkeypatch)
+    for one, other in zip(shared, found(), strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("family", ["Llama", "Bert"])
+def test_gradients_through_what_layers_share_are_those_of_each(hf, monkeypatch, count, family, reentrant):
+    model, scheme, ids = deep(hf, family), scheme_of("angles-a-head"), tokens()
+    patch(model, scheme).train()
+    model.config.use_cache = False
+    if reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    shared, times = gradients(), count()
+    assert (scheme.encoding.frequency.grad != 0).all(-1).all()
+    assert times == (1 + LAYERS if reentrant else 1)  # a reentrant one cannot share a graph
+    each_for_itself(monkeypatch)
+    for one, other in zip(shared, gradients(), strict=True):
+        close(one, other, 1e-5)
+
+
+def test_nothing_is_kept_after_a_forward_and_its_graph(hf, monkeypatch):
+    made, begin = [], evaluated.Evaluated.__init__
+    monkeypatch.setattr(
+        evaluated.Evaluated, "__init__", lambda self, *args: made.append(weakref.ref(self)) or begin(self, *args)
+    )
+    for family in ("Llama", "Bert"):
+        model, scheme, ids = deep(hf, family), scheme_of("angles-a-head"), tokens()
+        patch(model, scheme)
+        before = logits(model, ids)
+        assert [one() for one in made] == [None]
+        model.train()
+        model.config.use_cache = False
+        model.activation_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        gc.collect()
+        assert [one() for one in made] == [None, None]
+        made.clear()
+        with torch.no_grad():
+            scheme.encoding.frequency.mul_(1.5)
+        after = logits(model.eval(), ids)
+        assert (after - before).abs().max() > 0.01
+        assert logits(patch(unpatch(model), scheme), ids).equal(after)
+        made.clear()
+
+
+def test_forwards_in_several_threads_share_nothing(hf):
+    model = patch(deep(hf), scheme_of("t5"))
+    inputs = [tokens(1, length) for length in (3, 5, 9, 12)] * 4
+    expected = [logits(model, ids) for ids in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for found, one in zip(pool.map(lambda ids: logits(model, ids), inputs), expected, strict=True):
+            assert found.equal(one)
+
+
+@torch.no_grad()
+def test_each_dtype_and_device_has_its_own():
+    scheme, x = isopos.alibi(HEAD_DIM, HEADS, attention="softmax"), torch.randn(1, HEADS, 3, HEAD_DIM)
+    pass_, mask = evaluated.Evaluated(scheme, torch.arange(3)[None, :, None], x), torch.ones(1, 1, 3, 3)
+    found = {kind: pass_(one, one, mask)[2] for kind, one in {"": x, "meta": x.to("meta")}.items()}
+    for kind, one in {"": x, "meta": x.to("meta")}.items():
+        assert pass_(one, one, mask)[2] is found[kind]
+        assert found[kind]["decay"].device == one.device
+    scheme = rope()
+    pass_ = evaluated.Evaluated(scheme, torch.arange(3)[None, :, None], x)
+    for one in (x, x.double(), x.bfloat16()):
+        table = pass_(one, one, mask)[2]["isometry"].table
+        assert table.dtype == torch.promote_types(one.dtype, torch.float32)
+
+
 # Training
 
 
@@ -575,6 +778,19 @@ def test_compilation_of_the_whole_graph(model):
         with patched(model, scheme):
             torch._dynamo.reset()
             close(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, logits(model, ids), 1e-6)
+
+
+def test_compilation_of_checkpointed_layers(model):
+    ids, scheme = tokens(), scheme_of("angles-a-head")
+    patch(model, scheme).train()
+    model.config.use_cache = False
+    model.activation_checkpointing_enable()
+    found = []
+    for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        scheme.zero_grad()
+        run(ids).logits.square().mean().backward()
+        found.append(scheme.encoding.frequency.grad)
+    close(*found, 1e-4)
 
 
 # In and out

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from isopos.encodings import Encoding
-from isopos.integrations.transformers import attention
+from isopos.integrations.transformers.attention import EVALUATED
+from isopos.integrations.transformers.evaluated import Evaluated
 from isopos.integrations.transformers.places import ATTENTION, Absolute, Angles, Digits, Sinusoids, rotations
 from isopos.positions import grid, sequence
 from isopos.scheme import Scheme
@@ -16,6 +17,9 @@ from isopos.scheme import Scheme
 __all__ = ["ABSENT", "DECODERS", "FAMILIES", "Change", "Hook", "head_dim", "is_rotation"]
 
 ABSENT = ...  # one object, also in copies
+OWN = "isopos"
+"""The attribute of a patched encoder that is its scheme; a tuple where another module has it as a submodule."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Change(NamedTuple):
@@ -67,8 +71,8 @@ def _decoder(base: Any, config: Any, scheme: Scheme, *, own: str = "self_attn", 
     _refuse_embedding(scheme)
     if is_rotation(scheme):
         return [Change(base, "rotary_emb", Angles(scheme, narrow=narrow))]
-    layers = [getattr(layer, own) for layer in base.layers]
-    return [Change(base, "rotary_emb", Digits(scheme, config)), *_ours(config, layers, scheme, behind=True)]
+    hooks = [Hook(getattr(layer, own), _of_place) for layer in base.layers]
+    return [Change(base, "rotary_emb", Digits(scheme, config)), *hooks, _ours(config)]
 
 
 def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
@@ -80,8 +84,9 @@ def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
     if added is not None and added.model_dim != config.hidden_size:
         raise ValueError(f"scheme: expected an embedding of {config.hidden_size} features, got {added.model_dim}")
     zeros = Change(base.embeddings, "position_embeddings", Absolute(scheme, base.embeddings.position_embeddings.weight))
-    layers = [layer.attention.self for layer in base.encoder.layer]
-    return [zeros, *([] if _is_nothing(scheme) else _ours(config, layers, scheme))]
+    if _is_nothing(scheme):
+        return [zeros]
+    return [zeros, Change(base.encoder, OWN, (scheme,)), Hook(base.encoder, _of_tokens), _ours(config)]
 
 
 def _roformer(base: Any, config: Any, scheme: Scheme) -> Changes:
@@ -100,10 +105,9 @@ def _vit(base: Any, config: Any, scheme: Scheme) -> Changes:
     _check(scheme, head_dim(config), heads, class_tokens=1, columns=(1, 2))
     _refuse_embedding(scheme)
     zeros = Change(base.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
-    layers = [layer.attention for layer in base.layers]
     if _is_nothing(scheme):
         return [zeros]
-    return [zeros, Change(base, attention.OWN, scheme), Hook(base, _with_patches), *_ours(config, layers, scheme)]
+    return [zeros, Change(base, OWN, scheme), Hook(base, _of_patches), _ours(config)]
 
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox")
@@ -117,10 +121,9 @@ FAMILIES: dict[str, Callable[[Any, Any, Scheme], Changes]] = {
 """By ``config.model_type``: what a scheme changes in a model without its head, and in its configuration."""
 
 
-def _ours(config: Any, layers: Sequence[nn.Module], scheme: Scheme, *, behind: bool = False) -> Changes:
-    """Our attention in layers, which find positions behind queries and keys, or among their arguments."""
-    owns = [Change(layer, attention.OWN, (scheme, behind)) for layer in layers]
-    return [*owns, Change(config, "_attn_implementation", ATTENTION)]
+def _ours(config: Any) -> Change:
+    """Our attention, for layers whose arguments tell it the scheme."""
+    return Change(config, "_attn_implementation", ATTENTION)
 
 
 def head_dim(config: Any) -> int:
@@ -141,17 +144,27 @@ def _is_nothing(scheme: Scheme) -> bool:
     return is_rotation(scheme) and scheme.encoding.is_trivial
 
 
-def _with_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a ViT with positions: the class token at the origin, patches from 1 on, on each axis."""
+def _of_place(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a decoder's attention with what `Digits` made for all of its layers."""
+    return args, {**kwargs, EVALUATED: kwargs["position_embeddings"][0].evaluated}
+
+
+def _of_tokens(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of BERT's layers with the scheme at the positions of tokens, 0 to t - 1 unless they are given."""
+    features, given = args[0], kwargs.get("position_ids")
+    x = sequence(features.shape[1], device=features.device)[None] if given is None else given[..., None]
+    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features)}
+
+
+def _of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a ViT with the scheme at the class token, the origin, and at patches from 1 on, on each axis."""
     pixels: Tensor = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
-    sides = [
-        size // patch for size, patch in zip(pixels.shape[-2:], model.embeddings.patch_embeddings.patch_size, strict=True)
-    ]
-    group = getattr(model, attention.OWN).group
-    patches = (
-        grid(*sides, device=pixels.device) if group.columns == 2 else sequence(sides[0] * sides[1], device=pixels.device)
-    )
-    return args, {**kwargs, "position_ids": torch.cat((group.origin(1, device=pixels.device), patches + 1))[None]}
+    embed, scheme = model.embeddings.patch_embeddings, getattr(model, OWN)
+    sides = [size // patch for size, patch in zip(pixels.shape[-2:], embed.patch_size, strict=True)]
+    group, device = scheme.group, pixels.device
+    patches = grid(*sides, device=device) if group.columns == 2 else sequence(sides[0] * sides[1], device=device)
+    x = torch.cat((group.origin(1, device=device), patches + 1))[None]
+    return args, {**kwargs, EVALUATED: Evaluated(scheme, x, pixels[:0].to(embed.projection.weight.dtype))}
 
 
 def _refuse_embedding(scheme: Scheme) -> None:

@@ -28,7 +28,8 @@ def patch(model: Model, scheme: Scheme | None = None) -> Model:
     cached rotated, and sdpa, flash, flex and compilers serve as before. Which features are pairs is the model's choice,
     whatever the scheme's layout: ``isopos.rope(d, base=theta, attention="softmax")`` is what a checkpoint of Llama had.
     Every other scheme goes through an attention of ours, to which any cache that does not round gives keys as they are,
-    with their positions behind them (4 numbers a key and head); it maps all keys at each step.
+    with their positions behind them (4 numbers a key and head); it maps all keys at each step. A forward evaluates either
+    once, for all layers.
 
     In BERT and ViT the absolute embeddings become zeros, or those that the scheme adds in BERT. ViT's patches are on a grid
     from (1, 1) on, for any size of image, or row by row on a line, its class token is at the origin. RoFormer, which has no

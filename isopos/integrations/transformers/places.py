@@ -7,14 +7,13 @@ from torch import Tensor, nn
 
 from isopos.bases import OddEven
 from isopos.encodings import Coupling, Identity, InBasis, Partial, Rotary
+from isopos.integrations.transformers.evaluated import Evaluated, digits_of
 from isopos.scheme import Scheme
 
-__all__ = ["ATTENTION", "Absolute", "Angles", "Digits", "Sinusoids", "rotations", "split"]
+__all__ = ["ATTENTION", "Absolute", "Angles", "Digits", "Sinusoids", "rotations"]
 
 ATTENTION = "isopos"
 """The name of our attention, and of its masks."""
-
-BYTES = 4  # of a position; each is a number below 256, which every floating dtype has
 
 
 def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
@@ -128,19 +127,8 @@ class Digits(nn.Module):
                 f"attn_implementation: expected {ATTENTION!r} while the scheme is in the model, whose other attentions do "
                 f"not know it, got {self.config._attn_implementation!r}; unpatch(model) first"
             )
-        shifts = torch.arange(0, 8 * BYTES, 8, device=position_ids.device)
-        digits = (position_ids[..., None] + 2 ** (8 * BYTES - 1) >> shifts) & 255
-        return _Behind(digits, self.scheme.encoding.features), _Nothing()
-
-
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries or keys ``[b h t d]``, and the positions ``[b t 1]`` that `Digits` wrote behind them."""
-    written = x[:, 0, :, -BYTES:]
-    digits = written.to(torch.int64)
-    exact = (digits == written).all()
-    torch._assert_async(exact, "past_key_values: expected a cache that keeps keys as they are, got rounded")  # pyright: ignore
-    shifts = torch.arange(0, 8 * BYTES, 8, device=x.device)
-    return x[..., :-BYTES], (digits << shifts).sum(-1, keepdim=True) - 2 ** (8 * BYTES - 1)
+        digits = digits_of(position_ids, x.dtype)
+        return _Behind(Evaluated(self.scheme, position_ids[..., None], x, digits), digits), _Nothing()
 
 
 class _Place:
@@ -163,14 +151,15 @@ class _Place:
 class _Behind(_Place):
     """In the place of cosines: x with digits ``[b 1 t n]`` behind it."""
 
-    def __init__(self, digits: Tensor, features: int):
-        self.digits, self.shape = digits, torch.Size((*digits.shape[:-1], features))
+    def __init__(self, evaluated: Evaluated, digits: Tensor):
+        self.evaluated, self.digits = evaluated, digits
+        self.shape = torch.Size((*digits.shape[:-1], evaluated.scheme.encoding.features))
 
     def unsqueeze(self, dim: int) -> "_Behind":
-        return _Behind(self.digits.unsqueeze(dim), self.shape[-1])
+        return _Behind(self.evaluated, self.digits.unsqueeze(dim))
 
     def of(self, x: Tensor) -> Tensor:
-        return torch.cat((x, self.digits.to(x.dtype).expand(*x.shape[:-1], -1)), -1)
+        return torch.cat((x, self.digits.to(x).expand(*x.shape[:-1], -1)), -1)
 
 
 class _Nothing(_Place):

@@ -1,0 +1,116 @@
+"""What a scheme gives attention in a forward pass of a model, for all layers; and positions that are written behind keys."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.scheme import Arguments, Scheme
+
+__all__ = ["BYTES", "Evaluated", "digits_of", "positions_of", "split"]
+
+BYTES = 4  # of a position; each is a number below 256, which every floating dtype has
+CACHE = "past_key_values: expected a cache that keeps keys as they are, of the same tokens in layers with one mask, got "
+
+
+def digits_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions ``[b t]``, from -2^31 to 2^31 - 1, as ``[b t n]``."""
+    shifts = torch.arange(0, 8 * BYTES, 8, device=x.device)
+    return ((x[..., None] + 2 ** (8 * BYTES - 1) >> shifts) & 255).to(dtype)
+
+
+def positions_of(written: Tensor) -> Tensor:
+    """The positions ``[b t 1]`` that `digits_of` wrote."""
+    digits = written.to(torch.int64)
+    torch._assert_async((digits == written).all(), CACHE + "rounded")  # pyright: ignore
+    shifts = torch.arange(0, 8 * BYTES, 8, device=written.device)
+    return (digits << shifts).sum(-1, keepdim=True) - 2 ** (8 * BYTES - 1)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries or keys ``[b h t d]``, and the digits ``[b t n]`` behind them."""
+    return x[..., :-BYTES], x[:, 0, :, -BYTES:]
+
+
+class _Kept(NamedTuple):
+    """Arguments for layers whose keys are where their queries are, or with the mask and the digits of a cache."""
+
+    at: Arguments
+    kind: tuple[torch.dtype, torch.device]
+    mask: Tensor | None
+    written: Tensor | None
+
+
+class Evaluated:
+    """A scheme at the positions of one forward pass, whose layers ask it for the arguments of their attention.
+
+    Layers whose keys have the same positions share them. Where gradients are computed, those of keys that are where queries
+    are come ahead of all layers: one graph reaches what the scheme learns, and a checkpointed layer finds them again. What a
+    layer evaluates, for keys of a cache or on another device, is kept unless it has a graph. Nothing outlives the pass and
+    its graph, since only the model's own arguments hold this.
+
+    Args:
+        scheme: Of all layers.
+        x: Positions of queries ``[b t c]``, or of those of every sample ``[1 t c]``.
+        like: A tensor of the dtype and on the device that queries are expected to have.
+        digits: What is written behind queries and keys ``[b t n]``; None where there is no cache.
+    """
+
+    def __init__(self, scheme: Scheme, x: Tensor, like: Tensor, digits: Tensor | None = None):
+        self.scheme, self.x, self.digits = scheme, x, digits
+        self.kept: list[_Kept] = []
+        self.learns, self.again = self._learns(), False
+        if torch.is_grad_enabled():
+            self.kept.append(self._evaluate(_kind(like)))
+
+    def __call__(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Arguments]:
+        """Queries ``[b h t d]`` and keys ``[b h s d]`` without digits, and arguments for them with a mask ``[b 1 t s]``."""
+        if self.digits is None:
+            return query, key, self._at(_kind(query))
+        (query, _), (key, written) = split(query), split(key)
+        if query.shape[-2] != key.shape[-2]:
+            return query, key, self._at(_kind(query), mask, written)
+        _expect_same(written, self.digits.to(written))
+        return query, key, self._at(_kind(query))
+
+    def _at(
+        self, kind: tuple[torch.dtype, torch.device], mask: Tensor | None = None, written: Tensor | None = None
+    ) -> Arguments:
+        """What is kept, or else is evaluated now."""
+        learns = self._learns()
+        if self.learns and not learns:  # a reentrant checkpoint, which goes backward through any graph that it finds
+            self.again = True
+        if not learns or (self.learns and not self.again):
+            for kept in self.kept:
+                if kept.kind == kind and kept.mask is mask:
+                    if written is not None and kept.written is not None:
+                        _expect_same(written, kept.written)
+                    return kept.at
+        found = self._evaluate(kind, mask, written)
+        if not learns:
+            self.kept = [found, *self.kept[:1]]  # at most those of two kinds of layers, with a window and without
+        return found.at
+
+    def _evaluate(
+        self, kind: tuple[torch.dtype, torch.device], mask: Tensor | None = None, written: Tensor | None = None
+    ) -> _Kept:
+        dtype, device = kind
+        x = self.x.to(device)
+        if mask is None or written is None:
+            return _Kept(self.scheme.at(x, dtype=dtype), kind, None, None)
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        y = torch.where(seen.any(-2).any(-2)[..., None], positions_of(written), x[:, :1])  # a static cache has free slots
+        return _Kept(self.scheme.at(x.expand(len(y), -1, -1), y, dtype=dtype), kind, mask, written)
+
+    def _learns(self) -> bool:
+        """Whether what is evaluated now has a graph."""
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.scheme.parameters())
+
+
+def _kind(x: Tensor) -> tuple[torch.dtype, torch.device]:
+    """Dtype and device of tables for queries x."""
+    return torch.promote_types(x.dtype, torch.float32), x.device
+
+
+def _expect_same(written: Tensor, expected: Tensor) -> None:
+    torch._assert_async((written == expected).all(), CACHE + "others")  # pyright: ignore
