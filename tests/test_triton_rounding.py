@@ -1,0 +1,116 @@
+"""How far Triton's linear attention is from float64 by the arithmetic of tensor cores, as `triton_rounding` emulates it."""
+
+import pytest
+import torch
+
+from isopos.ops import gpu
+
+pytest.importorskip("triton", reason="triton is not installed: pip install 'isopos[gpu-test]'")
+
+import triton
+import triton.language as tl
+from triton_rounding import AWAY, BF16, CASES, FP16, FP32, errors, multiply, tensor_cores
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; tests/test_gpu.py asks a GPU"),
+]
+MOST = {BF16: (5e-3, 1e-2), FP16: (2e-3, 2.8e-3), FP32: (1e-6, 1.7e-6)}  # of an output, of a gradient: twice what was found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_errors(case):
+    """Of norms; the largest number is twice as far at most. Rounding that no one did would be less than what is found."""
+    output, gradient = MOST[case.dtype]
+    found = errors(case)["triton"]
+    assert output / 5 < found[0][0]
+    for (norm, largest), most in zip(found, [output, *[gradient] * (len(found) - 1)], strict=True):
+        assert norm < most
+        assert largest < 2 * most
+
+
+@pytest.mark.parametrize(("case", "most"), [*zip(AWAY, (1e-2, 0.07, 0.3, 5e-3), strict=True)], ids=str)
+def test_errors_with_values_of_mean_one(case, most):
+    """Of a query's gradient, and of others. A state rounded from chunk to chunk would double those of the last case.
+
+    The gradient is a difference: sums from what was rounded, less those of a denominator. Where features of both are the
+    same and all alike, that loses two digits, as docs/performance.md says.
+    """
+    output, *gradients = (norm for norm, _ in errors(case)["triton"])
+    assert output < MOST[BF16][0]
+    for norm, own in zip(gradients, (most, min(most, 1e-2), min(most, 1e-2)), strict=True):
+        assert norm < own
+
+
+@triton.jit
+def convert(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, tl.load(x + at).to(tl.bfloat16))
+
+
+def test_conversions_round_to_nearest_even():
+    x = torch.cat((torch.randn(250), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf, -torch.inf, torch.nan, 1e-40])))
+    found = torch.empty(256, dtype=torch.bfloat16)
+    with tensor_cores():
+        convert[1,](x, found, N=256)
+    assert torch.equal(found.view(torch.int16), x.bfloat16().view(torch.int16))
+
+
+@triton.jit
+def product(a, b, out, N: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    x, y = tl.load(a + at), tl.load(b + at)
+    if NARROW:
+        x, y = x.to(tl.bfloat16), y.to(tl.bfloat16)
+    tl.store(out + at, tl.dot(x, y, input_precision=PRECISION))
+
+
+def product_of(a, b, precision):
+    out = torch.empty_like(a)
+    with tensor_cores():
+        product[1,](a, b, out, N=len(a), NARROW=precision == "bf16", PRECISION="ieee" if precision == "bf16" else precision)
+    return out.double()
+
+
+def truncated(x):
+    return ((x.view(torch.int32) >> 13) << 13).view(torch.float32)
+
+
+def test_products_have_the_digits_of_their_operands():
+    a, b = 1 + torch.rand(2, 32, 32)
+    exact = a.double() @ b.double()
+    rounded = {"bf16": (a.bfloat16(), b.bfloat16()), "tf32": (truncated(a), truncated(b)), "tf32x3": (a, b), "ieee": (a, b)}
+    for precision, (x, y) in rounded.items():
+        assert ((product_of(a, b, precision) / (x.double() @ y.double())) - 1).abs().max() < 2e-6
+    assert (1 - product_of(a, b, "tf32") / exact).min() > 2e-4  # always to zero
+    assert 1e-7 < (1 - product_of(a, b, "tf32x3") / exact).mean() < 1e-6
+    assert (1 - product_of(a, b, "ieee") / exact).abs().mean() < 1e-7
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "tf32x3"])
+def test_products_of_what_is_not_finite(precision):
+    """As in float32: TF32's low parts of infinity are NaN, and are left out."""
+    a, b = torch.rand(2, 16, 16)
+    a[0, 0], a[1, 1], b[2, 2] = torch.inf, torch.nan, 1e38
+    found, exact = product_of(a, b, precision), a.double() @ b.double()
+    assert torch.equal(found[0], exact[0])
+    assert found[1].isnan().all()
+    assert found[2:].isfinite().all()
+
+
+def test_sums_are_cut_off():
+    """A number that is beyond the last digit of a block's largest is lost, so often as there are blocks."""
+    a, b = torch.full((1, 8), 1.5 * 2**-24).numpy(), torch.ones(8, 1).numpy()
+    assert multiply(a, b, torch.ones(1, 1).numpy(), 4) == 1
+    assert multiply(a, b, torch.zeros(1, 1).numpy(), 4) == 12 * 2**-24
+    assert multiply(a, b, torch.full((1, 1), -1.0).numpy(), 4) == -1
+
+
+def test_arithmetic_in_bfloat16_is_refused():
+    @triton.jit
+    def double(x, N: tl.constexpr):
+        at = tl.arange(0, N)
+        tl.store(x + at, tl.load(x + at) * tl.load(x + at))
+
+    with tensor_cores(), pytest.raises(Exception, match="an operation on bfloat16"):
+        double[1,](torch.ones(16, dtype=torch.bfloat16), N=16)
