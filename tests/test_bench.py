@@ -70,6 +70,34 @@ def test_short_works_are_repeated(monkeypatch):
     assert len(calls) > 100
 
 
+def test_no_round_begins_after_the_limit_once_there_are_three():
+    waits = {"long": lambda: time.sleep(0.01)}
+    assert [len(rounds_of(waits, 9, limit=limit)["long"]) for limit in (0, 60)] == [3, 9]
+    assert len(rounds_of(waits, 2, limit=0)["long"]) == 2
+
+
+@pytest.mark.parametrize(("long", "calls"), [(1.0, 2), (0.0, 1)])
+def test_elsewhere_than_on_a_cpu_short_works_are_called_once_more_off_the_clock(monkeypatch, long, calls):
+    monkeypatch.setattr(timing, "SHORT", 0)
+    monkeypatch.setattr(timing, "LONG", long)
+    found = []
+    next(each := timing.turns({"work": lambda: found.append(None)}, 2, "cpu:0"))
+    found.clear()
+    next(each)
+    assert len(found) == calls
+
+
+def test_calls_that_compile_are_not_measured(monkeypatch):
+    slow, now = iter([8.0, 2.0]), [0.0]  # kernels of the first call, and of the second
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def work():
+        now[0] += next(slow, 2e-3)
+
+    assert rounds_of({"work": work}, 2, "cpu:0")["work"] == pytest.approx([2e-3, 2e-3])
+    assert now[0] == pytest.approx(10 + 2e-3 * (3 + 2 * 2 * 3)), "two as long as each other, one to count by, 3 and 3"
+
+
 @pytest.mark.parametrize(
     ("seconds", "goal", "verdict"),
     [
@@ -140,7 +168,7 @@ def test_a_section_prints_its_rows(here, section, words):
 
 def test_shares_are_of_the_rate_of_a_product(monkeypatch):
     """A product has 2^31 operations: where it takes 2 s, as many as ours has would have taken their part of that."""
-    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, device: dict.fromkeys(works, [2.0] * rounds))
+    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, *_: dict.fromkeys(works, [2.0] * rounds))
     shape = races.Shape(2048)
     (row,) = races.race(
         "attention", races.Race("attention", races.BOTH, shape, {("causal", ceilings.PRODUCT): at_least(0.6)}), 3
@@ -159,6 +187,15 @@ def test_a_roofline_is_the_slower_of_copies_and_products():
     assert ceilings.ROOFLINE not in ceilings.scaled({ceilings.PRODUCT: [1.0]}, 1, 64, device="cpu", gradients=True)
 
 
+@pytest.mark.parametrize(("gradients", "operations"), [(False, 4 * 64**2), (True, 12 * 64**2)])
+def test_the_roofline_of_sums_over_all_keys_has_no_chunks(monkeypatch, gradients, operations):
+    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, *_: dict.fromkeys(works, [2.0] * rounds))
+    passing = races.BOTH if gradients else races.FORWARD
+    pairs = {("both ways, no features", ceilings.PRODUCT): None}
+    (row,) = races.race("attention", races.Race("attention", passing, races.Shape(64), pairs, causal=False), 3)
+    assert row.spread.median == pytest.approx(2 * 8 * 64 * operations / 2**31)
+
+
 @pytest.mark.parametrize(("gradients", "results"), [(False, 1), (True, 4)])
 def test_fresh_results_are_cleared_beside_products(gradients, results):
     seconds = {name: [3.0] for name in ceilings.measured([ceilings.FRESH])}
@@ -167,25 +204,56 @@ def test_fresh_results_are_cleared_beside_products(gradients, results):
     assert ceilings.ROOFLINE not in found
 
 
-@pytest.mark.parametrize("section", gpu.RACES)
-def test_the_races_of_a_gpu_run_in_bfloat16(section):
-    """Here on a CPU, at a small size."""
-    for contest in gpu.RACES[section][-1:]:
-        shape = contest.shape.limited(SMALL)._replace(batch=2, heads=2, head_dim=16)
-        rows = list(races.race(section, replace(contest, shape=shape), 1, "cpu", torch.bfloat16))
-        assert [(row.other, row.goal) for row in rows] == [(other, goal) for (_, other), goal in contest.pairs.items()]
-        assert all(row.raced or "is not installed" in row.note for row in rows)
-        assert any(row.raced for row in rows)
+def test_a_clone_s_gradient_is_no_copy():
+    """Which the goals of rotation beside clones on a GPU take for granted."""
+    q, grad = torch.randn(3, requires_grad=True), torch.randn(3)
+    (found,) = torch.autograd.grad(q.clone(), q, grad)
+    assert found.data_ptr() == grad.data_ptr()
 
 
-def test_what_memory_does_not_do_for_is_a_row_that_says_so(monkeypatch):
-    def greedy(shape):
+NOTES = [
+    (torch.OutOfMemoryError("no room"), "two clones: out of memory"),
+    (RuntimeError("no kernel\nfor these"), "two clones: RuntimeError: no kernel"),
+]
+
+
+@pytest.mark.parametrize(("error", "note"), NOTES)
+@pytest.mark.parametrize("when", ["made", "called"])
+def test_what_fails_is_a_row_that_says_so(monkeypatch, capsys, error, note, when):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setitem(races.WORKS, "two clones", fail if when == "made" else lambda shape: fail)
+    pairs = {races.CLONES: None, ("two clones", "rotation"): None, ("rotation", "rotate-half"): None}
+    rows = list(races.race("rotary", replace(races.ROTARY[0], shape=SHAPE, pairs=pairs), 1))
+    assert [(row.raced, row.note) for row in rows] == [*2 * [(False, note)], (True, "")]
+    assert ("Traceback" in capsys.readouterr().err) is ("RuntimeError" in note)
+
+
+def test_a_race_that_fails_as_a_whole_has_rows_that_say_so(monkeypatch):
+    def fail(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setitem(races.WORKS, "two clones", greedy)
-    contest = replace(races.ROTARY[0], shape=SHAPE, pairs={races.CLONES: None, ("two clones", "rotation"): None})
+    monkeypatch.setattr(races, "rounds_of", fail)
+    contest = replace(races.ROTARY[0], shape=SHAPE)
     rows = list(races.race("rotary", contest, 1))
-    assert [(row.raced, row.note) for row in rows] == 2 * [(False, "two clones: out of memory")]
+    assert len(rows) == len(contest.pairs)
+    assert {row.note for row in rows} >= {"the race: out of memory"}
+    assert not any(row.raced for row in rows)
+
+
+def test_a_peer_that_does_not_fit_is_not_called_absent(monkeypatch, tmp_path):
+    (tmp_path / "a_misfit.py").write_text("import no_such_module")
+    (tmp_path / "another_misfit.py").write_text("raise AttributeError('torch has no such thing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [
+        peers.Peer(name, "theirs", lambda *_: None).absence() for name in ("a_misfit", "another_misfit", "no_such_module")
+    ]
+    assert found == [
+        "theirs cannot be imported: No module named 'no_such_module'",
+        "theirs cannot be imported: AttributeError: torch has no such thing",
+        "theirs is not installed: pip install theirs",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
