@@ -15,6 +15,7 @@ from rich.console import Console
 from isopos.lab.bench import accuracy, ceilings, gpu, peers, processes, races, results, timing
 from isopos.lab.bench.timing import Row, at_least, at_most, rounds_of
 from isopos.lab.commands import bench
+from isopos.lab.training import run
 from tools import performance_page as page
 
 SMALL = 32
@@ -34,13 +35,14 @@ def here(monkeypatch):
     """Sections run in this process, at a small size; the calls are kept."""
     calls = []
 
-    def call(function, environment=None, **arguments):
+    def stream(function, environment=None, **arguments):
         calls.append((function, environment))
         if function == "section":
             arguments |= {"rounds": 2, "most": SMALL}
-        return json.loads(json.dumps(processes.FUNCTIONS[function](**arguments)))
+        for found in processes.FUNCTIONS[function](**arguments):
+            yield json.loads(json.dumps(found))
 
-    monkeypatch.setattr(processes, "call", call)
+    monkeypatch.setattr(processes, "stream", stream)
     monkeypatch.setattr(accuracy, "accuracy", lambda: "the table of accuracies")
     monkeypatch.setattr(races, "WORKS", races.WORKS | {"softmax (SDPA) step": races.WORKS["einsum step"]})
     return calls
@@ -160,7 +162,7 @@ def test_works_of_a_race_compute_the_same(ours, other):
     ("load", "causal, forward + backward, B=2 H=8 L=32 d=64, 2 busy"),
 ])  # fmt: skip
 def test_a_section_prints_its_rows(here, section, words):
-    text = _printed(section, allocator="as-is")
+    text = _printed(section, state="as-is")
     assert words in text
     assert "reused" not in text
     assert [function for function, _ in here] == ["section"]
@@ -297,7 +299,7 @@ def test_a_tree_s_operators_are_measured_for_one_head():
 
 
 def test_the_states_of_the_allocator_are_below_each_other(here):
-    text = _printed("growth", allocator="all")
+    text = _printed("growth", state="all")
     states = [*processes.states_of("cpu", "all")]
     assert [environment for _, environment in here] == [processes.ALLOCATORS[state] for state in states]
     found = re.findall(r"as-is|reused|huge-pages", text)
@@ -314,7 +316,7 @@ def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
 
 
 def test_what_is_written(here, tmp_path):
-    text = _printed("rotary", allocator="as-is", out=str(tmp_path / "new"))
+    text = _printed("rotary", state="as-is", out=str(tmp_path / "new"))
     content = json.loads((tmp_path / "new" / results.DATA).read_text())
     assert {"command", "when", "rounds", "versions", "threads", "cpu", "rows"} <= set(content)
     assert content["versions"]["torch"] == torch.__version__
@@ -346,7 +348,7 @@ def test_every_ratio_has_a_bar_with_its_quartiles_beside_its_name():
 
 
 def test_the_page_of_a_run(here, tmp_path):
-    _printed("rotary", allocator="as-is", out=str(tmp_path))
+    _printed("rotary", state="as-is", out=str(tmp_path))
     text = page.page(json.loads((tmp_path / results.DATA).read_text()))
     assert "## Rotation of queries and keys" in text
     assert "## Memory" not in text
@@ -377,13 +379,66 @@ def test_the_command_line_knows_the_sections():
     assert get_args(section) == ("all", *processes.SECTIONS, "accuracy", "exactness")
 
 
+def test_an_interrupted_run_goes_on(here, tmp_path, monkeypatch):
+    def interrupted(section, contest, *options, **more):
+        if contest.passing == races.BOTH:
+            raise KeyboardInterrupt
+        return race(section, contest, *options, **more)
+
+    race = races.race
+    monkeypatch.setattr(races, "race", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _printed("rotary", state="as-is", out=str(tmp_path), rounds=2)
+    before = json.loads((tmp_path / results.DATA).read_text())["rows"]
+    assert len(before) == len(races.ROTARY[0].pairs)
+    monkeypatch.setattr(races, "race", race)
+    _printed("rotary", state="as-is", out=str(tmp_path), rounds=2, resume=True)
+    after = json.loads((tmp_path / results.DATA).read_text())["rows"]
+    assert after[: len(before)] == before
+    assert len(after) == sum(len(contest.pairs) for contest in races.ROTARY) + 1
+    _printed("decode", state="as-is", out=str(tmp_path), rounds=2, resume=True)
+    assert json.loads((tmp_path / results.DATA).read_text())["rows"][: len(after)] == after
+
+
+def test_a_run_does_not_go_on_with_another_machine_s(here, isopos, tmp_path):
+    _printed("rotary", state="as-is", out=str(tmp_path), rounds=2)
+    status, _, err = isopos("bench", "rotary", "--out", ".", "--resume")
+    assert (status, err) == (
+        2,
+        "isopos: resume: expected rounds 2 as in bench.json, got 9; choose another folder with --out\n",
+    )
+    content = json.loads((tmp_path / results.DATA).read_text())
+    (tmp_path / results.DATA).write_text(json.dumps(content | {"cpu": "an abacus"}))
+    with pytest.raises(ValueError, match=r"resume: expected cpu an abacus as in .*, got "):
+        _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
+
+
+def test_rows_measured_again_take_the_place_of_those_before():
+    rows = [_row(state="a"), _row(section="decode"), _row(state="b"), _row(state="a", ours_seconds=[2.0])]
+    assert results.merged(rows) == [rows[3], rows[2], rows[1]]
+
+
+def test_a_gpu_has_the_same_command(here, tmp_path, monkeypatch):
+    """With a device that takes the GPU's way, and computes on the CPU."""
+    monkeypatch.setattr(run, "usable_device", lambda device: "cpu:0")
+    small = [replace(contest, shape=contest.shape._replace(batch=2, heads=2, head_dim=16)) for contest in gpu.DECODE[:1]]
+    monkeypatch.setitem(gpu.RACES, "decode", small)
+    text = _printed("decode", device="cuda", out=str(tmp_path), rounds=2)
+    assert "at the least" in text
+    assert [environment for _, environment in here] == [{gpu.SWITCH: "1"}, {gpu.SWITCH: "0"}]
+    rows = json.loads((tmp_path / results.DATA).read_text())["rows"]
+    assert [row["state"] for row in rows] == ["triton", "pytorch"] * (len(rows) // 2)
+    with pytest.raises(ValueError, match="state: expected all or triton or pytorch here, got as-is"):
+        _printed("decode", device="cuda", state="as-is")
+
+
 def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
     (tmp_path / results.DATA).write_text("{}")
     status, _, err = isopos("bench", "rotary", "--out", ".")
     assert status == 2
     assert "--overwrite" in err
     assert not here
-    _printed("rotary", allocator="as-is", out=str(tmp_path), overwrite=True)
+    _printed("rotary", state="as-is", out=str(tmp_path), overwrite=True)
     assert json.loads((tmp_path / results.DATA).read_text())["rows"]
 
 
@@ -393,6 +448,8 @@ def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
         (("--rounds", "0"), "rounds: expected at least 1, got 0"),
         (("--out", "file"), "out: expected a folder, but file is a file"),
         (("--compiled",), "compiled: expected the section exactness, got rotary"),
+        (("--state", "triton"), "state: expected all or as-is or reused or huge-pages here, got triton"),
+        (("--resume",), "resume: expected a folder to go on with, --out, that is not to be replaced, no --overwrite"),
     ],
 )
 def test_what_does_not_fit_is_refused(here, isopos, tmp_path, arguments, words):
@@ -416,8 +473,10 @@ def test_accuracy_alone(here):
 
 @pytest.mark.slow
 def test_a_process_of_its_own():
-    rows = processes.call("section", name="growth", rounds=1, most=128)
-    assert Row.from_json(rows[0]).raced
+    assert processes.call("peak", spec="none", shape=SHAPE) > 0
+    first = next(rows := processes.stream("section", name="growth", rounds=1, most=128))
+    assert Row.from_json(first).raced
+    rows.close()
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
         processes.call("peak", spec="nothing", shape=SHAPE)
 
