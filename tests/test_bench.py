@@ -15,6 +15,7 @@ from rich.console import Console
 from isopos.lab.bench import accuracy, ceilings, gpu, peers, processes, races, results, timing
 from isopos.lab.bench.timing import Row, at_least, at_most, rounds_of
 from isopos.lab.commands import bench
+from isopos.lab.training import run
 from tools import performance_page as page
 
 SMALL = 32
@@ -34,13 +35,14 @@ def here(monkeypatch):
     """Sections run in this process, at a small size; the calls are kept."""
     calls = []
 
-    def call(function, environment=None, **arguments):
+    def stream(function, environment=None, **arguments):
         calls.append((function, environment))
         if function == "section":
             arguments |= {"rounds": 2, "most": SMALL}
-        return json.loads(json.dumps(processes.FUNCTIONS[function](**arguments)))
+        for found in processes.FUNCTIONS[function](**arguments):
+            yield json.loads(json.dumps(found))
 
-    monkeypatch.setattr(processes, "call", call)
+    monkeypatch.setattr(processes, "stream", stream)
     monkeypatch.setattr(accuracy, "accuracy", lambda: "the table of accuracies")
     monkeypatch.setattr(races, "WORKS", races.WORKS | {"softmax (SDPA) step": races.WORKS["einsum step"]})
     return calls
@@ -68,6 +70,34 @@ def test_short_works_are_repeated(monkeypatch):
     calls = []
     rounds_of({"short": lambda: calls.append(None), "long": lambda: time.sleep(timing.SHORT)}, 2)
     assert len(calls) > 100
+
+
+def test_no_round_begins_after_the_limit_once_there_are_three():
+    waits = {"long": lambda: time.sleep(0.01)}
+    assert [len(rounds_of(waits, 9, limit=limit)["long"]) for limit in (0, 60)] == [3, 9]
+    assert len(rounds_of(waits, 2, limit=0)["long"]) == 2
+
+
+@pytest.mark.parametrize(("long", "calls"), [(1.0, 2), (0.0, 1)])
+def test_elsewhere_than_on_a_cpu_short_works_are_called_once_more_off_the_clock(monkeypatch, long, calls):
+    monkeypatch.setattr(timing, "SHORT", 0)
+    monkeypatch.setattr(timing, "LONG", long)
+    found = []
+    next(each := timing.turns({"work": lambda: found.append(None)}, 2, "cpu:0"))
+    found.clear()
+    next(each)
+    assert len(found) == calls
+
+
+def test_calls_that_compile_are_not_measured(monkeypatch):
+    slow, now = iter([8.0, 2.0]), [0.0]  # kernels of the first call, and of the second
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def work():
+        now[0] += next(slow, 2e-3)
+
+    assert rounds_of({"work": work}, 2, "cpu:0")["work"] == pytest.approx([2e-3, 2e-3])
+    assert now[0] == pytest.approx(10 + 2e-3 * (3 + 2 * 2 * 3)), "two as long as each other, one to count by, 3 and 3"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +162,7 @@ def test_works_of_a_race_compute_the_same(ours, other):
     ("load", "causal, forward + backward, B=2 H=8 L=32 d=64, 2 busy"),
 ])  # fmt: skip
 def test_a_section_prints_its_rows(here, section, words):
-    text = _printed(section, allocator="as-is")
+    text = _printed(section, state="as-is")
     assert words in text
     assert "reused" not in text
     assert [function for function, _ in here] == ["section"]
@@ -140,7 +170,7 @@ def test_a_section_prints_its_rows(here, section, words):
 
 def test_shares_are_of_the_rate_of_a_product(monkeypatch):
     """A product has 2^31 operations: where it takes 2 s, as many as ours has would have taken their part of that."""
-    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, device: dict.fromkeys(works, [2.0] * rounds))
+    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, *_: dict.fromkeys(works, [2.0] * rounds))
     shape = races.Shape(2048)
     (row,) = races.race(
         "attention", races.Race("attention", races.BOTH, shape, {("causal", ceilings.PRODUCT): at_least(0.6)}), 3
@@ -159,6 +189,15 @@ def test_a_roofline_is_the_slower_of_copies_and_products():
     assert ceilings.ROOFLINE not in ceilings.scaled({ceilings.PRODUCT: [1.0]}, 1, 64, device="cpu", gradients=True)
 
 
+@pytest.mark.parametrize(("gradients", "operations"), [(False, 4 * 64**2), (True, 12 * 64**2)])
+def test_the_roofline_of_sums_over_all_keys_has_no_chunks(monkeypatch, gradients, operations):
+    monkeypatch.setattr(races, "rounds_of", lambda works, rounds, *_: dict.fromkeys(works, [2.0] * rounds))
+    passing = races.BOTH if gradients else races.FORWARD
+    pairs = {("both ways, no features", ceilings.PRODUCT): None}
+    (row,) = races.race("attention", races.Race("attention", passing, races.Shape(64), pairs, causal=False), 3)
+    assert row.spread.median == pytest.approx(2 * 8 * 64 * operations / 2**31)
+
+
 @pytest.mark.parametrize(("gradients", "results"), [(False, 1), (True, 4)])
 def test_fresh_results_are_cleared_beside_products(gradients, results):
     seconds = {name: [3.0] for name in ceilings.measured([ceilings.FRESH])}
@@ -167,25 +206,56 @@ def test_fresh_results_are_cleared_beside_products(gradients, results):
     assert ceilings.ROOFLINE not in found
 
 
-@pytest.mark.parametrize("section", gpu.RACES)
-def test_the_races_of_a_gpu_run_in_bfloat16(section):
-    """Here on a CPU, at a small size."""
-    for contest in gpu.RACES[section][-1:]:
-        shape = contest.shape.limited(SMALL)._replace(batch=2, heads=2, head_dim=16)
-        rows = list(races.race(section, replace(contest, shape=shape), 1, "cpu", torch.bfloat16))
-        assert [(row.other, row.goal) for row in rows] == [(other, goal) for (_, other), goal in contest.pairs.items()]
-        assert all(row.raced or "is not installed" in row.note for row in rows)
-        assert any(row.raced for row in rows)
+def test_a_clone_s_gradient_is_no_copy():
+    """Which the goals of rotation beside clones on a GPU take for granted."""
+    q, grad = torch.randn(3, requires_grad=True), torch.randn(3)
+    (found,) = torch.autograd.grad(q.clone(), q, grad)
+    assert found.data_ptr() == grad.data_ptr()
 
 
-def test_what_memory_does_not_do_for_is_a_row_that_says_so(monkeypatch):
-    def greedy(shape):
+NOTES = [
+    (torch.OutOfMemoryError("no room"), "two clones: out of memory"),
+    (RuntimeError("no kernel\nfor these"), "two clones: RuntimeError: no kernel"),
+]
+
+
+@pytest.mark.parametrize(("error", "note"), NOTES)
+@pytest.mark.parametrize("when", ["made", "called"])
+def test_what_fails_is_a_row_that_says_so(monkeypatch, capsys, error, note, when):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setitem(races.WORKS, "two clones", fail if when == "made" else lambda shape: fail)
+    pairs = {races.CLONES: None, ("two clones", "rotation"): None, ("rotation", "rotate-half"): None}
+    rows = list(races.race("rotary", replace(races.ROTARY[0], shape=SHAPE, pairs=pairs), 1))
+    assert [(row.raced, row.note) for row in rows] == [*2 * [(False, note)], (True, "")]
+    assert ("Traceback" in capsys.readouterr().err) is ("RuntimeError" in note)
+
+
+def test_a_race_that_fails_as_a_whole_has_rows_that_say_so(monkeypatch):
+    def fail(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setitem(races.WORKS, "two clones", greedy)
-    contest = replace(races.ROTARY[0], shape=SHAPE, pairs={races.CLONES: None, ("two clones", "rotation"): None})
+    monkeypatch.setattr(races, "rounds_of", fail)
+    contest = replace(races.ROTARY[0], shape=SHAPE)
     rows = list(races.race("rotary", contest, 1))
-    assert [(row.raced, row.note) for row in rows] == 2 * [(False, "two clones: out of memory")]
+    assert len(rows) == len(contest.pairs)
+    assert {row.note for row in rows} >= {"the race: out of memory"}
+    assert not any(row.raced for row in rows)
+
+
+def test_a_peer_that_does_not_fit_is_not_called_absent(monkeypatch, tmp_path):
+    (tmp_path / "a_misfit.py").write_text("import no_such_module")
+    (tmp_path / "another_misfit.py").write_text("raise AttributeError('torch has no such thing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [
+        peers.Peer(name, "theirs", lambda *_: None).absence() for name in ("a_misfit", "another_misfit", "no_such_module")
+    ]
+    assert found == [
+        "theirs cannot be imported: No module named 'no_such_module'",
+        "theirs cannot be imported: AttributeError: torch has no such thing",
+        "theirs is not installed: pip install theirs",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -229,7 +299,7 @@ def test_a_tree_s_operators_are_measured_for_one_head():
 
 
 def test_the_states_of_the_allocator_are_below_each_other(here):
-    text = _printed("growth", allocator="all")
+    text = _printed("growth", state="all")
     states = [*processes.states_of("cpu", "all")]
     assert [environment for _, environment in here] == [processes.ALLOCATORS[state] for state in states]
     found = re.findall(r"as-is|reused|huge-pages", text)
@@ -246,7 +316,7 @@ def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
 
 
 def test_what_is_written(here, tmp_path):
-    text = _printed("rotary", allocator="as-is", out=str(tmp_path / "new"))
+    text = _printed("rotary", state="as-is", out=str(tmp_path / "new"))
     content = json.loads((tmp_path / "new" / results.DATA).read_text())
     assert {"command", "when", "rounds", "versions", "threads", "cpu", "rows"} <= set(content)
     assert content["versions"]["torch"] == torch.__version__
@@ -278,7 +348,7 @@ def test_every_ratio_has_a_bar_with_its_quartiles_beside_its_name():
 
 
 def test_the_page_of_a_run(here, tmp_path):
-    _printed("rotary", allocator="as-is", out=str(tmp_path))
+    _printed("rotary", state="as-is", out=str(tmp_path))
     text = page.page(json.loads((tmp_path / results.DATA).read_text()))
     assert "## Rotation of queries and keys" in text
     assert "## Memory" not in text
@@ -309,13 +379,66 @@ def test_the_command_line_knows_the_sections():
     assert get_args(section) == ("all", *processes.SECTIONS, "accuracy", "exactness")
 
 
+def test_an_interrupted_run_goes_on(here, tmp_path, monkeypatch):
+    def interrupted(section, contest, *options, **more):
+        if contest.passing == races.BOTH:
+            raise KeyboardInterrupt
+        return race(section, contest, *options, **more)
+
+    race = races.race
+    monkeypatch.setattr(races, "race", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _printed("rotary", state="as-is", out=str(tmp_path), rounds=2)
+    before = json.loads((tmp_path / results.DATA).read_text())["rows"]
+    assert len(before) == len(races.ROTARY[0].pairs)
+    monkeypatch.setattr(races, "race", race)
+    _printed("rotary", state="as-is", out=str(tmp_path), rounds=2, resume=True)
+    after = json.loads((tmp_path / results.DATA).read_text())["rows"]
+    assert after[: len(before)] == before
+    assert len(after) == sum(len(contest.pairs) for contest in races.ROTARY) + 1
+    _printed("decode", state="as-is", out=str(tmp_path), rounds=2, resume=True)
+    assert json.loads((tmp_path / results.DATA).read_text())["rows"][: len(after)] == after
+
+
+def test_a_run_does_not_go_on_with_another_machine_s(here, isopos, tmp_path):
+    _printed("rotary", state="as-is", out=str(tmp_path), rounds=2)
+    status, _, err = isopos("bench", "rotary", "--out", ".", "--resume")
+    assert (status, err) == (
+        2,
+        "isopos: resume: expected rounds 2 as in bench.json, got 9; choose another folder with --out\n",
+    )
+    content = json.loads((tmp_path / results.DATA).read_text())
+    (tmp_path / results.DATA).write_text(json.dumps(content | {"cpu": "an abacus"}))
+    with pytest.raises(ValueError, match=r"resume: expected cpu an abacus as in .*, got "):
+        _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
+
+
+def test_rows_measured_again_take_the_place_of_those_before():
+    rows = [_row(state="a"), _row(section="decode"), _row(state="b"), _row(state="a", ours_seconds=[2.0])]
+    assert results.merged(rows) == [rows[3], rows[2], rows[1]]
+
+
+def test_a_gpu_has_the_same_command(here, tmp_path, monkeypatch):
+    """With a device that takes the GPU's way, and computes on the CPU."""
+    monkeypatch.setattr(run, "usable_device", lambda device: "cpu:0")
+    small = [replace(contest, shape=contest.shape._replace(batch=2, heads=2, head_dim=16)) for contest in gpu.DECODE[:1]]
+    monkeypatch.setitem(gpu.RACES, "decode", small)
+    text = _printed("decode", device="cuda", out=str(tmp_path), rounds=2)
+    assert "at the least" in text
+    assert [environment for _, environment in here] == [{gpu.SWITCH: "1"}, {gpu.SWITCH: "0"}]
+    rows = json.loads((tmp_path / results.DATA).read_text())["rows"]
+    assert [row["state"] for row in rows] == ["triton", "pytorch"] * (len(rows) // 2)
+    with pytest.raises(ValueError, match="state: expected all or triton or pytorch here, got as-is"):
+        _printed("decode", device="cuda", state="as-is")
+
+
 def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
     (tmp_path / results.DATA).write_text("{}")
     status, _, err = isopos("bench", "rotary", "--out", ".")
     assert status == 2
     assert "--overwrite" in err
     assert not here
-    _printed("rotary", allocator="as-is", out=str(tmp_path), overwrite=True)
+    _printed("rotary", state="as-is", out=str(tmp_path), overwrite=True)
     assert json.loads((tmp_path / results.DATA).read_text())["rows"]
 
 
@@ -325,6 +448,8 @@ def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
         (("--rounds", "0"), "rounds: expected at least 1, got 0"),
         (("--out", "file"), "out: expected a folder, but file is a file"),
         (("--compiled",), "compiled: expected the section exactness, got rotary"),
+        (("--state", "triton"), "state: expected all or as-is or reused or huge-pages here, got triton"),
+        (("--resume",), "resume: expected a folder to go on with, --out, that is not to be replaced, no --overwrite"),
     ],
 )
 def test_what_does_not_fit_is_refused(here, isopos, tmp_path, arguments, words):
@@ -348,8 +473,10 @@ def test_accuracy_alone(here):
 
 @pytest.mark.slow
 def test_a_process_of_its_own():
-    rows = processes.call("section", name="growth", rounds=1, most=128)
-    assert Row.from_json(rows[0]).raced
+    assert processes.call("peak", spec="none", shape=SHAPE) > 0
+    first = next(rows := processes.stream("section", name="growth", rounds=1, most=128))
+    assert Row.from_json(first).raced
+    rows.close()
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
         processes.call("peak", spec="nothing", shape=SHAPE)
 

@@ -35,7 +35,7 @@ def measured(names: Iterable[str]) -> list[str]:
 
 
 def scaled(
-    seconds: Mapping[str, list[float]], tokens: int, d: int, *, device: str, gradients: bool
+    seconds: Mapping[str, list[float]], tokens: int, d: int, *, device: str, gradients: bool, causal: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of products of as many operations as attention has, of copies of as many bytes, of zeros in as many results.
 
@@ -47,9 +47,10 @@ def scaled(
         d: Features, and values, of a token and head.
         device: Where they were measured.
         gradients: Whether attention goes back, too.
+        causal: Whether it sums over earlier keys, or over all.
     """
     moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
-    share = tokens * operations(d, gradients=gradients) / (2 * SIDES[torch.device(device).type] ** 3)
+    share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * SIDES[torch.device(device).type] ** 3)
     factors = {PRODUCT: share, COPY: moved / 2, ZEROS: 4 if gradients else 1}
     found = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
     for name, join in ((ROOFLINE, max), (FRESH, lambda *x: sum(x))):
@@ -58,16 +59,22 @@ def scaled(
     return found
 
 
-def operations(d: int, *, gradients: bool) -> int:
-    """Additions and multiplications of causal attention in chunks of 64 tokens, a token and head, at the least.
+def operations(d: int, *, gradients: bool, causal: bool = True) -> int:
+    """Additions and multiplications of attention, a token and head, at the least; causal in chunks of 64 tokens.
 
     Forward 4 d^2 for its part of the state and what it reads there, 2 * 64 d for half a chunk of weights and their sums.
     Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once more, and
     5 * 64 d for weights once more, their gradients, and those of q, k and v.
 
+    Over all keys there are no chunks, and one state a head, which is kept: 4 d^2 forward, and 8 d^2 backward.
+
     Examples:
         >>> operations(64, gradients=False), operations(64, gradients=True)
         (24576, 86016)
+        >>> operations(64, gradients=False, causal=False), operations(64, gradients=True, causal=False)
+        (16384, 49152)
     """
+    if not causal:
+        return (12 if gradients else 4) * d * d
     chunk = 64
     return 14 * d * d + 7 * chunk * d if gradients else 4 * d * d + 2 * chunk * d

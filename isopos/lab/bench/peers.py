@@ -6,7 +6,7 @@ Nothing of theirs is imported before it is used: a whole model of theirs takes s
 import importlib
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Peer(NamedTuple):
     note: str = ""
 
     def load(self) -> Any:
-        """The module; ImportError where it is not installed, or does not fit what is."""
+        """The module; ImportError, or another error, where it is not installed or does not fit what is."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(self.module)
@@ -42,8 +42,12 @@ class Peer(NamedTuple):
         """Why the peer is not measured, and what to do; empty where it can be imported."""
         try:
             self.load()
-        except ImportError:
-            return f"{self.package} is not installed: pip install {self.package}{self.note}"
+        except ModuleNotFoundError as error:
+            if error.name == self.module.partition(".")[0]:
+                return f"{self.package} is not installed: pip install {self.package}{self.note}"
+            return f"{self.package} cannot be imported: {error}"
+        except Exception as error:
+            return f"{self.package} cannot be imported: {type(error).__name__}: {error}"
         return ""
 
     def work(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
@@ -98,11 +102,12 @@ def _fla_linear(module: Any, *_: Any) -> Work:
 
 
 def _fla_gated(module: Any, *_: Any) -> Work:
-    """With RetNet's decays."""
+    """With RetNet's decays, one a head as in fla's retention: gates of tokens would have gradients, too."""
+    rates = cache(lambda heads, device: -retnet_rates(heads).to(device, torch.float32))  # a copy to a GPU waits for it
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        g = -retnet_rates(q.shape[1]).to(q.device, torch.float32).expand(q.shape[0], q.shape[2], -1)
-        return module.chunk_simple_gla(*_tokens_first(q, k, v), g=g.contiguous(), scale=1.0)[0].transpose(1, 2)
+        decay = rates(q.shape[1], q.device)
+        return module.chunk_simple_gla(*_tokens_first(q, k, v), g_gamma=decay, scale=1.0)[0].transpose(1, 2)
 
     return attend
 

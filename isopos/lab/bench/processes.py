@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from isopos.lab.bench.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["ALLOCATORS", "SECTIONS", "call", "construction", "in_states", "memory", "section", "states_of"]
+__all__ = ["ALLOCATORS", "SECTIONS", "call", "construction", "in_states", "memory", "section", "states_of", "stream"]
 
 SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
 SMALL_PAGES, HUGE_PAGES = ({"THP_MEM_ALLOC_ENABLE": choice} for choice in "01")  # PyTorch's switch, for large tensors
@@ -38,26 +38,36 @@ MEMORY = {"none": at_most(4.5), "rope": None, "permuteformer": None, "retnet": N
 LENGTHS = (8192, 32768)
 LONG = 1 << 17  # tokens of a long sequence
 NODES = 65536  # of a tree; at most two for each token that a short section is cut to
+MARK = "\x1e"  # before what a process returns: peers print, too
 
 
-def states_of(device: str, allocator: str) -> Mapping[str, Mapping[str, str]]:
-    """On a GPU whose kernels serve; else the states of the allocator that a choice names, since only glibc can be told."""
+def states_of(device: str, state: str) -> Mapping[str, Mapping[str, str]]:
+    """All states or one: on a GPU whose kernels serve, else those of the allocator, of which only glibc's can be told."""
+    known, why = gpu.KERNELS if device != "cpu" else ALLOCATORS, ""
+    if device == "cpu" and platform.libc_ver()[0] != "glibc":
+        known, why = {"as-is": ALLOCATORS["as-is"]}, ", since only glibc can be told how to keep memory"
+    if state != "all" and state not in known:
+        raise ValueError(f"state: expected all or {' or '.join(known)} here{why}, got {state}")
+    return known if state == "all" else {state: known[state]}
+
+
+def section(
+    name: str, rounds: int, most: int = 1 << 62, device: str = "cpu", done: Collection[Sequence[str]] = ()
+) -> Iterator[Row]:
+    """The rows of a section, in this process; `most` cuts sequences, for a try; races whose rows are `done` are left out."""
+    known, options = {tuple(title) for title in done}, {}
     if device != "cpu":
-        return gpu.KERNELS
-    if platform.libc_ver()[0] == "glibc":
-        return ALLOCATORS if allocator == "all" else {allocator: ALLOCATORS[allocator]}
-    if allocator not in ("all", "as-is"):
-        raise ValueError(f"allocator: expected as-is, since only glibc can be told how to keep memory, got {allocator}")
-    return {"as-is": ALLOCATORS["as-is"]}
+        options = {"device": device, "dtype": torch.bfloat16, "limit": gpu.LIMIT}
+    for contest in (races.RACES if device == "cpu" else gpu.RACES).get(name, ()):
+        contest = replace(contest, shape=contest.shape.limited(most))
+        if not known.issuperset(contest.titles()):
+            yield from races.race(name, contest, rounds, **options)
+    if device == "cpu":
+        yield from _beside_races(name, rounds, most)
 
 
-def section(name: str, rounds: int, most: int = 1 << 62, device: str = "cpu") -> Iterator[Row]:
-    """The rows of a section, in this process; `most` cuts sequences, for a try."""
-    if device != "cpu":
-        for contest in gpu.RACES[name]:
-            contest = replace(contest, shape=contest.shape.limited(most))
-            yield from races.race(name, contest, rounds, device, torch.bfloat16)
-        return
+def _beside_races(name: str, rounds: int, most: int) -> Iterator[Row]:
+    """What a section on a CPU has beside races."""
     if name == "growth":
         yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
     if name == "threads":
@@ -69,30 +79,42 @@ def section(name: str, rounds: int, most: int = 1 << 62, device: str = "cpu") ->
         yield from memory(tuple(lengths), min(LONG, most))
     if name == "construction":
         yield from construction(rounds, min(NODES, 2 * most))
-    for contest in races.RACES.get(name, ()):
-        yield from races.race(name, replace(contest, shape=contest.shape.limited(most)), rounds)
     if name == "rotary":
         yield rotation_error(Shape().limited(most))
 
 
-def in_states(name: str, states: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu") -> list[Row]:
-    """The rows of a section in states, environments, a process each; those of one work below each other."""
-    merged: dict[tuple[str, str, str], list[Row]] = {}
+def in_states(
+    name: str, states: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu", done: Sequence[Row] = ()
+) -> Iterator[Row]:
+    """The rows of a section in states, environments, a process each, as they come; but races whose rows are `done`."""
     for state, environment in states.items():
-        for content in call("section", environment, name=name, rounds=rounds, device=device):
-            row = replace(Row.from_json(content), state=state)
-            merged.setdefault((row.work, row.other, row.unit), []).append(row)
-    return [row for rows in merged.values() for row in rows]
+        titles = [(row.work, row.other) for row in done if (row.section, row.state) == (name, state)]
+        for content in stream("section", environment, name=name, rounds=rounds, device=device, done=titles):
+            yield replace(Row.from_json(content), state=state)
 
 
-def call(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
-    """What a function of `FUNCTIONS` returns in a process of its own."""
+def stream(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Iterator[Any]:
+    """What a function of `FUNCTIONS` yields in a process of its own, as it comes; or what it returns."""
     command = [sys.executable, "-m", "isopos.lab.bench.processes", function, json.dumps(arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | (environment or {}))
-    if done.returncode:
-        why = "killed, perhaps for want of memory" if done.returncode < 0 else "its error is above"
-        raise OSError(f"the process of {function} {json.dumps(arguments)} ended with {done.returncode}: {why}")
-    return json.loads(done.stdout.splitlines()[-1])  # what a peer prints comes before
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                _, mark, content = line.partition(MARK)
+                if mark:
+                    yield json.loads(content)
+        except BaseException:  # whoever reads has stopped
+            process.kill()
+            raise
+    if process.returncode:
+        why = "killed, perhaps for want of memory" if process.returncode < 0 else "its error is above"
+        raise OSError(f"the process of {function} {json.dumps(arguments)} ended with {process.returncode}: {why}")
+
+
+def call(function: str, **arguments: Any) -> Any:
+    """What a function of `FUNCTIONS` returns in a process of its own."""
+    (result,) = stream(function, **arguments)
+    return result
 
 
 def rotation_error(shape: Shape) -> Row:
@@ -186,11 +208,12 @@ def _high_water() -> int:
 
 
 FUNCTIONS = {
-    "section": lambda **arguments: [row.to_json() for row in section(**arguments)],
-    "peak": lambda spec, shape: peak(spec, Shape(*shape)),
-    "long": lambda spec, shape: long(spec, Shape(*shape)),
-    "tree": tree,
+    "section": lambda **arguments: (row.to_json() for row in section(**arguments)),
+    "peak": lambda spec, shape: [peak(spec, Shape(*shape))],
+    "long": lambda spec, shape: [long(spec, Shape(*shape))],
+    "tree": lambda nodes: [tree(nodes)],
 }
 
-if __name__ == "__main__":  # a function in this process: FUNCTION ARGUMENTS, printed as JSON
-    print(json.dumps(FUNCTIONS[sys.argv[1]](**json.loads(sys.argv[2]))))
+if __name__ == "__main__":  # a function in this process: FUNCTION ARGUMENTS, each of what it gives printed as a line of JSON
+    for found in FUNCTIONS[sys.argv[1]](**json.loads(sys.argv[2])):
+        print(MARK + json.dumps(found), flush=True)

@@ -1,9 +1,11 @@
 """What is timed, by name: functions of the same inputs; and races: which take turns at which sizes, with our goals."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from isopos.feature_maps import elu1
 from isopos.lab.bench import ceilings
 from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of
+from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
 from isopos.lab.recipes import split_spec
 from isopos.positions import sequence
 from isopos.scheme import Scheme
@@ -201,9 +203,11 @@ WORKS: dict[str, Callable[[Shape], Any]] = {
     "causal, packed": _packed,
     "both ways": partial(_attention, causal=False),
     "both ways, no features": partial(_attention, spec=BARE, causal=False),
+    "both ways, no features, retnet decay": partial(_attention, spec=f"{BARE},decay=retnet", causal=False),
     "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
     "two products, elu + 1, divided": lambda shape: _divided_products,
     "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
+    "softmax (SDPA), both ways": lambda shape: F.scaled_dot_product_attention,
     "rotation": _rotation,
     "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
     "rotate-half": _half_split,
@@ -244,6 +248,12 @@ class Race:
     passing: Literal["forward", "forward + backward", "step"]
     shape: Shape
     pairs: Mapping[tuple[str, str], Goal | None]
+    causal: bool = True  # whose operations ceilings have; or those of sums over all keys
+
+    def titles(self) -> list[tuple[str, str]]:
+        """What its rows are: ours with the pass and the size, and the other."""
+        passing = () if self.passing == STEP else (self.passing,)
+        return [(", ".join((ours, *passing, str(self.shape))), other) for ours, other in self.pairs]
 
 
 FT, PERFORMER, SDPA = (("causal", peer) for peer in ("fast-transformers", "performer-pytorch", "softmax (SDPA)"))
@@ -314,47 +324,74 @@ SUBLAYER = tuple(Race(what, BOTH, Shape(512, batch=4), _beside(kind)) for kind, 
 RACES = {"attention": ATTENTION, "rotary": ROTARY, "decode": DECODE, "sublayer": SUBLAYER}
 
 
+WHOLE = "the race"
 LOADED = tuple(Race("attention", BOTH, Shape(length), {FT: at_least(4)}) for length in (2048, 8192))
 IDLE = at_most(2.5)
 
 
-def race(section: str, contest: Race, rounds: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Iterator[Row]:
-    """The rows of a race: a pair each; where a peer is not installed, or memory does not do for it, the row says so."""
+def race(
+    section: str,
+    contest: Race,
+    rounds: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    limit: float = math.inf,
+) -> Iterator[Row]:
+    """The rows of a race, a pair each; the row of what is not installed, does not fit into memory or fails says so.
+
+    Args:
+        section: Of the rows.
+        contest: The race.
+        rounds: At most; none begins after `limit` seconds, once there are three.
+        device: Where works run.
+        dtype: Of queries, keys and values.
+        limit: In seconds.
+    """
     what, passing, shape = contest.what, contest.passing, contest.shape
     names = dict.fromkeys(itertools.chain(*contest.pairs))
-    notes = {name: PEERS[name].absence() for name in names if name in PEERS}
-    works = {}
-    with nullcontext() if passing == BOTH else torch.no_grad():
+    notes = {name: why for name in names if name in PEERS and (why := PEERS[name].absence())}
+    works, seconds = {}, {}
+    with swept(), _noted(notes, WHOLE), nullcontext() if passing == BOTH else torch.no_grad():
+        torch.cuda.empty_cache()  # of a race of another size
         with torch.device(device):  # of all that is made here
             inputs = _inputs(what, shape, passing, dtype, tokens_first=device != "cpu")
+            grads = _grads(what, inputs)
             for name in ceilings.measured(names):
-                if not notes.get(name):
-                    notes[name] = _fits(works, name, lambda name=name: _work(name, what, shape, passing, inputs))
-        seconds = rounds_of(works, rounds, device)
+                if name not in notes:
+                    with _noted(notes, name):
+                        works[name] = _work(name, what, shape, passing, inputs, grads)
+        for name in [*works]:
+            with _noted(notes, name):
+                seconds_of(works[name], device)  # compiles kernels, and shows whether memory does for it
+            if name in notes:
+                del works[name]
+                torch.cuda.empty_cache()
+        seconds = rounds_of(works, rounds, device, limit)
     size = shape.batch * shape.heads * shape.length, shape.head_dim
-    seconds |= ceilings.scaled(seconds, *size, device=device, gradients=passing == BOTH)
-    for (ours, other), goal in contest.pairs.items():
-        work = ", ".join((ours, *(() if passing == STEP else (passing,)), str(shape)))
+    seconds |= ceilings.scaled(seconds, *size, device=device, gradients=passing == BOTH, causal=contest.causal)
+    for title, ((ours, other), goal) in zip(contest.titles(), contest.pairs.items(), strict=True):
         times = seconds.get(ours, []), seconds.get(other, [])
-        yield Row(section, work, other, goal, *times, note=notes.get(ours) or notes.get(other, ""))
+        whys = (notes[name] for name in (WHOLE, ours, *ceilings.measured([other])) if name in notes)
+        yield Row(section, *title, goal, *times, note=next(whys, ""))
 
 
-def _fits(works: dict[str, Callable[[], Any]], name: str, make: Callable[[], Callable[[], Any]]) -> str:
-    """Add a work once it has run, or say that the device's memory does not do for it."""
+@contextmanager
+def _noted(notes: dict[str, str], name: str) -> Iterator[None]:
+    """What goes wrong with a work is noted, and printed where it is no want of memory; the others go on."""
     try:
-        work = make()
-        work()
+        yield
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return f"{name}: out of memory"
-    works[name] = work
-    return ""
+        notes[name] = f"{name}: out of memory"
+    except Exception as error:
+        traceback.print_exc()
+        notes[name] = f"{name}: {type(error).__name__}: {error}".partition("\n")[0]
 
 
 def threads(rounds: int, most: int) -> Iterator[Row]:
     """Causal attention by 1 thread, 2, 4 and so on up to all cores, beside half as many."""
     shape, before = Shape(2048).limited(most), torch.get_num_threads()
-    work = _work("causal", "attention", shape, BOTH, _inputs("attention", shape, BOTH))
+    inputs = _inputs("attention", shape, BOTH)
+    work = _work("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
     counts = [2**n for n in range(max(2, os.cpu_count() or 1).bit_length())]
 
     def by(count: int) -> Callable[[], Any]:
@@ -404,7 +441,8 @@ def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     works, shapes = {}, [Shape(length, batch=1, heads=4) for length in lengths]
     for shape in shapes:
         inputs = _inputs("attention", shape, BOTH)
-        works[str(shape)] = _work("attention function, rotary", "attention", shape, BOTH, inputs)
+        grads = _grads("attention", inputs)
+        works[str(shape)] = _work("attention function, rotary", "attention", shape, BOTH, inputs, grads)
     seconds, rows = rounds_of(works, rounds), []
     for shape, longer in itertools.pairwise(shapes):
         times = seconds[str(longer)], seconds[str(shape)]
@@ -431,7 +469,14 @@ def _inputs(
     return [x.requires_grad_(passing == BOTH) for x in made]
 
 
-def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor]) -> Callable[[], Any]:
+def _grads(what: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of what works give of these inputs, if they need any; one set for all works: it may take gigabytes."""
+    return [torch.randn_like(x) for x in (inputs if what == "rotary" else inputs[:1]) if x.requires_grad]
+
+
+def _work(
+    name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor], grads: list[torch.Tensor]
+) -> Callable[[], Any]:
     """One pass of a work; gradients are of its inputs and of what it learns."""
     if name in ceilings.WORKS:
         return ceilings.WORKS[name](inputs[0].detach())
@@ -440,7 +485,6 @@ def _work(name: str, what: str, shape: Shape, passing: str, inputs: list[torch.T
         return lambda: call(*inputs)
     module = call.func if isinstance(call, partial) else None
     leaves = [*inputs, *(module.parameters() if isinstance(module, torch.nn.Module) else ())]
-    grads = [torch.randn_like(x) for x in (inputs if what == "rotary" else inputs[:1])]
 
     def work():
         out = call(*inputs)

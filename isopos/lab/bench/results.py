@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import itertools
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from isopos import __version__
+from isopos.lab.bench.gpu import LIMIT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.timing import Row
 from isopos.lab.runs.files import replacing, write_json
 from isopos.ops.library import libraries
 
-__all__ = ["CHART", "DATA", "chart", "heading", "machine", "target", "write"]
+__all__ = ["CHART", "DATA", "chart", "draw", "heading", "machine", "merged", "read", "target", "write"]
 
 DATA, CHART = "bench.json", "bench.svg"
 COLORS = ("#0072b2", "#d55e00", "#009e73")  # of states
@@ -54,29 +56,53 @@ def heading(rounds: int, device: str = "cpu") -> str:
     about = machine(device)
     where = f"{about['cpu']}, {about['threads']} threads" if device == "cpu" else about["device"]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    fewer = "" if device == "cpu" else f", of long races as many as begin in {LIMIT:g} s, and 3 at the least"
     return (
-        f"{versions}; {where}, {about['dtype']}. Medians of {rounds} interleaved rounds; "
+        f"{versions}; {where}, {about['dtype']}. Medians of {rounds} interleaved rounds{fewer}; "
         "ratios are taken within rounds. speed: the other's time / ours; time: ours / the other's. A difference is none "
         "where the quartiles of its ratio are on both sides of 1."
     )
 
 
-def target(out: str, overwrite: bool) -> Path | None:
-    """The folder to write into, if there is one; ValueError, before any work, where files of an earlier run lie there."""
+def target(out: str, *, keep: bool = False) -> Path | None:
+    """The folder to write into, if there is one; ValueError, before any work, where files lie there that one must `keep`."""
     if not out:
         return None
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: expected a folder, but {folder} is a file")
     for path in (folder / DATA, folder / CHART):
-        if path.exists() and not overwrite:
-            raise ValueError(f"out: {path} exists; choose another folder with --out, or replace it with --overwrite")
+        if path.exists() and keep:
+            remedy = "choose another folder with --out, replace it with --overwrite, or go on with --resume"
+            raise ValueError(f"out: {path} exists; {remedy}")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> list[Path]:
-    """Write rows as JSON and, where there are ratios, as a chart; return the files."""
+def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
+    """The rows that `write` has left there, if any; ValueError where they are of another machine, or of other rounds."""
+    if not (folder / DATA).exists():
+        return []
+    content, about = json.loads((folder / DATA).read_text()), machine(device) | {"rounds": rounds}
+    for name in ("rounds", "versions", "dtype", "cpu" if device == "cpu" else "device"):
+        if content[name] != about[name]:
+            expected = f"{name} {content[name]} as in {folder / DATA}"
+            raise ValueError(f"resume: expected {expected}, got {about[name]}; choose another folder with --out")
+    return [Row.from_json(row) for row in content["rows"]]
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """Each row once, the last one where it was measured again: by sections, and those of one work below each other."""
+    works: dict[tuple[str, str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        works.setdefault((row.section, row.work, row.other, row.unit), {})[row.state] = row
+    found = [row for states in works.values() for row in states.values()]
+    sections = list(dict.fromkeys(row.section for row in found))
+    return sorted(found, key=lambda row: sections.index(row.section))
+
+
+def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> Path:
+    """Write rows as JSON; return the file."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "command": command,
@@ -86,12 +112,17 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: 
         "rows": [row.to_json() for row in rows],
     }
     write_json(folder / DATA, content)
+    return folder / DATA
+
+
+def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
+    """Write rows as a chart, where there are ratios; return the files."""
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
-        return [folder / DATA]
+        return []
     with replacing(folder / CHART) as part, rc_context({"svg.fonttype": "none", "svg.hashsalt": "isopos"}):
         chart(raced).savefig(part, format="svg")
-    return [folder / DATA, folder / CHART]
+    return [folder / CHART]
 
 
 def chart(rows: Sequence[Row]) -> Figure:

@@ -6,16 +6,18 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-__all__ = ["TITLES", "Goal", "Row", "Spread", "at_least", "at_most", "rounds_of", "turns"]
+__all__ = ["TITLES", "Goal", "Row", "Spread", "at_least", "at_most", "rounds_of", "seconds_of", "swept", "turns"]
 
 TITLES = ("work", "beside", "state", "ours", "other", "ratio (quartiles)", "goal", "verdict")
-SHORT = 5e-3  # seconds: a shorter work is repeated for so long
+SHORT, LONG = 5e-3, 1.0  # seconds: a shorter work is repeated for so long; a longer one is not called off the clock
+FEWEST = 3  # rounds, whatever their time
 
 
 class Spread(NamedTuple):
@@ -142,37 +144,58 @@ def _time(seconds: Sequence[float]) -> str:
     return f"{median * scale:.3g} {unit}"
 
 
-def turns(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> Iterator[dict[str, float]]:
+def turns(
+    works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
+) -> Iterator[dict[str, float]]:
     """Seconds of each work, round by round, after a call to warm up; short works are repeated within a round.
 
     Works take turns, every other round in the opposite order, so that none always follows the same. The clock stops when
-    the device has finished.
+    the device has finished. Elsewhere than on a CPU a work is called as often before the clock starts, unless it is long:
+    it then finds memory in the pieces that it left itself, and not as another one did.
+
+    Args:
+        works: By name.
+        rounds: At most.
+        device: Where they run.
+        limit: Seconds after which no round begins, once there are FEWEST.
     """
-    repeats = {name: _repeats(work, device) for name, work in works.items()}
+    paces = {name: _pace(work, device) for name, work in works.items()}
+    begun = time.perf_counter()
     for n in range(rounds):
+        if n >= FEWEST and time.perf_counter() - begun > limit:
+            return
         order = list(works)[:: -1 if n % 2 else 1]
-        seconds = {name: _seconds(works[name], repeats[name], device) for name in order}
+        seconds = {name: seconds_of(works[name], device, *paces[name]) for name in order}
         yield {name: seconds[name] for name in works}
 
 
-def rounds_of(works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+def rounds_of(
+    works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
+) -> dict[str, list[float]]:
     """The seconds of `turns` by work."""
-    measured = list(turns(works, rounds, device))
+    measured = list(turns(works, rounds, device, limit))
     return {name: [seconds[name] for seconds in measured] for name in works}
 
 
-def _repeats(work: Callable[[], object], device: str) -> int:
-    """How often to repeat a work, once it is warm."""
-    first = _seconds(work, 1, device)
-    return 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(_seconds(work, 1, device), 1e-9)))
+def _pace(work: Callable[[], object], device: str) -> tuple[int, int]:
+    """How often to call a work on the clock, and before; its first calls warm it up."""
+    first = seconds_of(work, device)
+    while device != "cpu" and (now := seconds_of(work, device)) < first / 2:  # that one may have compiled a kernel
+        first = now
+    repeats = 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(seconds_of(work, device), 1e-9)))
+    return repeats, 0 if device == "cpu" or first > LONG else repeats
 
 
-def _seconds(work: Callable[[], object], repeats: int, device: str) -> float:
-    """Seconds of one call, without collections of garbage."""
+def seconds_of(work: Callable[[], object], device: str, repeats: int = 1, before: int = 0) -> float:
+    """Seconds of one call, without collections of garbage; a GPU has finished all calls by then."""
     synchronize = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
-    synchronize()
+    if device != "cpu":
+        gc.collect()  # no number of bytes there makes Python collect what others have left
     gc.disable()
     try:
+        for _ in range(before):
+            work()
+        synchronize()
         begun = time.perf_counter()
         for _ in range(repeats):
             work()
@@ -180,3 +203,14 @@ def _seconds(work: Callable[[], object], repeats: int, device: str) -> float:
         return (time.perf_counter() - begun) / repeats
     finally:
         gc.enable()
+
+
+@contextmanager
+def swept() -> Iterator[None]:
+    """Within it collections of garbage look at what is new alone: the libraries' own objects would take them 0.1 s each."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -39,11 +39,13 @@ class Options:
     ] = "all"
     """What to measure; "all" leaves out exactness."""
     device: Literal["cpu", "cuda"] = "cpu"  # Where: a GPU has the sections attention, rotary and decode.
-    allocator: Literal["all", "as-is", "reused", "huge-pages"] = "all"
-    """State of glibc's allocator, on a CPU: as it is, told to reuse memory, with huge pages, or one after the other."""
-    rounds: int = 9  # Rounds in which works take turns.
+    state: Literal["all", "as-is", "reused", "huge-pages", "triton", "pytorch"] = "all"
+    """One of the states that are measured one after the other: of glibc's allocator on a CPU, as it is, told to reuse memory
+    or with huge pages; on a GPU whose kernels serve."""
+    rounds: int = 9  # Rounds in which works take turns; on a GPU fewer where they take long.
     out: str = ""  # A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written.
     overwrite: bool = False  # Replace them if they exist.
+    resume: bool = False  # Go on with them, after an interruption or with what is missing: races they have are left out.
     compiled: bool = False  # With exactness: compiled into one graph, too, which takes minutes.
 
 
@@ -65,18 +67,24 @@ def run(options: Options, console: Console) -> int:
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     bounded(options, rounds=100_000)
-    states, folder = processes.states_of(device, options.allocator), results.target(options.out, options.overwrite)
+    if options.resume and (options.overwrite or not options.out):
+        raise ValueError("resume: expected a folder to go on with, --out, that is not to be replaced, no --overwrite")
+    states = processes.states_of(device, options.state)
+    folder = results.target(options.out, keep=not (options.overwrite or options.resume))
+    rows = results.read(folder, rounds, device) if options.resume and folder else []
     names = [name for name in (processes.SECTIONS if device == "cpu" else gpu.RACES) if section in ("all", name)]
     if names:
         console.print(results.heading(rounds, device))
-    rows, written = [], []
+    command, written = shlex.join(["isopos", *sys.argv[1:]]), []
     for name in names:
         with console.status(name):
-            found = processes.in_states(name, states, rounds, device)
-        console.print(grids.console(TITLES, [row.cells() for row in found]))
-        rows += found
-        if folder is not None:  # after every section: what an interruption finds is there
-            written = results.write(folder, rows, shlex.join(["isopos", *sys.argv[1:]]), rounds, device)
+            for row in processes.in_states(name, states, rounds, device, rows):
+                rows = results.merged([*rows, row])
+                if folder is not None:  # after every row: an interruption finds what there is
+                    written = [results.write(folder, rows, command, rounds, device)]
+        console.print(grids.console(TITLES, [row.cells() for row in rows if row.section == name]))
+        if folder is not None:
+            written += results.draw(folder, rows)
     if device == "cpu" and section in ("all", "accuracy"):
         console.print(accuracy.accuracy())
     grids.say(console, *(f"wrote {path}" for path in written))
