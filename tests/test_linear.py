@@ -1,7 +1,9 @@
 """Linear attention on tensors: the fast sums of `isopos.ops.linear` against the definition."""
 
+import gc
 import math
 import re
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.autograd import gradcheck
 
 from isopos.attention import reference
 from isopos.feature_maps import FeatureMap, elu1, identity
-from isopos.maps import Chain, Gather, Reflection, Scaling, TokenMap, axes
+from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling, TokenMap, axes
 from isopos.ops import linear as ops
 from isopos.ops.linear import walk
 from isopos.ops.linear.autograd import Backend
@@ -275,3 +277,18 @@ def test_the_first_that_serves_gets_the_problem(monkeypatch):
     assert str(ops.explain(sums)) == "mine serves"
     assert ops.linear(sums).grad_fn.name() == definition(sums).grad_fn.name()
     assert ops.explain(ops.Sums(*tensors(9), ALL_READY, causal=False)).refusals["mine"] == "it sums causally"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["cpu", "chunks"])
+def test_a_call_keeps_nothing(dtype):
+    """Its memory is free when it ends, not when Python looks for cycles."""
+    own = Features(elu1, Rotation(torch.ones(2, 300, 4, 2, dtype=dtype)), ("rotation",))
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    known = weakref.ref(q)
+    gc.disable()
+    try:
+        ops.linear(ops.Sums(q, k, v, (own, own, READY))).sum().backward()
+        del q
+        assert known() is None
+    finally:
+        gc.enable()

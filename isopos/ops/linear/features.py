@@ -17,8 +17,13 @@ class Buffers:
     """Memory by name and shape that is used again; `shared` is that of several such sets."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, shared: "Buffers | None" = None):
-        self.like, self.dtype, self.shared = like, dtype, self if shared is None else shared
+        self.like, self.dtype, self._shared = like, dtype, shared  # None for itself: a cycle would outlive its call
         self.known: dict[tuple[object, ...], Tensor] = {}
+
+    @property
+    def shared(self) -> "Buffers":
+        """That of several such sets, or itself."""
+        return self if self._shared is None else self._shared
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """A buffer that nobody else uses, with whatever was in it."""
