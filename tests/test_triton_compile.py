@@ -78,15 +78,17 @@ def launches(monkeypatch, sums, arch):
 
 def compile_all(monkeypatch, problems, arch):
     """Resources of each kernel of some problems, by kernel and problem."""
-    jobs, found = {}, {}
+    jobs, found, known = {}, {}, {}
     with compilers() as pool:
         for key, sums in problems.items():
             for n, (name, given, constants) in enumerate(launches(monkeypatch, sums, arch)):
                 options = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
                 kernel = getattr(triton_kernels, name)
                 types = dict(zip(inspect.signature(kernel.fn).parameters, map(kind, given), strict=False))
-                submitted = pool.submit(compiled, f"{triton_kernels.__name__}:{name}", types, constants, arch, **options)
-                jobs[(key, name, n)] = submitted
+                job = f"{triton_kernels.__name__}:{name}", types, constants, arch
+                if (same := repr((job, options))) not in known:  # several launches are one kernel
+                    known[same] = pool.submit(compiled, *job, **options)
+                jobs[(key, name, n)] = known[same]
         for key, job in jobs.items():
             found[key] = job.result()
     return found
@@ -129,23 +131,25 @@ def test_a_stream_compiles(monkeypatch):
         assert used.spilled <= SPILLED[torch.bfloat16], (key, used)
 
 
-REFLECTED = {32: 256, 128: 64, 256: 1024}  # bytes that a reflection spills, by width: it has no blocks of features
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
 @pytest.mark.parametrize("kinds", [("lift",), ("gather",), ("reflection", "rotation"), ("reflection", "gather")], ids=str)
-def test_every_kind_compiles(monkeypatch, kinds, causal):
-    problems = {(torch.bfloat16, 64): problem(torch.bfloat16, 64, kinds, causal, "plain", causal=causal)}
-    problems |= {(torch.float16, 32): problem(torch.float16, 32, kinds, causal, "plain", causal=causal)}
-    for key, used in compile_all(monkeypatch, problems, 90).items():
-        assert used.shared <= SHARED[90], (key, used)
-        assert used.spilled <= SPILLED[torch.bfloat16], (key, used)
+def test_every_kind_compiles(monkeypatch, kinds):
+    """Causal with decays, and over all keys."""
+    problems = {
+        torch.float16: problem(torch.float16, 32, kinds, True, "plain"),
+        torch.bfloat16: problem(torch.bfloat16, 64, kinds, False, "plain", causal=False),
+    }
+    for (dtype, *own), used in compile_all(monkeypatch, problems, 90).items():
+        assert used.shared <= SHARED[90], (dtype, own, used)
+        assert used.spilled <= SPILLED[dtype], (dtype, own, used)
+
+
+REFLECTED = {(torch.bfloat16, 128): 256, (torch.bfloat16, 256): 1024, (torch.float32, 128): 512}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_reflections_of_every_width_fit(monkeypatch, arch):
-    kinds = ("reflection", "rotation")
-    problems = {(dtype, d): problem(dtype, d, kinds, False, "plain") for dtype in SPILLED for d in REFLECTED}
-    for key, used in compile_all(monkeypatch, problems, arch).items():
-        print(key, used)
-        assert used.shared <= SHARED[arch], (key, used)
+def test_reflections_of_wide_features_fit(monkeypatch, arch):
+    """Of which a program has all: more is spilled than elsewhere."""
+    problems = {own: problem(*own, ("reflection", "rotation"), False, "plain") for own in REFLECTED}
+    for (own, *launch), used in compile_all(monkeypatch, problems, arch).items():
+        assert used.shared <= SHARED[arch], (own, launch, used)
+        assert used.spilled <= REFLECTED[own], (own, launch, used)

@@ -353,11 +353,16 @@ REFUSALS = [
     (numbers(k=torch.randn(3, 70, 16), stream=ops.Stream()), "queries, keys and values have one shape of samples and heads"),
     (numbers(features=features(phi=FeatureMap("cube", lambda x: x**3))), "it does not know the feature map 'cube', only .*"),
     (numbers(features=features(Scaling(torch.ones(1, 70, 1)), kinds=None)), "it makes features by a reflection, then .*"),
+    (numbers(t=0), "there is nothing to sum up"),
     (numbers(causal=False), "two products of matrices are all there is to do"),
     (numbers(torch.bfloat16, d=272), "features and values come up to 256, not by 272"),
     (
         numbers(torch.bfloat16, d=160, features=features(Rotation(torch.ones(70, 160, 2), True), kinds=("lift",))),
         "features and values come up to 256, not by 320",
+    ),
+    (
+        numbers(d=256, features=features(Reflection(torch.ones(1, 1, 256)), kinds=("reflection",))),
+        "features of a reflection that are no bfloat16 come up to 128, not by 256",
     ),
     (
         numbers(features=features(Chain(MIRROR, Gather(torch.arange(16)[None, None])), kinds=("reflection", "gather"))),

@@ -24,6 +24,7 @@ from isopos.ops.linear.features import Features, Sums
 PHI = (identity, elu1, relu, relu2, exp)
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # features, and values
+REFLECTED = 128  # features of a reflection that are no bfloat16: these spill too much above
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
 TILE = 16  # the least side of a product of matrices
 
@@ -159,12 +160,12 @@ def config(
     widest, warps, together = max(features, values), 8, False
     if precision == "bf16":
         most, side, far, stages = 1 << 13, 128, 256, 2
-        chunk = 16 if whole and widest > 128 else 32
+        chunk = 16 if whole and widest > (128 if generation >= 9 else 64) else 32
         if generation >= 9:
             if widest <= (64 if whole or decays else 128) and (light or not decays):
                 chunk = 64
             warps = 4 if widest <= (128 if light and not whole else 64) else 8
-            together = light and widest <= 64
+            together = light and not decays and widest <= 64
     else:
         chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
         warps = 8 if whole and features > far else 4
@@ -539,6 +540,8 @@ def _before(sums: Sums) -> tuple[Tensor, ...]:
 def _refuses(sums: Sums) -> str:
     """Why the kernels do not make these features, or ""."""
     (q, k, v), (queries, keys, values) = sums.inputs, sums.features
+    if any(x.numel() == 0 for x in sums.inputs):
+        return "there is nothing to sum up"
     for phi in (queries.phi, keys.phi):
         if isinstance(phi, FeatureMap) and phi not in PHI:
             known = ", ".join(own.name for own in PHI)
@@ -559,6 +562,9 @@ def _refuses(sums: Sums) -> str:
         return "queries, keys and values have one shape of samples and heads"
     if max(width * of_q.doubled, e) > WIDEST:
         return f"features and values come up to {WIDEST}, not by {max(width * of_q.doubled, e)}"
+    reflected = of_q.normal is not None or of_k.normal is not None
+    if reflected and _precision(q, k, v) != "bf16" and width * of_q.doubled > REFLECTED:
+        return f"features of a reflection that are no bfloat16 come up to {REFLECTED}, not by {width * of_q.doubled}"
     return ""
 
 

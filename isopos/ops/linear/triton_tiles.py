@@ -50,7 +50,10 @@ def load_tile(rows, place, token, ok, column, width):
 @jit
 def rounded(x, PRECISION: tl.constexpr):
     """What products of matrices are made of: early, since it takes half of the registers."""
-    return x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
+    y = x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
+    if PRECISION == "tf32":  # of which the cores cut off 13 bits; NaN stays NaN
+        y = tl.where(y == y, (y.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True), y)
+    return y
 
 
 @jit
