@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from triton_aot import ARCHITECTURES, SHARED, compiled, compilers
+from triton_aot import ARCHITECTURES, SHARED, compiled, compilers, variants
 
 from isopos.ops.linear.triton_step import Side
 
@@ -82,3 +82,13 @@ def test_steps_fit_a_gpu():
             assert found.spilled == 0, (job, found)
             assert found.shared <= SHARED[job[-1]] // 8, (job, found)
             assert found.registers <= 160, (job, found)
+
+
+def test_what_changes_from_call_to_call_compiles_nothing_again():
+    own = {"isopos.ops.linear.triton_step_kernel:step": ("n", "across")}
+    own |= dict.fromkeys(("isopos.ops.triton_rotate:turn", "isopos.ops.triton_rotate:pull"), ("tokens", "shared", "rows"))
+    with compilers(1) as pool:
+        for kernel, arguments in own.items():
+            for argument in arguments:
+                assert pool.submit(variants, kernel, argument, (0, 1, 2, 16)).result() == 1, (kernel, argument)
+        assert pool.submit(variants, "isopos.ops.linear.triton_step_kernel:step", "heads", (1, 2, 16)).result() == 3

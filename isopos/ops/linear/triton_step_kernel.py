@@ -4,6 +4,8 @@
 It makes the features of the token, adds them to the sums, block by block of features, and reads those out on the way.
 """
 
+from functools import partial
+
 from isopos.ops import gpu
 from isopos.ops.linear.triton_tiles import phi
 
@@ -91,7 +93,7 @@ def _own(
     return tl.sum(of_query * _added(rows, after, place, place < W, weight, of_key, DECAYS))
 
 
-@jit
+@partial(jit, do_not_specialize=("n", "across"))  # one variant for all rows and batches
 def step(
     q,
     k,
