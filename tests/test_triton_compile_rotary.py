@@ -62,7 +62,7 @@ def steps():
         places = (whole,) * 3
         table = "*u8:16" if kind == "gather" else "*fp32:16"
         side = Side(dtype, table, "*fp32:16" if half else None, None, places, places, places, places)
-        plain = side._replace(table=None, normal=None, mask="*u8" if half else None)
+        plain = side._replace(table=None, normal=None, mask="*u8" if half else None, of_mask=("1", whole, whole))
         sums, rows = "*fp32:16", "*fp32:16"
         signature = {"q": side, "k": side, "v": plain, "before": (sums, rows), "after": (sums, rows), "out": dtype}
         signature |= {"weights": "*fp32:16" if decays else None, "denominators": None}
