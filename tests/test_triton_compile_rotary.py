@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from triton_aot import ARCHITECTURES, SHARED, compiled, compilers
+from triton_aot import ARCHITECTURES, SHARED, compiled, compilers, variants
 
 from isopos.ops.linear.triton_step import Side
 
@@ -62,7 +62,7 @@ def steps():
         places = (whole,) * 3
         table = "*u8:16" if kind == "gather" else "*fp32:16"
         side = Side(dtype, table, "*fp32:16" if half else None, None, places, places, places, places)
-        plain = side._replace(table=None, normal=None, mask="*u8" if half else None)
+        plain = side._replace(table=None, normal=None, mask="*u8" if half else None, of_mask=("1", whole, whole))
         sums, rows = "*fp32:16", "*fp32:16"
         signature = {"q": side, "k": side, "v": plain, "before": (sums, rows), "after": (sums, rows), "out": dtype}
         signature |= {"weights": "*fp32:16" if decays else None, "denominators": None}
@@ -82,3 +82,13 @@ def test_steps_fit_a_gpu():
             assert found.spilled == 0, (job, found)
             assert found.shared <= SHARED[job[-1]] // 8, (job, found)
             assert found.registers <= 160, (job, found)
+
+
+def test_what_changes_from_call_to_call_compiles_nothing_again():
+    own = {"isopos.ops.linear.triton_step_kernel:step": ("n", "across")}
+    own |= dict.fromkeys(("isopos.ops.triton_rotate:turn", "isopos.ops.triton_rotate:pull"), ("tokens", "shared", "rows"))
+    with compilers(1) as pool:
+        for kernel, arguments in own.items():
+            for argument in arguments:
+                assert pool.submit(variants, kernel, argument, (0, 1, 2, 16)).result() == 1, (kernel, argument)
+        assert pool.submit(variants, "isopos.ops.linear.triton_step_kernel:step", "heads", (1, 2, 16)).result() == 3

@@ -24,3 +24,9 @@ def test_the_interpreter_reads_plain_tensors_of_a_cpu():
     assert gpu.unreadable(torch.ones(2), torch.ones(3)) == ""
     assert gpu.unreadable(torch.ones(2), torch.ones(2, dtype=torch.complex64).conj().imag) == "it reads plain tensors only"
     assert gpu.unreadable(torch.ones(2, device="meta")) == "it runs on CUDA devices, not on meta"
+
+
+def test_modules_of_kernels_can_be_imported_without_triton(monkeypatch):
+    monkeypatch.setattr(gpu, "_absent", lambda: "triton is not installed")
+    jit, _ = gpu.language()
+    assert jit(len) is jit(len, do_not_specialize=("n",)) is len

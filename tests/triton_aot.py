@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
@@ -71,6 +71,19 @@ def compiled(
     source = ASTSource(function, types, constexprs=constants, attrs=hints)
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Resources(found.metadata.shared, *_usage(Path(triton.__file__).parent, found.asm["cubin"]))
+
+
+def variants(kernel: str, argument: str, numbers: Sequence[int]) -> int:
+    """How many variants of a kernel, "package.module:name", such numbers for an argument have compiled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    module, name = kernel.split(":")
+    function = getattr(import_module(module), name)
+    bind = create_function_from_signature(function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32)))
+    others = dict.fromkeys(function.arg_names)
+    return len({str(bind(**others | {argument: number})[1]) for number in numbers})
 
 
 def _paths(given: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str | None]]:

@@ -6,6 +6,7 @@ whatever the dtype of features; the sums of a table's gradient are, too, and alw
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from isopos.ops import gpu
 from isopos.ops.library import flat
 
 jit, tl = gpu.language()
+kernel = partial(jit, do_not_specialize=("tokens", "shared", "rows"))  # one variant for all lengths and batches
 
 TILE, BUSY = 1024, 1024  # pairs of a program; programs that fill a device
 WIDEST = 1024  # pairs of a head
@@ -85,7 +87,7 @@ def _mine(tokens, shared, rows, T: tl.constexpr):
     return pid % blocks * T, first, tl.minimum(first + rows, (group // groups + 1) * shared)
 
 
-@jit
+@kernel
 def turn(
     x,
     table,
@@ -123,7 +125,7 @@ def turn(
             _pass_on(own + 2 * F, of_x[3], to + 2 * F, of_out[3], left, REST, R, T)
 
 
-@jit
+@kernel
 def pull(
     x,
     table,

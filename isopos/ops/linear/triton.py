@@ -42,12 +42,13 @@ class Rows(NamedTuple):
 class Inputs(NamedTuple):
     """What makes the features of readers or feeders; None for what there is not."""
 
-    x: Rows
+    x: Rows | None  # None for what has no feeders: Triton 3.6 asks no tuple with None in it whether it is None
     table: Rows | None  # pairs (cos, sin), or an index; of feeders None, too, where it is that of readers
     normal: Rows | None
     mask: Rows | None
     g: Rows | None  # log decays, float64
     less: Rows | None  # less gradients of denominators: weights of these rows in sums of features
+    end: Any = None  # Triton 3.6 knows fields of one only if a constant follows them
 
 
 class Values(NamedTuple):
@@ -66,6 +67,7 @@ class Grads(NamedTuple):
     decay: Rows | None  # a number a block of features
     v: Rows | None  # where keys gather what is that of their values, too
     normal: Any  # the sum of each program ``[. width]``
+    end: Any = None  # as of `Inputs`
 
 
 class Shape(NamedTuple):
@@ -294,14 +296,14 @@ class Call:
         more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
         return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, less)))
 
-    def pair(self, n: int, less: Tensor | None = None) -> tuple[Inputs, Inputs | None]:
+    def pair(self, n: int, less: Tensor | None = None) -> tuple[Inputs, Inputs]:
         """What makes features of readers and feeders, which may have one table; `less` is that of queries.
 
         No feeders where all that these leave is in a state.
         """
         readers = self.inputs(n, None if n else less)
         if self.every:
-            return readers, None
+            return readers, Inputs(*(None,) * len(readers))
         feeders = self.inputs(1 - n, less if n else None)
         return readers, feeders._replace(table=None) if self.closed[0].table is self.closed[1].table else feeders
 
@@ -423,7 +425,7 @@ class _Sink:
             decay = self.x.new_empty(*call.leading, shape.length, call.blocks, dtype=torch.float32)
             self.decays.append((-1 if way.strict else 1, decay))
         rows = map(call.optional, (self.plain, self.table, decay, self.v))
-        return Grads(call.rows(self.x), *rows, normal)
+        return Grads(call.rows(self.x), *rows, normal=normal)
 
     def of_x(self) -> Tensor:
         """That of x."""

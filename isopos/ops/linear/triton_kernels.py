@@ -55,8 +55,8 @@ def states(
         y, plain = tiles.features(inputs, inputs.table, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
-        _, _, after, across = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
-        state, own = tiles.advanced(state, own, y, summed, tile, after, across, PRECISION)
+        _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
+        state, own = tiles.advanced(state, own, y, summed, tile, falls, PRECISION)
     row = block * D + tl.arange(0, D)
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
     first = tiles.state_address(out, shape, shape.segments)
@@ -117,7 +117,7 @@ def _before(befores, shape, block, column, X: tl.constexpr, D: tl.constexpr, E: 
 
 
 @jit
-def _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+def _sum(q, own_q, own_k, tile, state, own, scores, inside, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
     """Sums of a chunk ``[C E]`` and their denominators ``[C]``, which without any are zero."""
     total = tiles.dot(q, state, PRECISION)
     if DENOMINATOR == "plain":
@@ -125,8 +125,8 @@ def _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR:
     else:
         far, near = q, scores
     denominator = tl.sum(far.to(tl.float32) * own[None, :], 1)
-    if before is not None:
-        total, denominator = total * before[:, None], denominator * before
+    if len(falls) > 0:
+        total, denominator = total * falls[0][:, None], denominator * falls[0]
     return total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
 
 
@@ -199,7 +199,7 @@ def outputs(
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
         q, own_q = tiles.features(readers, readers.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
-        if feeders is None:
+        if feeders.x is None:
             rows = own_q if DENOMINATOR == "plain" else q
             total, denominator = tiles.dot(q, state, PRECISION), tl.sum(rows.to(tl.float32) * own[None, :], 1)
         else:
@@ -208,13 +208,11 @@ def outputs(
                 feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
             )
             tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
-            inside, before, after, across = tiles.load_weights(
-                borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
-            )
+            inside, falls = tiles.load_weights(borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT)
             scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
-            total, denominator = _sum(q, own_q, own_k, tile, state, own, scores, inside, before, DENOMINATOR, PRECISION)
+            total, denominator = _sum(q, own_q, own_k, tile, state, own, scores, inside, falls, DENOMINATOR, PRECISION)
             summed = own_k if DENOMINATOR == "plain" else k
-            state, own = tiles.advanced(state, own, k, summed, tile, after, across, PRECISION)
+            state, own = tiles.advanced(state, own, k, summed, tile, falls, PRECISION)
         _finish(out, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
 
 
@@ -352,34 +350,32 @@ def gradients(
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        if feeders is not None:
+        if feeders.x is not None:
             table = readers.table if feeders.table is None else feeders.table
             y, plain = tiles.features(
                 feeders, table, place, token, ok, first, shape.width, C, X, PHI_OF_FEEDERS, KIND_OF_FEEDERS, PRECISION
             )
             far = tiles.load_values(of_feeders, place, token, ok, column, shape.columns, PRECISION)
-            inside, before, after, across = tiles.load_weights(
-                borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT
-            )
+            inside, falls = tiles.load_weights(borders, feeders, readers, place, chunk, token, shape, C, REVERSE, STRICT)
         if grads.v is not None:
             x, _ = tiles.features(readers, readers.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
             dv = tiles.dot(x, state, PRECISION)
-            if feeders is not None:
-                if before is not None:
-                    dv *= before[:, None]
+            if feeders.x is not None:
+                if len(falls) > 0:
+                    dv *= falls[0][:, None]
                 dv += tiles.dot(tiles.dot(x, tl.trans(y), PRECISION) * inside, far, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # at once: it takes half of the registers
         near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
         dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(own[None, :], (C, own.shape[0]))
-        if feeders is not None:
+        if feeders.x is not None:
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
-            if before is not None:
-                dy, down = dy * before[:, None], down * before[:, None]
+            if len(falls) > 0:
+                dy, down = dy * falls[0][:, None], down * falls[0][:, None]
             scores = _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy += tiles.dot(scores, y, PRECISION)
             if DENOMINATOR == "plain":
                 down += tiles.dot(inside, fed, PRECISION)
-            state, own = tiles.advanced(state, own, y, fed, far, after, across, PRECISION)
+            state, own = tiles.advanced(state, own, y, fed, far, falls, PRECISION)
         if DENOMINATOR == "plain":
             down = -tiles.weighed(down, readers, place, token, ok)
         elif DENOMINATOR == "encoded":

@@ -4,6 +4,8 @@
 It makes the features of the token, adds them to the sums, block by block of features, and reads those out on the way.
 """
 
+from functools import partial
+
 from isopos.ops import gpu
 from isopos.ops.linear.triton_tiles import phi
 
@@ -11,8 +13,9 @@ jit, tl = gpu.language()
 
 
 @jit
-def _at(x, normal, dot, place, seen, PHI: tl.constexpr, REFLECTED: tl.constexpr):
+def _at(x, normal, dot, place, seen, WAY: tl.constexpr, REFLECTED: tl.constexpr):
     """Features at places, after a reflection with <phi(x), normal> = dot; zero where not `seen`."""
+    PHI: tl.constexpr = WAY[0]  # Triton 3.6 takes no word out of a tuple as an argument
     value = tl.where(seen, phi(tl.load(x + place, mask=seen, other=0.0).to(tl.float32), PHI), 0.0)
     if REFLECTED:
         value -= 2 * dot * tl.load(normal + place, mask=seen, other=0.0)
@@ -22,15 +25,15 @@ def _at(x, normal, dot, place, seen, PHI: tl.constexpr, REFLECTED: tl.constexpr)
 @jit
 def _row(side, sample, head, n, WAY: tl.constexpr, W: tl.constexpr, WP: tl.constexpr):
     """Where a token's numbers, its row n of a table and the normal begin, <phi(x), normal>, and whether it takes part."""
-    x, table, normal, dot, takes_part = side.x, side.table, side.normal, 0.0, True
-    x += sample * side.of_x[0] + head * side.of_x[1]
+    x, dot, takes_part = side.x + sample * side.of_x[0] + head * side.of_x[1], 0.0, True
+    table, normal = x, x  # if there are none: Triton 3.6 returns no None
     if WAY[1] != "none":
-        table += sample * side.of_table[0] + head * side.of_table[1] + n * side.of_table[2]
+        table = side.table + sample * side.of_table[0] + head * side.of_table[1] + n * side.of_table[2]
     if WAY[2]:
-        normal += head * side.of_normal[1]
+        normal = side.normal + head * side.of_normal[1]
         place = tl.arange(0, WP)
         own = tl.load(normal + place, mask=place < W, other=0.0)
-        dot = tl.sum(_at(x, normal, 0.0, place, place < W, WAY[0], False) * own)
+        dot = tl.sum(_at(x, normal, 0.0, place, place < W, WAY, False) * own)
     if WAY[3]:
         takes_part = tl.load(side.mask + sample * side.of_mask[0]) != 0
     return x, table, normal, dot, takes_part
@@ -44,18 +47,18 @@ def _features(row, place, D: tl.constexpr, W: tl.constexpr, WAY: tl.constexpr):
     if WAY[1] == "rotation":
         cos = tl.load(table + place // 2 * 2, mask=seen, other=0.0)
         sin = tl.load(table + place // 2 * 2 + 1, mask=seen, other=0.0)
-        other = _at(x, normal, dot, place ^ 1, seen, WAY[0], WAY[2])
-        value = _at(x, normal, dot, place, seen, WAY[0], WAY[2]) * cos + tl.where(place % 2 == 0, -other, other) * sin
+        other = _at(x, normal, dot, place ^ 1, seen, WAY, WAY[2])
+        value = _at(x, normal, dot, place, seen, WAY, WAY[2]) * cos + tl.where(place % 2 == 0, -other, other) * sin
     elif WAY[1] == "lift":
         turn = tl.load(table + place % W * 2 + place // W, mask=seen, other=0.0)
-        value = _at(x, normal, dot, place % W, seen, WAY[0], WAY[2]) * turn
+        value = _at(x, normal, dot, place % W, seen, WAY, WAY[2]) * turn
     elif WAY[1] == "gather":
         index = tl.load(table + place, mask=seen, other=0).to(tl.int32)
         known = (index >= 0) & (index < W)
-        value = _at(x, normal, dot, index, seen & known, WAY[0], WAY[2])
+        value = _at(x, normal, dot, index, seen & known, WAY, WAY[2])
         value = tl.where(seen & (known == 0), float("nan"), value)
     else:
-        value = _at(x, normal, dot, place, seen, WAY[0], WAY[2])
+        value = _at(x, normal, dot, place, seen, WAY, WAY[2])
     return value
 
 
@@ -86,12 +89,12 @@ def _own(
 ):
     """A denominator of phi's own features."""
     place = tl.arange(0, WP)
-    of_query = _at(query[0], query[2], 0.0, place, (place < W) & query[4], OF_Q[0], False)
-    of_key = _at(key[0], key[2], 0.0, place, (place < W) & key[4] & masked, OF_K[0], False)
+    of_query = _at(query[0], query[2], 0.0, place, (place < W) & query[4], OF_Q, False)
+    of_key = _at(key[0], key[2], 0.0, place, (place < W) & key[4] & masked, OF_K, False)
     return tl.sum(of_query * _added(rows, after, place, place < W, weight, of_key, DECAYS))
 
 
-@jit
+@partial(jit, do_not_specialize=("n", "across"))  # one variant for all rows and batches
 def step(
     q,
     k,

@@ -232,21 +232,21 @@ def weights_inside(readers, feeders, C: tl.constexpr, REVERSE: tl.constexpr, STR
 def load_weights(
     borders, feeders, readers, place, chunk, token, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr
 ):
-    """Weights inside a chunk, of the state before for readers, of feeders for the state after, and across.
+    """Weights inside a chunk, and how far states fall: before for readers, of feeders for the state after, and across.
 
-    Without decays there are none but those inside.
+    Without decays the latter are an empty tuple: Triton 3.6 returns no None.
     """
     if readers.g is None:
         inside = weights_inside(None, None, C, REVERSE, STRICT)
-        before, after, across = None, None, None
+        falls = ()
     else:
         start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
         start = load_border(borders, place, start, shape, C, STRICT)
         end = load_border(borders, place, end, shape, C, STRICT)
         of_readers, of_feeders = load_decays(readers, place, token, shape), load_decays(feeders, place, token, shape)
         inside = weights_inside(of_readers, of_feeders, C, REVERSE, STRICT)
-        before, after, across = fall(of_readers, start, REVERSE), fall(end, of_feeders, REVERSE), fall(end, start, REVERSE)
-    return inside, before, after, across
+        falls = fall(of_readers, start, REVERSE), fall(end, of_feeders, REVERSE), fall(end, start, REVERSE)
+    return inside, falls
 
 
 @jit
@@ -303,10 +303,11 @@ def weighed(rows, inputs, place, token, ok):
 
 
 @jit
-def advanced(state, own, rows, summed, tile, after, across, PRECISION: tl.constexpr):
+def advanced(state, own, rows, summed, tile, falls, PRECISION: tl.constexpr):
     """The state after a chunk, and the sum of features after it."""
     summed = summed.to(tl.float32)
-    if after is not None:
+    if len(falls) > 0:
+        _, after, across = falls
         state, own = state * across, own * across
         tile, summed = tile.to(tl.float32) * after[:, None], summed * after[:, None]
     return state + dot(tl.trans(rows), tile, PRECISION), own + tl.sum(summed, 0)
