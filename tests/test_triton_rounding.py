@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; tests/test_gpu.py asks a GPU"),
 ]
-MOST = {BF16: (5e-3, 1e-2), FP16: (2e-3, 2.8e-3), FP32: (1e-6, 1.7e-6)}  # of an output, of a gradient: twice what was found
+MOST = {BF16: (5e-3, 1e-2), FP16: (1.5e-3, 1.8e-3), FP32: (1e-6, 1.7e-6)}  # of an output, of a gradient: twice what was found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -29,7 +29,7 @@ def test_errors(case):
         assert largest < 2 * most
 
 
-@pytest.mark.parametrize(("case", "most"), [*zip(AWAY, (1e-2, 0.07, 0.3, 5e-3), strict=True)], ids=str)
+@pytest.mark.parametrize(("case", "most"), [*zip(AWAY, (1e-2, 0.055, 0.24, 5e-3), strict=True)], ids=str)
 def test_errors_with_values_of_mean_one(case, most):
     """Of a query's gradient, and of others. A state rounded from chunk to chunk would double those of the last case.
 
