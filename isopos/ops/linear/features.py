@@ -1,7 +1,7 @@
 """What is summed up, as data: inputs, what makes features of them, decays and the form of the denominator."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -235,6 +235,9 @@ class Sums:
         denominator: What becomes of the sum of the weights: None for none, "column" for a last column, "divide" to divide
             by it.
         stream: The tokens before, which are summed up, too.
+
+    Attributes:
+        notes: What a backend found out when it was asked, for when it runs.
     """
 
     q: Tensor
@@ -245,11 +248,7 @@ class Sums:
     causal: bool = True
     denominator: str | None = None
     stream: Stream | None = None
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """What a backend found out when it was asked, for when it runs."""
-        return self.__dict__.setdefault("notes", {})
+    notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
