@@ -143,7 +143,7 @@ def test_every_kind_compiles(monkeypatch, kinds):
         assert used.spilled <= SPILLED[dtype], (dtype, own, used)
 
 
-REFLECTED = {(torch.bfloat16, 128): 256, (torch.bfloat16, 256): 1024, (torch.float32, 128): 512}
+REFLECTED = {(torch.bfloat16, 128): 640, (torch.bfloat16, 256): 1024, (torch.float32, 128): 512}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -410,7 +410,8 @@ class _Sink:
         dtype = torch.float32 if twice or added else x.dtype
         self.x = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         self.plain = torch.empty_like(self.x) if twice else None
-        self.table, self.v, self.normals, self.decays = None, None, [], []
+        self.v: Tensor | None = None
+        self.table, self.normals, self.decays = None, [], []
         if self.needed[0] and self.closed.table is not None:
             shape = (*call.leading, x.shape[-2], self.closed.table.shape[-2:].numel())
             self.table = x.new_empty(shape, dtype=torch.float32)
@@ -505,14 +506,14 @@ class Triton(Kernel):
             sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
             dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
             dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
-            together = call.config.together
-            sinks[1].v = dv if together else None
+            if call.config.together:
+                sinks[1].v = dv
             for way in call.ways:
                 before, first = next(states, None), None if of_after is None else call.turned(of_after)
                 after, of_before = call.befores(0, less, pair[0], way.back, first)
                 call.gradients(0, less, pair, before, sinks[0], way)
                 call.gradients(1, less, pair, after, sinks[1], way.back)
-                if not together:
+                if sinks[1].v is None:
                     call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         own = [x.to(y.dtype) for x, y in zip((*(sink.of_x() for sink in sinks), dv), sums.inputs, strict=True)]

@@ -235,6 +235,14 @@ def quotients(grad, out, denominators, own, less, shape, C: tl.constexpr, E: tl.
 
 
 @jit
+def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
+    """What is read from the state, as it has fallen, and what feeders of the chunk itself have."""
+    if len(falls) > 0:
+        total = total * falls[0][:, None]
+    return total + tiles.dot(weights, rows, PRECISION)
+
+
+@jit
 def _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of scores, with the weights inside a chunk."""
     scores = tiles.dot(near, tl.trans(far), PRECISION)
@@ -273,10 +281,15 @@ def _pull(
     DENOMINATOR: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write gradients of x, of its table and log decays from those of features ``[C D]`` and phi's own ``[C X]``.
+    """Write gradients of x, of its table and log decays from those of features ``[C D]``.
 
-    Returns that of the normal ``[X]``, summed over tokens.
+    `down` are sums of features that denominators have: encoded ones ``[C D]``, or phi's own ``[C X]``. Returns the
+    gradient of the normal ``[X]``, summed over tokens.
     """
+    if DENOMINATOR == "plain":
+        down = -tiles.weighed(down, inputs, place, token, ok)
+    elif DENOMINATOR == "encoded":
+        dy -= tiles.weighed(down, inputs, place, token, ok)
     width, first = shape.width, tiles.block_of(shape) * X
     column = first + tl.arange(0, X)
     inside = (column < width)[None, :]
@@ -361,25 +374,19 @@ def gradients(
             x, _ = tiles.features(readers, readers.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
             dv = tiles.dot(x, state, PRECISION)
             if feeders.x is not None:
-                if len(falls) > 0:
-                    dv *= falls[0][:, None]
-                dv += tiles.dot(tiles.dot(x, tl.trans(y), PRECISION) * inside, far, PRECISION)
+                dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # at once: it takes half of the registers
         near = tiles.load_values(of_readers, place, token, ok, column, shape.columns, PRECISION)
         dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(own[None, :], (C, own.shape[0]))
         if feeders.x is not None:
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, feeders, place, token, ok)
-            if len(falls) > 0:
-                dy, down = dy * falls[0][:, None], down * falls[0][:, None]
             scores = _scores(readers, feeders, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
-            dy += tiles.dot(scores, y, PRECISION)
+            dy = _with_chunk(dy, scores, y, falls, PRECISION)
             if DENOMINATOR == "plain":
-                down += tiles.dot(inside, fed, PRECISION)
+                down = _with_chunk(down, inside, fed, falls, PRECISION)
+            elif len(falls) > 0:
+                down *= falls[0][:, None]
             state, own = tiles.advanced(state, own, y, fed, far, falls, PRECISION)
-        if DENOMINATOR == "plain":
-            down = -tiles.weighed(down, readers, place, token, ok)
-        elif DENOMINATOR == "encoded":
-            dy -= tiles.weighed(down, readers, place, token, ok)
         of_normal += _pull(readers, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
