@@ -498,6 +498,18 @@ def test_bert_sees_positions_through_its_scheme_alone(hf, name):
     close(logits(model, ids, attention_mask=mask)[:, :8], logits(model, ids[:, :8]))
 
 
+def test_the_encoder_of_bert_may_be_called_by_itself(hf):
+    """With its features by name, too; a layer alone has no scheme, and says so."""
+    bert, ids = encoder(hf, "Bert").bert, tokens()
+    patch(bert, ENCODERS["t5"]())
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
+    with torch.no_grad():
+        expected, features = bert(ids).last_hidden_state, bert.embeddings(ids)
+        close(bert.encoder(hidden_states=features, attention_mask=mask).last_hidden_state, expected)
+        with pytest.raises(ValueError, match=r"got a model as it was loaded, .* or one layer by itself of BERT"):
+            bert.encoder.layer[0](features, mask)
+
+
 def test_bert_without_positions_or_with_those_that_a_scheme_adds(hf):
     model, ids = encoder(hf, "Bert"), tokens()
     order, implementation = torch.randperm(LENGTH), model.config._attn_implementation
@@ -898,7 +910,7 @@ def test_encoders_and_bases_are_saved_too(hf, tmp_path):
 def test_a_loaded_model_does_not_run_with_other_positions(hf, tmp_path):
     model, folder = saved(hf, tmp_path, rope(base=500.0))
     loaded, ids = hf.AutoModelForCausalLM.from_pretrained(folder), tokens()
-    with pytest.raises(ValueError, match=r"model: expected the scheme .*patch\(model\) puts it in"):
+    with pytest.raises(ValueError, match=r"model: expected the scheme .*patch\(model\) puts it"):
         logits(loaded, ids)
     with patched(loaded):
         assert logits(loaded, ids).equal(logits(model, ids))

@@ -62,12 +62,14 @@ def attend(
         ``[b t h d]``, and None where other attentions may have weights.
 
     Raises:
-        ValueError: For a model without a scheme, and where no mask came, though even one that hides nothing is made.
+        ValueError: For a model without a scheme, a layer that its encoder did not call, and where no mask came, though even
+            one that hides nothing is made.
     """
     if evaluated is None:
         raise ValueError(
-            "model: expected the scheme that its configuration names, got a model as it was loaded; "
-            "isopos.integrations.transformers.patch(model) puts it in"
+            "model: expected the scheme that its configuration names, got a model as it was loaded, into which "
+            "isopos.integrations.transformers.patch(model) puts it; or one layer by itself of BERT or ViT, whose encoder "
+            "has it for all layers: call that"
         )
     if attention_mask is None:
         raise ValueError(

@@ -151,7 +151,7 @@ def _of_place(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argu
 
 def _of_tokens(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments of BERT's layers with the scheme at the positions of tokens, 0 to t - 1 unless they are given."""
-    features, given = args[0], kwargs.get("position_ids")
+    features, given = args[0] if args else kwargs["hidden_states"], kwargs.get("position_ids")
     x = sequence(features.shape[1], device=features.device)[None] if given is None else given[..., None]
     return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features)}
 
