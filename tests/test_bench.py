@@ -408,9 +408,28 @@ def test_a_run_does_not_go_on_with_another_machine_s(here, isopos, tmp_path):
         "isopos: resume: expected rounds 2 as in bench.json, got 9; choose another folder with --out\n",
     )
     content = json.loads((tmp_path / results.DATA).read_text())
-    (tmp_path / results.DATA).write_text(json.dumps(content | {"cpu": "an abacus"}))
-    with pytest.raises(ValueError, match=r"resume: expected cpu an abacus as in .*, got "):
+    for name, other in (("cpu", "an abacus"), ("threads", 99), ("rounds", None)):
+        (tmp_path / results.DATA).write_text(json.dumps(content | {name: other}))
+        with pytest.raises(ValueError, match=rf"resume: expected {name} {other} as in .*, got "):
+            _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
+    (tmp_path / results.DATA).write_text("{}")
+    with pytest.raises(ValueError, match=r"resume: expected rounds None as in"):
         _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
+
+
+def test_a_gpu_s_races_end_with_an_error_that_none_survives(monkeypatch):
+    """So that those behind it are not taken for done by a run that goes on."""
+
+    def broken(*_, **__):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    monkeypatch.setattr(races, "_inputs", broken)
+    found, (first, *_) = [], gpu.DECODE
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        found.extend(processes.section("decode", 1, SMALL, "cuda"))
+    assert [row.other for row in found] == [other for _, other in first.pairs]
+    assert {row.note for row in found} == {"the race: RuntimeError: an illegal memory access"}
 
 
 def test_rows_measured_again_take_the_place_of_those_before():

@@ -62,6 +62,8 @@ def section(
         contest = replace(contest, shape=contest.shape.limited(most))
         if not known.issuperset(contest.titles()):
             yield from races.race(name, contest, rounds, **options)
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)  # raises after an error that no later race survives: these are yet to come
     if device == "cpu":
         yield from _beside_races(name, rounds, most)
 

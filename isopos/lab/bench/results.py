@@ -80,13 +80,13 @@ def target(out: str, *, keep: bool = False) -> Path | None:
 
 
 def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
-    """The rows that `write` has left there, if any; ValueError where they are of another machine, or of other rounds."""
+    """The rows that `write` has left there, if any; ValueError where machine, threads or rounds are others."""
     if not (folder / DATA).exists():
         return []
     content, about = json.loads((folder / DATA).read_text()), machine(device) | {"rounds": rounds}
-    for name in ("rounds", "versions", "dtype", "cpu" if device == "cpu" else "device"):
-        if content[name] != about[name]:
-            expected = f"{name} {content[name]} as in {folder / DATA}"
+    for name in ("rounds", "versions", "dtype", *(("cpu", "threads") if device == "cpu" else ("device",))):
+        if content.get(name) != about[name]:
+            expected = f"{name} {content.get(name)} as in {folder / DATA}"
             raise ValueError(f"resume: expected {expected}, got {about[name]}; choose another folder with --out")
     return [Row.from_json(row) for row in content["rows"]]
 
