@@ -51,8 +51,8 @@ def load_tile(rows, place, token, ok, column, width):
 def rounded(x, PRECISION: tl.constexpr):
     """What products of matrices are made of: early, since it takes half of the registers."""
     y = x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
-    if PRECISION == "tf32":  # of which the cores cut off 13 bits; NaN stays NaN
-        y = tl.where(y == y, (y.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True), y)
+    if PRECISION == "tf32":  # without the 13 bits that cores would cut off: what is rounded stays as it is, NaN stays NaN
+        y = tl.where(y == y, ((y.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True), y)
     return y
 
 
