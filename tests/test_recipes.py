@@ -345,7 +345,7 @@ DECLARED = """
     eval: split=validation length=() scored=0.0 limit=-1 view=() extend=
     generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
     runs: folder=runs
-    bench: section=all device=cpu allocator=all rounds=9 out= overwrite=False compiled=False
+    bench: section=all device=cpu state=all rounds=9 out= overwrite=False resume=False compiled=False
 """
 
 

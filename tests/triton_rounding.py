@@ -21,15 +21,19 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
-import triton.language as tl
 from cases import linear_options, with_gradients
-from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 from isopos.ops import gpu, linear
 from isopos.ops.linear import triton
 from isopos.ops.linear.chunks import CHUNKS
+
+pytest.importorskip("triton", reason="triton is not installed: pip install 'isopos[gpu-test]'")
+
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 BLOCK = {"bf16": 8, "tf32": 4}  # products that are added at once
 

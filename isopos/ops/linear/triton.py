@@ -226,12 +226,12 @@ def _processors(device: torch.device) -> int:
 
 
 @cache
-def _segments(chunks: int, programs: int, room: int) -> int:
+def _segments(most: int, programs: int, room: int) -> int:
     """Into how many segments programs cut their walks, so that the last one ends soonest where there is room for so many.
 
     All segments of a walk but its last are read once more beforehand: half of what the walk itself moves.
     """
-    most = max(1, min(chunks // LEAST, -(-2 * room // programs)))
+    most = max(1, min(most, -(-2 * room // programs)))
     return min(range(1, most + 1), key=lambda n: -(-programs * n // room) / n * (1.5 - 0.5 / n))
 
 
@@ -277,7 +277,7 @@ class Call:
         """Chunks of a segment, segments, and states of a head."""
         chunks, programs = -(-length // self.config.chunk), self.leading.numel() * max(self.blocks, self.parts)
         room = _processors(self.sums.q.device) * (8 // self.config.warps)
-        each = -(-chunks // _segments(chunks, programs, room))
+        each = -(-chunks // _segments(chunks // LEAST, programs, room))
         segments = -(-chunks // each)
         return each, segments, 1 if self.every else segments
 
