@@ -143,13 +143,14 @@ def test_every_kind_compiles(monkeypatch, kinds):
         assert used.spilled <= SPILLED[dtype], (dtype, own, used)
 
 
-REFLECTED = {(torch.bfloat16, 128): 640, (torch.bfloat16, 256): 1024, (torch.float32, 128): 512}
+REFLECTED = {(torch.bfloat16, 128): 640, (torch.bfloat16, 256): 1024, (torch.float32, 128): 1152}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_reflections_of_wide_features_fit(monkeypatch, arch):
     """Of which a program has all: more is spilled than elsewhere."""
-    problems = {own: problem(*own, ("reflection", "rotation"), False, "plain") for own in REFLECTED}
+    served = [(dtype, d) for dtype, d in REFLECTED if arch >= 90 or d <= triton.REFLECTED]
+    problems = {own: problem(*own, ("reflection", "rotation"), False, "plain") for own in served}
     for (own, *launch), used in compile_all(monkeypatch, problems, arch).items():
         assert used.shared <= SHARED[arch], (own, launch, used)
         assert used.spilled <= REFLECTED[own], (own, launch, used)

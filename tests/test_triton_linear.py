@@ -362,7 +362,7 @@ REFUSALS = [
     ),
     (
         numbers(d=256, features=features(Reflection(torch.ones(1, 1, 256)), kinds=("reflection",))),
-        "features of a reflection that are no bfloat16 come up to 128, not by 256",
+        "features of a reflection come up to 128, or 256 in bfloat16 on sm_90, not by 256",
     ),
     (
         numbers(features=features(Chain(MIRROR, Gather(torch.arange(16)[None, None])), kinds=("reflection", "gather"))),

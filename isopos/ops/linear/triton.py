@@ -24,7 +24,7 @@ from isopos.ops.linear.features import Features, Sums
 PHI = (identity, elu1, relu, relu2, exp)
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # features, and values
-REFLECTED = 128  # features of a reflection that are no bfloat16: these spill too much above
+REFLECTED = 128  # features of a reflection that are no bfloat16, or before sm_90: they spill too much above
 LEAST = 4  # chunks of a segment: fewer would move more bytes of states than of inputs
 TILE = 16  # the least side of a product of matrices
 
@@ -566,8 +566,9 @@ def _refuses(sums: Sums) -> str:
     if max(width * of_q.doubled, e) > WIDEST:
         return f"features and values come up to {WIDEST}, not by {max(width * of_q.doubled, e)}"
     reflected = of_q.normal is not None or of_k.normal is not None
-    if reflected and _precision(q, k, v) != "bf16" and width * of_q.doubled > REFLECTED:
-        return f"features of a reflection that are no bfloat16 come up to {REFLECTED}, not by {width * of_q.doubled}"
+    most = WIDEST if _precision(q, k, v) == "bf16" and _generation(q.device) >= 9 else REFLECTED
+    if reflected and width * of_q.doubled > most:
+        return f"features of a reflection come up to {most}, or {WIDEST} in bfloat16 on sm_90, not by {width * of_q.doubled}"
     return ""
 
 
