@@ -55,10 +55,8 @@ ATTENTION = (
     *(_both_ways(FORWARD, 1 << n, 64) for n in (12, 16)),
 )
 PEERS = {("rotation", "fla, rotary"): None, ("rotation", "flash-attn, rotary"): None}
-COPIES: dict[Passing, Goal] = {
-    FORWARD: at_most(1.11),
-    BOTH: at_most(2.22),
-}  # 0.9 of the rate of copies: a clone's gradient is no copy
+# 0.9 of the rate of copies: a clone's gradient is no copy
+COPIES: dict[Passing, Goal] = {FORWARD: at_most(1.11), BOTH: at_most(2.22)}
 ROTARY = tuple(
     Race("rotary", passing, Shape(8192, 8, 16, d), {CLONES: COPIES[passing]} | PEERS)
     for passing in COPIES

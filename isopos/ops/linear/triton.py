@@ -262,9 +262,15 @@ class Call:
         self.divide, self.precision = sums.denominator == "divide", _precision(*sums.inputs)
         width, values, doubled = sums.q.shape[-1], sums.v.shape[-1], closed[0].doubled
         self.x, self.d, self.e = _tile(width), _tile(width) * doubled, _tile(values)
-        how = {"whole": any(own.normal is not None for own in closed), "decays": sums.g is not None}
-        how |= {"light": self.own == "none" and all(own.phi == "identity" for own in closed)}
-        self.config = config(self.d, self.e, self.precision, _generation(sums.q.device), **how)
+        self.config = config(
+            self.d,
+            self.e,
+            self.precision,
+            _generation(sums.q.device),
+            whole=any(own.normal is not None for own in closed),
+            decays=sums.g is not None,
+            light=self.own == "none" and all(own.phi == "identity" for own in closed),
+        )
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
         self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
         own = {"none": 0, "plain": width, "encoded": width * doubled}[self.own]
