@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isopos.lab.data.bushes import Bush, Growth, grow, mirrored, parsed, part, rebuilt, reduced, shown, sizes, written
-from isopos.lab.data.tree_pairs import ACTIONS, HOLE, random_trees, read_trees
+from isopos.lab.data.tree_pairs import ACTIONS, labels_of, random_trees, read_trees
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.tree_transduction import TreeTransduction
@@ -155,7 +155,7 @@ def test_random_trees_are_those_of_their_seed_and_all_different(operation):
             below.append(below[parent] + 1)
         depths.append(max(below))
     assert 3.2 < np.mean(depths) < 4.3  # numbers are cut, not rounded
-    assert {"copy": 20, "rotation": 20, "c3": 4, "ops": 45}[operation] == len(found.names)
+    assert {"copy": 20, "rotation": 20, "c3": 4, "ops": 40 + 16}[operation] == len(found.names)
 
 
 def test_c3_is_the_cyclic_group():
@@ -168,7 +168,7 @@ def test_c3_is_the_cyclic_group():
 
 def test_what_operators_make_of_a_subtree():
     found = random_trees(0, (400, 5, 5), "ops", depth=4, deviation=1, labels=40)
-    hole, seen = found.names.index(HOLE), set()
+    seen = set()
     for source, target in found.pairs.splits["train"]:
         root, label, *rest = source.labels
         whole = Bush(tuple(rest), source.arities[2:])
@@ -184,11 +184,51 @@ def test_what_operators_make_of_a_subtree():
         elif action == "no-op":
             assert target == whole
         else:
-            place = target.labels.index(hole)
-            assert (place, target.arities[place]) == (node, 0)
-            back = Bush(*(a[:place] + b + a[place + 1 :] for a, b in zip(target, own, strict=True)))
+            assert (found.names[target.labels[node]], target.arities[node]) == (found.names[label], 0)
+            back = Bush(*(a[:node] + b + a[node + 1 :] for a, b in zip(target, own, strict=True)))
             assert back == whole
     assert seen == {(action, arity) for action in ACTIONS for arity in (0, 2)}
+
+
+def test_random_trees_grow_as_the_authors_do():
+    """The depth of the second child is drawn once more where it is the deepest: a full tree of depth 2 is one in four."""
+    random = np.random.default_rng(0)
+    full = [len(grow(random, 2, 7)) == 7 for _ in range(4000)]
+    assert np.mean(full) == pytest.approx(1 / 4, abs=0.02)
+    expected = [1.0]
+    for depth in range(1, 8):
+        shares = np.full(depth, 1 / depth + 1 / depth**2)
+        shares[-1] = 1 / depth**2
+        expected.append(1 + expected[-1] + shares @ expected)
+    nodes = [len(grow(random, 7, 1 << 14)) for _ in range(4000)]
+    assert np.mean(nodes) == pytest.approx(expected[7], rel=0.02)  # 37.0; 51.0 where all depths are equally likely
+
+
+def test_labels_of_operators_are_those_of_the_authors():
+    """128 at the paper's depth: 64 of leaves, 60 of inner nodes and four operators, then those of truncated subtrees."""
+    assert [labels_of("ops", depth) for depth in (3, 4, 7)] == [32, 32, 128]
+    found = random_trees(0, (5, 1, 1), "ops", depth=4, deviation=1, labels=labels_of("ops", 7))
+    assert found.names[124:128] == ACTIONS
+    assert found.names[128:] == found.names[64:124]
+    assert found.arities == (0,) * 64 + (2,) * 64 + (0,) * 60
+    assert ready(operation="ops", labels=9)[1].start == 10
+    recipe = Recipe(task=TreeTransduction()).edit(scheme=TREE, operation="ops", labels=8)
+    with pytest.raises(ValueError, match="labels: expected at least 9, of leaves and of others, got 8"):
+        recipe.task.check(recipe)
+
+
+def test_sources_may_be_read_in_another_order_than_targets_are_written():
+    recipe, data = ready(order="depth", source_order="breadth")
+    same = ready(order="depth")[1]
+    assert data.sha256 != same.sha256 == ready(order="depth", source_order="depth")[1].sha256
+    assert data.name == "random trees for rotation, depth first from sources breadth first"
+    assert "depth first from sources breadth first, that learns" in recipe.task.setting(recipe)
+    mixed, breadth, depth = (
+        found.tensors("train", np.arange(6), recipe) for found in (data, ready(order="breadth")[1], same)
+    )  # source, given, x, y, mask and answers
+    assert all(mixed[n].equal(breadth[n]) for n in (0, 2, 4))
+    assert all(mixed[n].equal(depth[n]) for n in (1, 3, 5))
+    assert not mixed[0].equal(depth[0])
 
 
 def test_trees_that_cannot_be():

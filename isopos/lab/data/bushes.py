@@ -159,8 +159,8 @@ def reduced(bush: Bush, result: Callable[[int, int, int], int]) -> Bush:
 def grow(random: np.random.Generator, depth: int, most: int) -> tuple[int, ...]:
     """Children of the nodes of a random binary tree of that depth, in preorder; ValueError where it has more than `most`.
 
-    Of the two children of a node one is as deep as may be, and any smaller depth of the other is equally likely (the
-    authors' code; the paper says no more than random).
+    One of the two children of a node is as deep as may be. The depth of the other is drawn from all that fit; where it is
+    the deepest, too, it is drawn once more (the authors' code; the paper says no more than random).
     """
     arities, waiting = [], [depth]
     while waiting:
@@ -171,7 +171,10 @@ def grow(random: np.random.Generator, depth: int, most: int) -> tuple[int, ...]:
         own = waiting.pop()
         arities.append(2 if own else 0)
         if own:
-            both = [own - 1, int(random.integers(own))]
+            other = int(random.integers(own))
+            if other == own - 1:
+                other = int(random.integers(own))
+            both = [own - 1, other]
             waiting += both if random.random() < 0.5 else both[::-1]
     return tuple(arities)
 

@@ -20,7 +20,7 @@ __all__ = ["Operation", "TreePairs", "labels_of", "random_trees", "read_trees"]
 
 Operation = Literal["copy", "rotation", "c3", "ops"]
 FORMAT = 1  # of a prepared folder
-ACTIONS, HOLE = ("extract", "flip-extract", "truncate", "no-op"), "hole"
+ACTIONS = ("extract", "flip-extract", "truncate", "no-op")
 MOST = 1 << 14  # nodes of a random tree
 
 
@@ -46,12 +46,13 @@ def random_trees(
 
     copy: the same tree. rotation: its mirror image. c3: an expression of the cyclic group of order 3, of which every
     operation on two numbers is done. ops: a root that says what is to be done, a leaf with the label of a node, and a tree
-    whose labels all differ: the subtree of that node, or its mirror image, or the tree with a hole in its place, or the
-    tree as it is.
+    whose labels all differ. The target is the subtree of that node, or its mirror image, or the tree with a leaf of the same
+    label in place of that subtree, or the tree as it is.
 
     The paper's appendix draws depths from a discretised normal distribution; here they are whole numbers from 1 on, which
-    those of ops count with the root above. What a truncated subtree leaves is not in the paper: a leaf of its own here, so
-    that a token says how many children it has.
+    those of ops count with the root above. What a truncated subtree leaves is not in the paper; it is the node's label in
+    the authors' code. Here it is too, as a token of its own where the label is that of an inner node, so that a token says
+    how many children it has.
 
     Args:
         seed: Of the random numbers.
@@ -59,32 +60,34 @@ def random_trees(
         operation: Which.
         depth: Mean depth.
         deviation: Its standard deviation.
-        labels: Of copy, rotation and ops: one half of leaves, the other of inner nodes.
+        labels: Of copy, rotation and ops: one half of leaves, the other of inner nodes; of ops, the last four of those are
+            what roots say.
 
     Raises:
         ValueError: Where there are too few different trees, or too large ones.
     """
-    random, inner = np.random.default_rng(seed), labels - labels // 2
+    random, ops = np.random.default_rng(seed), operation == "ops"
     leaves = 3 if operation == "c3" else labels // 2
+    inner = 1 if operation == "c3" else labels - leaves - ops * len(ACTIONS)
     names = [*map(str, range(leaves)), *(["+"] if operation == "c3" else [f"f{n}" for n in range(inner)])]
-    arities = [0] * leaves + [2] * (len(names) - leaves)
-    if operation == "ops":
-        names, arities = [*names, HOLE, *ACTIONS], [*arities, 0, *[2] * len(ACTIONS)]
+    arities = [0] * leaves + [2] * inner
+    if ops:
+        names, arities = [*names, *ACTIONS, *names[leaves:]], [*arities, *[2] * len(ACTIONS), *[0] * inner]
 
     def draw() -> tuple[Bush, Bush] | None:
         own = max(1, int(random.normal(depth, deviation)))
-        shape = grow(random, own - 1 if operation == "ops" else own, MOST)
-        count, unique = (len(shape) + 1) // 2, operation == "ops"
-        if unique and count > min(leaves, inner + 1):
+        shape = grow(random, own - ops, MOST)
+        count = (len(shape) + 1) // 2
+        if ops and count > min(leaves, inner + 1):
             return None
-        if unique:
+        if ops:
             of_leaves, of_inner = random.permutation(leaves)[:count], leaves + random.permutation(inner)[: count - 1]
         else:
             of_leaves = random.integers(leaves, size=count)
-            of_inner = leaves + random.integers(len(names) - leaves, size=count - 1)
+            of_inner = leaves + random.integers(inner, size=count - 1)
         chosen = np.empty(len(shape), np.int64)
         chosen[[arity == 0 for arity in shape]], chosen[[arity > 0 for arity in shape]] = of_leaves, of_inner
-        return _made(operation, Bush(tuple(chosen.tolist()), shape), names, random)
+        return _made(operation, Bush(tuple(chosen.tolist()), shape), leaves, inner, random)
 
     different: dict[Bush, tuple[Bush, Bush]] = {}
     for _ in range(100 * sum(counts)):
@@ -102,12 +105,15 @@ def random_trees(
 
 
 def labels_of(operation: Operation, depth: int) -> int:
-    """How many labels random trees have by default: the paper's 20, or more where all of a tree's labels must differ."""
-    return 2 ** (depth + 1) if operation == "ops" else 20
+    """How many labels random trees have by default: the paper's 20, or more where all of a tree's labels must differ.
+
+    Those are 128 in the authors' code, whose trees have a depth of about 7.
+    """
+    return max(32, 2**depth) if operation == "ops" else 20
 
 
-def _made(operation: Operation, tree: Bush, names: Sequence[str], random: np.random.Generator) -> tuple[Bush, Bush]:
-    """A tree as source and target."""
+def _made(operation: Operation, tree: Bush, leaves: int, inner: int, random: np.random.Generator) -> tuple[Bush, Bush]:
+    """A tree, of so many labels of leaves and of inner nodes, as source and target."""
     if operation == "copy":
         return tree, tree
     if operation == "rotation":
@@ -115,18 +121,18 @@ def _made(operation: Operation, tree: Bush, names: Sequence[str], random: np.ran
     if operation == "c3":
         return tree, reduced(tree, lambda _, a, b: (a + b) % 3)
     node, action = int(random.integers(len(tree.labels))), int(random.integers(len(ACTIONS)))
-    own = slice(node, node + sizes(tree)[node])
-    hole = names.index(HOLE)
+    own, label = slice(node, node + sizes(tree)[node]), tree.labels[node]
+    leaf = label + (inner + len(ACTIONS)) * (tree.arities[node] > 0)  # the token of that label without children
     made: dict[str, Callable[[], Bush]] = {
         "extract": lambda: part(tree, node),
         "flip-extract": lambda: mirrored(part(tree, node)),
         "truncate": lambda: Bush(
-            (*tree.labels[: own.start], hole, *tree.labels[own.stop :]),
+            (*tree.labels[: own.start], leaf, *tree.labels[own.stop :]),
             (*tree.arities[: own.start], 0, *tree.arities[own.stop :]),
         ),
         "no-op": lambda: tree,
     }
-    source = Bush((hole + 1 + action, tree.labels[node], *tree.labels), (2, 0, *tree.arities))
+    source = Bush((leaves + inner + action, label, *tree.labels), (2, 0, *tree.arities))
     return source, made[ACTIONS[action]]()
 
 

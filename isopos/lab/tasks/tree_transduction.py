@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -41,9 +41,10 @@ class TreeTransduction(Transducing):
     """What targets of random trees are: the same, their mirror image, every sum of two numbers of C3 done, or what one of
     four operators makes of a subtree."""
     order: Order = "breadth"  # In which nodes are read and written: level by level, or in preorder.
+    source_order: Literal["same", "breadth", "depth"] = "same"  # In which nodes of sources are read, where it is another.
     depth: int = 4  # Of random trees, on average.
     deviation: int = 1  # Its standard deviation.
-    labels: int = 0  # Of random trees but those of c3; 0: 20, of ops 2 to the power of depth + 1.
+    labels: int = 0  # Of random trees but those of c3; 0: 20, of ops 2 to the power of depth, at least 32.
     vocabulary: int = 0  # Tokens; 0: as many as the data has.
     branches: int = 0  # Children of a node, at most; 0: as many as the data has.
 
@@ -54,6 +55,17 @@ class TreeTransduction(Transducing):
     settled = ("longest", "vocabulary", "branches")
 
     @property
+    def orders(self) -> tuple[Order, Order]:
+        """Of sources and of targets."""
+        return self.order if self.source_order == "same" else self.source_order, self.order
+
+    @property
+    def ordered(self) -> str:
+        """The orders, in words before "first"."""
+        sources, targets = self.orders
+        return targets if sources == targets else f"{targets} first from sources {sources}"
+
+    @property
     def fits(self) -> dict[str, object]:
         known = {"length": self.longest, "reach": self.longest, "branches": self.branches or 2}
         known["depth"] = 0 if self.data else self.depth
@@ -61,7 +73,7 @@ class TreeTransduction(Transducing):
 
     def setting(self, recipe: "Recipe") -> str:
         what = "given pairs" if self.data else f"the operation {self.operation} on random trees"
-        return f"An encoder-decoder of trees of at most {self.longest} nodes, {self.order} first, that learns {what}."
+        return f"An encoder-decoder of trees of at most {self.longest} nodes, {self.ordered} first, that learns {what}."
 
     def check(self, recipe: "Recipe") -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
@@ -78,7 +90,8 @@ class TreeTransduction(Transducing):
             raise ValueError(
                 f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
             )
-        expect("labels", self.labels, "at least 2, of leaves and of others", self.labels != 1)
+        least = 9 if self.operation == "ops" else 2  # four are what roots say
+        expect("labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least)
         return super().check(recipe)
 
     def model(self, recipe: "Recipe") -> "Seq2Seq":
@@ -110,7 +123,7 @@ class Trees(Transduced):
     def __init__(self, task: TreeTransduction, found: TreePairs):
         self.task, self.names, self.arities = task, found.names, np.array((*found.arities, 0))
         self.start, self.limit, self.free = len(found.names), task.validation_rows, task.decoded
-        self.name = task.data or f"random trees for {task.operation}, {task.order} first"
+        self.name = task.data or f"random trees for {task.operation}, {task.ordered} first"
         pairs = found.pairs
         if task.longest:
             small = {name: (_nodes(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
@@ -120,7 +133,7 @@ class Trees(Transduced):
         self.sizes = {name: nodes.sum(1) for name, nodes in sides.items()}
         self.longest = int(max(nodes.max(initial=1) for nodes in sides.values()))
         self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
-        digest = hashlib.sha256(f"{task.order} {self.names} {found.arities}".encode())
+        digest = hashlib.sha256(f"{task.ordered} {self.names} {found.arities}".encode())
         for name, rows in self.pairs.items():
             digest.update(f"{name} [".encode())
             for n, pair in enumerate(rows):
@@ -155,7 +168,8 @@ class Trees(Transduced):
         from isopos.lab.tasks.build import group_of
         from isopos.positions import Tree, sequence
 
-        pairs = [[written(tree, self.task.order) for tree in self.pairs[split][row]] for row in rows]
+        orders = self.task.orders
+        pairs = [[written(*both) for both in zip(self.pairs[split][row], orders, strict=True)] for row in rows]
         (source, x), (answers, y) = (
             [
                 pad_sequence([torch.tensor(pair[side][what]) for pair in pairs], batch_first=True, padding_value=-1)
