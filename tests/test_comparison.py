@@ -16,7 +16,7 @@ def _folder(tmp_path, bits, choices=MappingProxyType({})):
     for (scheme, seed), value in bits.items():
         run = tmp_path / f"{scheme}-{seed}"
         run.mkdir()
-        (run / "recipe.json").write_text(json.dumps({"scheme": scheme, "seed": seed}))
+        (run / "recipe.json").write_text(json.dumps({"scheme": scheme, "seed": seed, "steps": 1}))
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "bits_per_byte": 3.0}\n')
         status = "diverged at step 3" if value is None else "finished"
         result = {"status": status, "bits_per_byte": {"1": value, "2": value, "4": None}, "tokens_per_second": 10.0}

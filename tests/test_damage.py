@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from isopos.lab.data import corpora
 from isopos.lab.reports import page
 from isopos.lab.runs.files import Damaged, mismatch
+from isopos.lab.runs.folders import read_rows
 
 SIZES = ("--length=16", "--batch=2", "--layers=1", "--model-dim=8", "--heads=2", "--validation-tokens=64", "--device=cpu")
 STEPS = ("--steps=4", "--save-every=2", "--validate-every=2")
@@ -86,7 +87,7 @@ def restored(path, content):
 READ = {  # by file: the commands that read it, and whether the run is not finished
     "recipe.json": (("eval", "generate", "resume"), False),
     "result.json": (("resume",), False),
-    "data.json": (("resume",), True),
+    "data.json": (("eval", "resume"), True),
     "metrics.jsonl": (("eval", "resume"), True),
     "model.safetensors": (("eval", "generate"), False),
     "tokenizer.json": (("eval", "generate"), False),
@@ -94,7 +95,7 @@ READ = {  # by file: the commands that read it, and whether the run is not finis
     "checkpoints/step-00000004/complete.json": (("eval", "resume"), True),
     "checkpoints/step-00000004/state.pt": (("eval", "resume"), True),
 }
-MAY = (("list", "eval.json"), ("no fields", "recipe.json"))  # metrics.jsonl besides: a line that does not end is not there
+MAY = (("list", "eval.json"), ("no fields", "recipe.json"))
 COMMANDS = {"eval": ("eval", "runs/a"), "generate": ("generate", "runs/a", "--prompt=line 3", "--tokens=2")}
 
 
@@ -114,10 +115,7 @@ def test_a_damaged_file_of_a_run_is_one_line_that_names_it(isopos, runs, name, e
             code, out, err = isopos(*COMMANDS[command]) if command in COMMANDS else train(isopos, "--resume")
             tried += 1
             if code == 0:  # no more than a value that could be so
-                assert "=" in damage or "without" in damage or (damage, name) in MAY or name == "metrics.jsonl", (
-                    damage,
-                    command,
-                )
+                assert "=" in damage or "without" in damage or (damage, name) in MAY, (damage, command)
                 assert damage.startswith("without") or "\x1b" not in out
             else:
                 assert code == 2, (damage, command, out)
@@ -127,6 +125,7 @@ def test_a_damaged_file_of_a_run_is_one_line_that_names_it(isopos, runs, name, e
             code, out, err = isopos("runs")
             assert code == 0, (damage, err)
             assert " b " in out, damage
+            assert name not in ("data.json", "metrics.jsonl") or "=" in damage or "cannot be read" in out, damage
             shutil.rmtree(runs / "a")
             shutil.copytree(before, runs / "a")
     assert tried > (len(WHOLE) if every == 1 else 0) * len(commands)
@@ -189,7 +188,8 @@ def test_a_checkpoint_with_the_right_hash_and_other_content(isopos, runs, change
 def test_a_damaged_comparison_is_named(runs):
     folder, tried = runs / "c", 0
     page.write(folder)
-    for path in (folder / "comparison.json", folder / "rope-seed0" / "examples.json", folder / "rope-seed0" / "result.json"):
+    names = ("examples.json", "result.json", "data.json", "metrics.jsonl")
+    for path in (folder / "comparison.json", *(folder / "rope-seed0" / name for name in names)):
         content = path.read_bytes()
         for n, (damage, do) in enumerate(damages(path, 29)):
             do()
@@ -202,6 +202,47 @@ def test_a_damaged_comparison_is_named(runs):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             path.write_bytes(content)
     assert tried > 40
+    (folder / "rope-seed0" / "data.json").write_text('{"name": "expressions", "sha256": "0123"}')
+    with pytest.raises(
+        Damaged, match=r"data.json: sha256: expected that of the data in .*comparison.json, \w{12}, got 0123;"
+    ):
+        page.write(folder)
+
+
+def test_data_that_changed_is_scored_only_where_that_is_asked_for(isopos, runs):
+    assert isopos("eval", "runs/a")[0] == 0
+    (runs.parent / "text.txt").write_text("".join(f"line {n % 5} of {n % 11} words\n" for n in range(300)))
+    code, out, err = isopos("eval", "runs/a")
+    assert (code, err.count("\n"), "bits" in out) == (2, 1, False)
+    assert "data: expected what runs/a/data.json says, sha256 " in err
+    assert "which changed since; give the run back its data, or score this with --other-data" in err
+    code, out, _ = isopos("eval", "runs/a", "--other-data")
+    assert code == 0
+    assert "text.txt, which is not what it was trained on" in " ".join(out.split())
+    before, after = json.loads((runs / "a" / "eval.json").read_text())
+    assert "data" not in before
+    assert after["data"] != json.loads((runs / "a" / "data.json").read_text())["sha256"]
+
+
+def test_rows_that_a_run_of_its_own_would_not_write(tmp_path):
+    path, row = tmp_path / "metrics.jsonl", '{"step": %d, "loss": 1.0}\n'
+    for content, message in (
+        (row % 2 + row % 1, "line 2: expected a step from 2 on, got 1;"),
+        (row % -1, "line 1: expected a step from 0 on, got -1;"),
+        (row % 1 + "{}", "line 2: expected a row, got the part of one;"),
+        (row % 1 + '{"stop', "line 2: expected a row, got the part of one;"),
+    ):
+        path.write_text(content)
+        with pytest.raises(Damaged, match=message):
+            read_rows(path)
+    path.write_text(row % 1 + row % 1 + row % 2 + '{"step": 3, "lo')
+    assert [found["step"] for found in read_rows(path)] == [1, 1, 2]
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000003" / "complete.json").write_text("{}")
+    with pytest.raises(
+        Damaged, match=r"metrics.jsonl: expected rows up to step 3 at least, got them up to step 2; remove it"
+    ):
+        read_rows(path)
 
 
 def test_tokens_of_a_cache_are_those_that_were_written(runs, tmp_path):

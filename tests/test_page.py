@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     for n, (scheme, status) in enumerate([("none", "finished"), ("rope", "finished"), ("retnet", "diverged <s>here</s>")]):
         run = folder / scheme
         run.mkdir(parents=True)
-        (run / "recipe.json").write_text(json.dumps({"scheme": scheme}))
+        (run / "recipe.json").write_text(json.dumps({"scheme": scheme, "steps": 1}))
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
         scores = SCORES | {"bits/byte": 3.0 - n} if status == "finished" else dict.fromkeys(SCORES)
         result = {"status": status, "scores": scores, "rate": 1.0, "parameters": 5, "choices": CHOICES, "laws": "<q>no</q>"}

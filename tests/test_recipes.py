@@ -326,14 +326,17 @@ DECLARED = """
         tokenizer=words vocabulary=20 samples=10000 held_out=1000 data_seed=0 longest=0 tied=True validation_rows=0
         decoded=0 steps=31200 warmup=1560 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8 learning_rate=0.0005
         clip=0.0 validate_every=780 save_every=780 device=auto
-    tree-transduction tiny: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth depth=3
-        deviation=1 labels=0 branches=0 samples=300 held_out=30 data_seed=0 longest=0 tied=True validation_rows=0
+    tree-transduction tiny: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
+        source_order=same depth=3 deviation=1 labels=0 branches=0 samples=300 held_out=30 data_seed=0 longest=0 tied=True
+        validation_rows=0
         decoded=200 steps=30 batch=32 layers=1 model_dim=32 heads=2 learning_rate=0.002 device=auto
     tree-transduction small: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
-        depth=4 deviation=1 labels=0 branches=0 samples=4000 held_out=500 data_seed=0 longest=0 tied=True validation_rows=0
+        source_order=same depth=4 deviation=1 labels=0 branches=0 samples=4000 held_out=500 data_seed=0 longest=0 tied=True
+        validation_rows=0
         decoded=200 steps=400 batch=32 layers=2 model_dim=64 learning_rate=0.002 device=auto
     tree-transduction paper: task=tree-transduction scheme=ape-tree:attention=softmax operation=rotation order=breadth
-        depth=7 deviation=1 labels=0 branches=0 samples=6000 held_out=2000 data_seed=0 longest=0 tied=True
+        source_order=breadth depth=7 deviation=1 labels=0 branches=0 samples=6000 held_out=2000 data_seed=0 longest=0
+        tied=True
         validation_rows=0 decoded=0 steps=37200 warmup=1860 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8
         learning_rate=0.0005 clip=0.0 validate_every=930 save_every=930 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
@@ -342,7 +345,7 @@ DECLARED = """
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64
-    eval: split=validation length=() scored=0.0 limit=-1 view=() extend=
+    eval: split=validation length=() scored=0.0 limit=-1 view=() extend= other_data=False
     generate: prompt=The tokens=400 temperature=1.0 top_p=1.0 seed=0
     runs: folder=runs
     bench: section=all device=cpu state=all rounds=9 out= overwrite=False resume=False compiled=False

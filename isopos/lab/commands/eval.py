@@ -11,7 +11,7 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import read_json, write_json
-from isopos.lab.runs.folders import read_rows
+from isopos.lab.runs.folders import fingerprint, read_rows
 from isopos.lab.tasks.task import Task, View, expect
 
 __all__ = ["Options", "run"]
@@ -32,6 +32,8 @@ class Options:
     extend: str = ""
     """Change the frequencies of a rotary scheme for each length, by linear, dynamic, yarn, longrope or llama3, with options
     as in yarn:fast=16 or longrope:rescale=1+1.2+2.5+4. The factor is that of the length, or one for all: yarn:factor=16."""
+    other_data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Score what the recipe's data is now, where it has changed since the run was trained: then part of it may be known."""
 
 
 def run(options: Options, console: Console) -> int:
@@ -51,15 +53,21 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     for view in views:
         _extend(options.extend, model, recipe.task, view)  # what cannot be is said before any work
     trained, last = folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
+    done, before = read_rows(folder / "metrics.jsonl"), fingerprint(folder)
     if trained.exists():
         checkpoints.read_weights(model, trained)
-        source, step = trained.name, max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
+        source, step = trained.name, max((row["step"] for row in done), default=0)
     elif last is not None:
         checkpoints.fill(model, last)
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
     data = recipe.task.load(recipe, console, run=folder)
+    if (other := before not in ("", data.sha256)) and not options.other_data:
+        raise ValueError(
+            f"data: expected what {folder / 'data.json'} says, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}, "
+            "which changed since; give the run back its data, or score this with --other-data"
+        )
     expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)
@@ -71,12 +79,14 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
         found[str(view.multiple)] = dict(scored.figures) or None
     path = folder / "eval.json"
-    before = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
+    earlier = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
     choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
     choice |= {"extend": options.extend} if options.extend else {}
-    write_json(path, [*before, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
+    choice |= {"data": data.sha256} if other else {}
+    write_json(path, [*earlier, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
     own = "".join(f", {name} {value}" for name, value in views[0].own)
     own += f", extended by {options.extend}" if options.extend else ""
+    own += ", which is not what it was trained on" * other
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{own}")
     console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.reports import grids
-from isopos.lab.runs.folders import Result, read_rows, recipe_of
+from isopos.lab.runs.folders import read_ended, recipe_of
 
 __all__ = ["Options", "run"]
 
@@ -39,7 +39,8 @@ def _changed(run: Path) -> float:
 
 def _cells(run: Path, name: str) -> list[str]:
     try:
-        recipe, rows, result = recipe_of(run), read_rows(run / "metrics.jsonl"), Result.of(run)
+        recipe = recipe_of(run)
+        rows, result = read_ended(run, recipe)
         main = recipe.task.metrics[0]
         best = result.scores[main.title] if result else None
     except (ValueError, KeyError) as error:  # of one run, which hides no other

@@ -18,8 +18,8 @@ def cct(scale: str) -> Recipe:
     128, weight decay 3e-2, label smoothing 0.1, 5 epochs of warm-up to 5e-4 and a cosine are those of both authors' code;
     300 epochs are the algebraic paper's. Its code, as Hassani's script for CIFAR-10, changes images by AutoAugment's policy
     (Cubuk et al. 2018), then moves them by at most 4 pixels and flips them, as here; what comes in is black there, of the
-    colour of the edge here. The algebraic paper's code has 100 tokens where Hassani's and this one have 256, and more dropout:
-    notes of the table ape-3 say in what it differs. At the other scales digits are drawn, and moved alone.
+    colour of the edge here. The algebraic paper's code has 100 tokens where Hassani's and this one have 256, and more
+    dropout: notes of the table ape-3 say in what it differs. At the other scales digits are drawn, and moved alone.
     """
     paper = Recipe(task=Images()).edit(
         scheme="ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean",

@@ -12,8 +12,8 @@ from rich.text import Text
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe, join_spec, of_layers, split_spec
 from isopos.lab.reports import grids
-from isopos.lab.runs.files import read_json
-from isopos.lab.runs.folders import Result, read_rows, recipe_of
+from isopos.lab.runs.files import damaged, read_json
+from isopos.lab.runs.folders import Result, fingerprint, read_ended, recipe_of
 from isopos.lab.tasks.task import Task
 
 __all__ = ["FILE", "Ranking", "Row", "Run", "about", "ranking", "read_runs"]
@@ -62,12 +62,16 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Every run of a comparison in order of its start."""
-    runs = []
+    """Every run of a comparison in order of its start; or a ValueError where a file is damaged or one has other data."""
+    runs, sha256 = [], about(folder)["sha256"]
     for path in sorted(folder.glob("*/recipe.json"), key=lambda p: p.stat().st_mtime_ns):
         run = path.parent
-        training = [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
-        runs.append(Run(run, recipe_of(run), training, Result.of(run)))
+        recipe = recipe_of(run)
+        rows, result = read_ended(run, recipe)
+        if (own := fingerprint(run)) not in ("", sha256):
+            said = f"sha256: expected that of the data in {folder / FILE}, {sha256[:12]}, got {own[:12]}"
+            damaged(run / "data.json", said, "put it right, or compare again under another --name")
+        runs.append(Run(run, recipe, [row for row in rows if "loss" in row], result))
     return runs
 
 

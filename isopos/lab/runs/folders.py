@@ -27,6 +27,7 @@ __all__ = [
     "create",
     "fingerprint",
     "put_back",
+    "read_ended",
     "read_rows",
     "recipe_of",
     "remove",
@@ -36,6 +37,7 @@ __all__ = [
 
 RESULT, EXAMPLES = "result.json", "examples.json"
 ROWS = 1 << 30  # bytes of metrics.jsonl
+BEGUN = '{"step": '  # how its rows begin
 REMEDY = "put it right, or remove this run and train it again"
 LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were called
 
@@ -147,17 +149,44 @@ def same_recipe(folder: Path, recipe: Recipe) -> None:
         raise ValueError(f"resume: expected the recipe of {folder}, got {got}; or choose another --name")
 
 
+def read_ended(run: Path, recipe: Recipe) -> "tuple[list[dict[str, Any]], Result | None]":
+    """The rows of a run and, where it has ended, its result; or a ValueError where a file of them is damaged."""
+    rows, result = read_rows(run / "metrics.jsonl"), Result.of(run)
+    whole = result is not None and result.status == "finished" and not recipe.training.patience
+    if rows and whole and rows[-1]["step"] != recipe.training.steps:
+        said = f"expected rows up to step {recipe.training.steps}, got them up to step {rows[-1]['step']}"
+        damaged(run / "metrics.jsonl", said, "remove it")
+    fingerprint(run)  # that it can be read
+    return rows, result
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without a last one that is still being written; none where there is no file."""
+    """The rows of a run's metrics.jsonl, without a last one that is still being written; none where there is no file.
+
+    Raises:
+        Damaged: Where a line is no row, steps go back, the rows end before the last complete checkpoint, or the run has
+            ended and there are none or an unfinished one.
+    """
     if not path.exists():
         return []
+    ended = (path.parent / RESULT).exists()  # these first: a run that goes on writes its rows before them
+    marks = [mark.parent.name.removeprefix("step-") for mark in path.parent.glob("checkpoints/step-*/complete.json")]
+    reached = max([int(ended), *(int(step) for step in marks if step.isdecimal())])
     remedy = "remove the line, or the file"
-    text = read_text(path, remedy, ROWS)
-    lines = text[: text.rfind("\n") + 1].splitlines()
+    *lines, last = read_text(path, remedy, ROWS).split("\n")
     rows = [parse_json(line, f"{path}, line {n}", dict[str, float | None], remedy) for n, line in enumerate(lines, 1)]
+    steps = [0]
     for n, row in enumerate(rows, 1):
         if wrong := mismatch(row, {"step": int}):
             damaged(f"{path}, line {n}", wrong, remedy)
+        steps.append(row["step"])
+        if steps[-1] < steps[-2]:
+            damaged(f"{path}, line {n}", f"expected a step from {steps[-2]} on, got {steps[-1]}", remedy)
+    if last and (ended or not last.startswith(BEGUN[: len(last)])):
+        damaged(f"{path}, line {len(lines) + 1}", "expected a row, got the part of one", remedy)
+    if steps[-1] < reached:
+        got = f"got them up to step {steps[-1]}" if rows else "got none"
+        damaged(path, f"expected rows up to step {reached} at least, {got}", "remove it")
     return rows
 
 
@@ -222,7 +251,11 @@ class Result:
 
 def fingerprint(run: Path) -> str:
     """The sha256 of the data that a run was trained on, or nothing."""
-    for path in (run / "data.json", run / "text.json"):
+    for path, kinds in ((run / "data.json", {"name": str, "sha256": str}), (run / "text.json", {"sha256": str})):
         if path.exists():
-            return read_json(path, {"sha256": str}, "remove it, and the data of this run is no longer compared")["sha256"]
+            remedy = "remove it, and the data of this run is no longer compared"
+            sha256 = read_json(path, kinds, remedy)["sha256"]
+            if not sha256:
+                damaged(path, "sha256: expected that of the data, got an empty text", remedy)
+            return sha256
     return ""

@@ -20,7 +20,7 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, same_recipe
+from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, read_rows, same_recipe
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Data, Metric, Scored, View
 from isopos.scheme import Scheme
@@ -115,6 +115,8 @@ def _train(
     if first:
         data.save(folder)
         write_json(folder / "data.json", {"name": data.name, "sha256": data.sha256})
+    if resume:
+        read_rows(folder / "metrics.jsonl")  # that it can be read, also where nothing is left to do
     if resume and (result := Result.of(folder)) is not None:
         return result
     begin = checkpoints.newest(folder) if resume else None
