@@ -302,6 +302,10 @@ def test_a_model_that_knows_the_target_decodes_it_whole(order, scheme):
     for row, right in zip(tokens.numpy(), answers.numpy(), strict=True):
         assert data.ended(row).tolist() == right[right >= 0].tolist()
         assert data.text(data.ended(row)) in {data.shown("validation", n)[1] for n in rows}
+    leaf, inner = (int(np.flatnonzero(data.arities == arity)[0]) for arity in (0, 2))
+    right = answers[0][answers[0] >= 0].numpy()
+    for beyond in ([inner], [leaf, inner], [leaf, leaf, inner, inner, leaf]):  # a tree ends where it is whole first
+        assert data.ended(np.array([*right, *beyond])).tolist() == right.tolist()
     assert data.text(tokens[0, :1].numpy()).endswith(" ...")
     assert len(x) in (6, source.shape[1])
     assert mask.shape == source.shape
