@@ -11,6 +11,8 @@ from isopos.catalog import at_least
 
 __all__ = ["edges", "graph"]
 
+DIGITS = 18  # of the number of a node: so many are an int64
+
 
 def graph(source: Tensor | Sequence[Sequence[int]] | str | Path, axes: int = 8, *, nodes: int | None = None) -> Tensor:
     """Positions of the nodes of an undirected, connected graph, for `isopos.wire`: float64 ``[n axes]``.
@@ -86,8 +88,13 @@ def edges(path: str | Path) -> Tensor:
         OSError: For a file that cannot be read.
     """
     found = []
-    with Path(path).open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+    with Path(path).open("rb") as lines:
+        for number, content in enumerate(lines, 1):
+            try:
+                line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                got = f"the byte {error.object[error.start]:#04x}"
+                raise ValueError(f"{path}, line {number}: expected UTF-8, got {got}") from None
             words = line.replace(",", " ").split()
             if not words or words[0][0] in "#%":
                 continue
@@ -95,7 +102,9 @@ def edges(path: str | Path) -> Tensor:
                 raise ValueError(
                     f"{path}, line {number}: expected two numbers of nodes from 0 on, got {line.strip()[:80]!r}"
                 )
-            found.append([int(word) for word in words])
+            if large := next((word for word in words if len(word.lstrip("0")) > DIGITS), ""):
+                raise ValueError(f"{path}, line {number}: expected numbers of at most {DIGITS} digits, got {large[:40]}...")
+            found.append([int(word.lstrip("0") or "0") for word in words])
     if not found:
         raise ValueError(f"{path}: expected a line an edge, two numbers of nodes, got none")
     return torch.tensor(found)

@@ -143,3 +143,24 @@ def test_a_kill_at_any_moment_leaves_whole_ones(tmp_path):
         assert found[-1].step >= int(said)
         for checkpoint in found:
             assert checkpoints.load(checkpoint)["model"]["weight"][0] == checkpoint.step
+
+
+def test_last_weights_are_a_file_as_others_and_the_same_bytes_each_time(tmp_path):
+    model = torch.nn.Module()
+    model.a = torch.nn.Linear(2, 3)
+    for name in "bcdefgh":  # shared, which the metadata say
+        setattr(model, name, model.a)
+    written = set()
+    for n in range(8):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        checkpoints.save_weights(model, folder)
+        (folder / "other.json").write_text("{}")
+        found, other = folder / checkpoints.WEIGHTS, folder / "other.json"
+        assert found.stat().st_mode == other.stat().st_mode
+        written.add(found.read_bytes())
+    assert len(written) == 1
+    before = model.a.weight.detach().clone()
+    torch.nn.init.zeros_(model.a.weight)
+    checkpoints.read_weights(model, found)
+    assert torch.equal(model.a.weight, before)

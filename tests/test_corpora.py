@@ -648,6 +648,17 @@ def test_lines_are_cut_as_by_the_plain_way(seed):
     assert list(whole_lines(blocks)) == list(plain(blocks))
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_zip_that_has_a_name_twice_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "books.zip", "w") as archive:
+        for text in ("one", "two"):
+            archive.writestr("a.txt", text)
+    with pytest.raises(
+        ValueError, match=r"^data: expected files of different names in .*books.zip, got a.txt twice; pack it"
+    ):
+        list(sources.find(str(tmp_path / "books.zip")).documents())
+
+
 def test_members_of_a_zip_are_read_in_sorted_order(tmp_path):
     with zipfile.ZipFile(tmp_path / "books.zip", "w") as archive:
         for name in ("c.txt", "a.txt", "d/b.txt", "B.txt"):

@@ -80,6 +80,12 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
     path.write_text(f"0 1\n\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"edges.txt, line 3: expected two numbers of nodes from 0 on, got"):
         graph(path)
+    path.write_bytes(b"0 1\n2 \xff\n")
+    with pytest.raises(ValueError, match=r"edges.txt, line 2: expected UTF-8, got the byte 0xff"):
+        graph(path)
+    path.write_text(f"0 1\n1 2\n1 {10**19}\n")
+    with pytest.raises(ValueError, match=r"edges.txt, line 3: expected numbers of at most 18 digits, got 100000"):
+        graph(path)
     path.write_text("# nothing\n")
     with pytest.raises(ValueError, match=r"edges.txt: expected a line an edge, two numbers of nodes, got none"):
         graph(path)

@@ -141,6 +141,29 @@ def test_an_archive_has_the_same_images_as_its_folder(tmp_path, packed):
         assert np.array_equal(found.labels[found.splits[split]], plain.labels[rows])
 
 
+@pytest.mark.parametrize(("dtype", "what"), [(np.float32, "floating-point numbers"), (np.int32, "numbers of 32 bits")])
+def test_pixels_without_a_range_are_refused(tmp_path, dtype, what):
+    for n in range(4):
+        paint(tmp_path / "ab"[n % 2] / f"{n}.png", n)
+    Image.fromarray(np.full((8, 8), 200, dtype)).save(tmp_path / "b" / "z.tiff")
+    with pytest.raises(
+        ValueError, match=f"^data: expected pixels of 8 or 16 bits, got {what} in .*z.tiff, whose range is not"
+    ):
+        read(str(tmp_path))
+    Image.fromarray(np.full((8, 8), 0x33FF, np.uint16)).save(tmp_path / "b" / "z.tiff")
+    found = read(str(tmp_path))
+    assert sorted(found.pixels[found.labels == 1, 0, 0, 0]) == [1, 3, 0x33]
+
+
+def test_sizes_below_zero_are_refused_before_anything_is_read(tmp_path):
+    for n in range(4):
+        paint(tmp_path / "ab"[n % 2] / f"{n}.png", n)
+    with pytest.raises(ValueError, match=r"^height: expected pixels, or 0 as found, got -8 x 8"):
+        read(str(tmp_path), -8, 8)
+    with pytest.raises(ValueError, match=r"^height: expected pixels, or 0 for 28, got 8 x -8"):
+        digits(8, -8)
+
+
 def test_modes_of_images(tmp_path):
     """Grey images stay grey until one has colours; alpha is over white, 16 bits are 8, EXIF turns, palettes are colours."""
     for n in range(2):
@@ -391,6 +414,8 @@ def test_repeated_images_are_changed_otherwise_each_time_and_each_epoch_has_a_sh
     assert not any(torch.equal(pixels[a], pixels[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
     plain, _ = data.tensors("train", np.arange(0, 108, 36) + 5, recipe)
     assert all(torch.equal(plain[0], one) for one in plain)
+    wide = _epoch(data, 0, 0, 12) % 36
+    assert (wide[:, 1:] == wide[:, :-1]).mean() < 0.4  # 2 of 11 by chance, 2 of 3 where copies stay side by side
     every = ready(tmp_path, side=16)[1]
     assert np.array_equal(np.sort(_epoch(every, 0, 1, 4), None), np.arange(36))
 

@@ -79,6 +79,13 @@ def test_offsets_from_utc_are_those_of_the_first_row(tmp_path):
         ("2024-01-02,1\n\n2024-01-02,2", "line 4, column 1: a: expected a time after the one above, got '2024"),
         ("2024-01-01,1\n2024-01-02T00:00Z,2", "line 3, column 1: a: expected an offset from UTC for all times"),
         ("2024-01-01,1\n2024-01-02,x", "line 3, column 2: b: expected a number or nothing, got 'x'; --values"),
+        (
+            "0001-01-01T00:00+02:00,1\n9999-12-31T23:00-05:00,2",
+            "line 3, column 1: a: expected a time in the years 1 to 9999",
+        ),
+        ("1704067200000,1", "line 2, column 1: a: expected a time in the years 1 to 9999, in seconds since 1970 where"),
+        ("1e308,1", "line 2, column 1: a: expected a time in the years 1 to 9999"),
+        ("2024-01-01,1\n2024-01-02,1e45", "line 3, column 2: b: expected a number of at most 1e+30, got '1e45'"),
         ("2024-01-01,inf", "line 2, column 2: b: expected a number or nothing, got 'inf'"),
         ("2024-01-01,1,2", "line 2: expected 2 columns, as the first line has, got 3"),
         ('2024-01-01,"1', "line 2: expected CSV, got unexpected end of data"),
@@ -88,6 +95,14 @@ def test_broken_rows_are_named(tmp_path, rows, message):
     with pytest.raises(ValueError, match=r"^data: .*power.csv, line") as error:
         read(written(tmp_path, f"a,b\n{rows}"))
     assert f"power.csv, {message}" in str(error.value)
+
+
+def test_a_value_too_large_to_learn_with_is_named(tmp_path):
+    rows = "".join(f"{n},{n % 7}\n" for n in range(299))
+    with pytest.raises(
+        ValueError, match=r"data: .* b within 1e\+15 standard deviations .*, got 1e\+25 in row 300 of .*power.csv"
+    ):
+        Forecast(data=written(tmp_path, f"a,b\n{rows}299,1e25\n"), context=16, horizon=4).load(Recipe())
 
 
 def test_what_is_no_series_is_refused(tmp_path):

@@ -153,6 +153,18 @@ def test_columns_by_number_where_there_are_no_names(tmp_path):
         ("a.jsonl", '{"text": 3, "label": 1}\n', r"line 1: text: expected a text, got 3"),
         ("a.jsonl", '{"text": "x", "label": 1\n', r"line 1, column 25: expected JSON, got "),
         ("a.jsonl", "[1]\n", r"line 1: expected an object"),
+        (
+            "a.jsonl",
+            '{"text": "x", "label": ' + "9" * 5000 + "}\n",
+            r"a\.jsonl, line 1: expected numbers of at most 4,300 dig",
+        ),
+        ("a.jsonl", '{"text": "x\\ud800y", "label": 1}\n', r"a\.jsonl, line 1: text: expected text, got \\ud800, which is"),
+        ("a.jsonl", '{"text": "x", "label": "\\udfff"}\n', r"a\.jsonl, line 1: label: expected text, got \\udfff, which"),
+        (
+            "a.csv",
+            "text,label\nx," + "9" * 5000 + "\n",
+            r"line 2: expected a label of at most 1,000 characters, got 5,000: '9",
+        ),
         ("a.csv", "text,label\nx,1\n\xff,1\n", r"line 3: expected UTF-8, got the byte 0xff"),
         ("a.txt", "no class", r"expected rows in files that end with \.csv, \.tsv, \.jsonl, or \.txt in a folder a class"),
         ("a.csv", "text,label\n", r"expected rows in files that end with"),
@@ -165,6 +177,15 @@ def test_what_is_wrong_is_named(tmp_path, name, text, message):
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         texts.load(str(tmp_path / name))
+
+
+def test_labels_that_may_be_one_class_are_said(tmp_path):
+    rows = "".join(f"some {n} words,{('0', '0.0', 'nan', 'NaN')[n % 4]}\n" for n in range(200))
+    (tmp_path / "a.csv").write_text("text,label\n" + rows)
+    found = ready(tmp_path / "a.csv")[1]
+    assert "; '0' and '0.0', 'NaN' and 'nan' are classes of their own here: where they are one" in found.summary
+    (tmp_path / "a.csv").write_text("text,label\n" + rows.replace("0.0", "1").replace("nan", "2").replace("NaN", "3"))
+    assert "of their own" not in ready(tmp_path / "a.csv")[1].summary
 
 
 def test_a_class_of_the_test_split_alone_is_refused(tmp_path):

@@ -28,7 +28,7 @@ from isopos.lab.runs.files import check_plain, damaged, read_json
 
 __all__ = ["Pictures", "digits", "read"]
 
-FORMAT = 2  # of a prepared folder
+FORMAT = 3  # of a prepared folder
 SIDE, COUNTS = 28, (8000, 1000, 1000)  # pixels of drawn digits, unless told; how many are in each split
 NAMES = {"train": "train", "valid": "validation", "validation": "validation", "val": "validation", "test": "test"}
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")  # modes without colours
@@ -80,6 +80,8 @@ def digits(height: int = 0, width: int = 0) -> Pictures:
         >>> digits(12, 8).pixels.shape
         (10000, 1, 12, 8)
     """
+    if min(height, width) < 0:
+        raise ValueError(f"height: expected pixels, or 0 for {SIDE}, got {height} x {width}")
     pixels, labels = draw(0, sum(COUNTS), height or SIDE, width or SIDE)
     splits = dict(zip(SPLITS, np.split(np.arange(len(labels)), np.cumsum(COUNTS)[:-1]), strict=True))
     sha256 = hashlib.sha256(pixels.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
@@ -113,6 +115,8 @@ def read(
         ValueError: Where there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.
     """
     hub = source.startswith("hf:")
+    if min(height, width) < 0:
+        raise ValueError(f"height: expected pixels, or 0 as found, got {height} x {width}")
     if not hub and not Path(source).exists():
         raise ValueError(
             f"data: expected a folder or an archive of images, or hf:NAME, but {source} does not exist; without --data "
@@ -165,8 +169,14 @@ def _survey(source: Source, console: Console | None) -> _Survey:
                 with Image.open(io.BytesIO(content)) as image:
                     size, grey = image.size, image.mode in GREY
                     turned = image.getexif().get(0x0112) in TURNED
+                    kind = _unscaled(image)
             except Exception:  # whatever a broken file makes Pillow raise; it is counted where it is decoded
                 continue
+            if kind:
+                raise ValueError(
+                    f"data: expected pixels of 8 or 16 bits, got {kind} in {name}, whose range is not known; save it with "
+                    "8 bits"
+                )
             size, channels = (size[1], size[0]) if turned else size, channels if grey else 3
             first = first or (name, size)
             if size != first[1] and not differs:
@@ -177,6 +187,16 @@ def _survey(source: Source, console: Console | None) -> _Survey:
     width, height = first[1]
     left = [f"{len(other)} other files ({other[0]})"] if other else []
     return _Survey(digest.hexdigest(), channels, height, width, differs, left)
+
+
+def _unscaled(image: Image.Image) -> str:
+    """What the pixels of an image are where nothing says which of them is white; else nothing.
+
+    Those of 16 bits in PNG and PPM are of mode I, too, in some versions of Pillow.
+    """
+    if image.mode == "F":
+        return "floating-point numbers"
+    return "numbers of 32 bits" if image.mode == "I" and image.format not in ("PNG", "PPM") else ""
 
 
 def _by(size: tuple[int, int]) -> str:

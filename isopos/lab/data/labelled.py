@@ -8,6 +8,7 @@ equal rows are in one split.
 import csv
 import hashlib
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "Classes",
     "Row",
     "Surveyed",
+    "alike",
     "assigned",
     "check_same",
     "json_rows",
@@ -40,8 +42,10 @@ __all__ = [
 
 TABLES = (".csv", ".tsv", ".jsonl")
 LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
 FIELD = 1 << 24  # characters of a cell at most
+LABEL = 1000  # characters of a label at most
 
 
 class Row(NamedTuple):
@@ -210,6 +214,8 @@ def json_rows(
             cells = loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise wrong(name, number, f"expected JSON, got none: {error.msg}", error.colno) from None
+        except ValueError:  # Python's limit
+            raise wrong(name, number, "expected numbers of at most 4,300 digits, got one of more") from None
         except RecursionError:
             raise wrong(name, number, "expected an object of texts, got one too deep") from None
         if not isinstance(cells, dict):
@@ -220,6 +226,8 @@ def json_rows(
         for one in (*columns, label):
             if one not in cells:
                 raise wrong(name, number, f"expected a field {one}, got {', '.join(cells)[:200] or 'none'}")
+            if lone := _lone(cells[one]):
+                raise wrong(name, number, f"{one}: expected text, got {lone}, which is half of a character")
         values = tuple(cells[one] for one in columns)
         yield Row(values, _label(cells[label], name, number), name, number)
 
@@ -227,7 +235,44 @@ def json_rows(
 def _label(value: Any, file: str, line: int) -> str:
     if value is None or isinstance(value, list | dict) or not str(value).strip():
         raise wrong(file, line, f"expected a label, got {'none' if value in (None, '') else repr(value)[:40]}")
-    return str(value).strip()
+    found = str(value).strip()
+    if len(found) > LABEL:
+        raise wrong(file, line, f"expected a label of at most {LABEL:,} characters, got {len(found):,}: {found[:40]!r}...")
+    return found
+
+
+def _lone(value: Any) -> str:
+    r"""The first surrogate in the texts of a value of JSON, such as \ud800, that has no other half; or nothing."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += reversed(one)
+        elif isinstance(one, dict):
+            waiting += reversed([*one, *one.values()])
+        elif isinstance(one, str) and (found := SURROGATE.search(one)):
+            return ascii(found[0])[1:-1]
+    return ""
+
+
+def alike(classes: Sequence[str]) -> str:
+    """Which classes may be one that is written in two ways, in a few words; or nothing.
+
+    Examples:
+        >>> alike(["0", "0.0", "1", "NaN", "nan"])
+        "'0' and '0.0', 'NaN' and 'nan' are classes of their own here: where they are one, write them alike"
+        >>> alike(["0", "1", "10"])
+        ''
+    """
+    known: dict[Any, list[str]] = {}
+    for name in classes:
+        try:
+            key = str(float(name))
+        except ValueError:
+            key = name.casefold()
+        known.setdefault(key, []).append(name)
+    pairs = [" and ".join(repr(name[:40]) for name in names) for names in known.values() if len(names) > 1]
+    return f"{', '.join(pairs[:5])} are classes of their own here: where they are one, write them alike" if pairs else ""
 
 
 def parts(names: Iterable[str]) -> Callable[[str, str], str]:

@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -20,6 +20,7 @@ from isopos.lab.data.sources import find
 __all__ = ["UNITS", "Series", "drawn", "read"]
 
 UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+LARGEST = 1e30  # of values: what float32 holds of their squares, in standard deviations, ends before
 MISSING = ("", "-", "?", "na", "n/a", "nan", "none", "null")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -107,7 +108,12 @@ def _read(
             what = "an ISO time or a number" if first is None else f"{kind}, as the first"
             raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
         first = moment if first is None else first
-        now = _seconds(moment, first, UNITS[unit])
+        try:
+            now = _seconds(moment, first, UNITS[unit])
+            _ = EPOCH + timedelta(seconds=now or 0)
+        except OverflowError:
+            what = f"a time in the years 1 to 9999, in {unit} since 1970 where it is a number; --time-unit names others"
+            raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1) from None
         if now is None or (seconds and now <= seconds[-1]):
             what = "an offset from UTC for all times or for none" if now is None else "a time after the one above"
             raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
@@ -153,6 +159,8 @@ def _value(name: str, line: int, title: str, text: str, column: int) -> float:
         value = math.inf
     if not math.isfinite(value):
         raise wrong(name, line, f"{title}: expected a number or nothing, got {text[:40]!r}; --values names columns", column)
+    if abs(value) > LARGEST:
+        raise wrong(name, line, f"{title}: expected a number of at most {LARGEST:g}, got {text[:40]!r}", column)
     return value
 
 

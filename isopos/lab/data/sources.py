@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -183,7 +183,12 @@ def _unpacked(name: str, stream: BinaryIO, tables: bool) -> Iterator[Document]:
                         yield from _unpacked(f"{name}/{member.name}", inner, tables)  # pyright: ignore[reportArgumentType]
         case ".zip":
             with zipfile.ZipFile(stream) as archive:
-                for member in sorted(archive.namelist()):
+                members = sorted(archive.namelist())
+                if twice := [one for one, other in pairwise(members) if one == other and not one.endswith("/")]:
+                    raise ValueError(
+                        f"data: expected files of different names in {name}, got {twice[0]} twice; pack it again"
+                    )
+                for member in members:
                     if not member.endswith("/") and not member.startswith("__MACOSX/"):
                         with archive.open(member) as inner:
                             yield from _unpacked(f"{name}/{member}", inner, tables)  # pyright: ignore[reportArgumentType]

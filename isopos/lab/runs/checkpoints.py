@@ -6,9 +6,11 @@ says is refused. Nothing but tensors and plain values is unpickled. The last wei
 """
 
 import hashlib
+import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -218,11 +220,27 @@ def save_weights(model: Any, folder: Path) -> None:
     path = folder / WEIGHTS
     try:
         with replacing(path) as part:
+            part.touch()
+            mode = part.stat().st_mode  # as other files of the run have it; safetensors has its own
             save_model(model, str(part), metadata={"sha256": _digest(model)})
+            part.chmod(stat.S_IMODE(mode))
+            _sort_metadata(part)
     except (SafetensorError, OSError) as error:
         last = newest(folder)
         remedy = f"make room and go on from {last.folder} with --resume" if last else "make room"
         raise OSError(f"weights: cannot write {path}: {error}; {remedy}") from None
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the metadata of a safetensors file in order, which differs from one process to the next; the rest stays."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def read_weights(model: Any, path: Path) -> None:

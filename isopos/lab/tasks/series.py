@@ -25,6 +25,7 @@ __all__ = ["Forecast", "Spans"]
 
 NOTE = "of standardised values, over the horizon"
 HOUR = 3600
+FAR = 1e15  # standard deviations: squares of more are beyond float32
 PARTS = (0.8, 0.9)  # where the rows of validation and of the test begin
 
 
@@ -145,6 +146,12 @@ class Spans(Samples):
                 raise ValueError(f"data: expected values of {title} in the first {ends[0]} rows, to train on, got {rows}")
         spread = np.nanstd(train, axis=0)
         self.values = (series.values - np.nanmean(train, axis=0)) / np.where(spread > 0, spread, 1)
+        if (far := np.argwhere(np.abs(self.values) > FAR)).size:
+            row, column = far[0].tolist()
+            raise ValueError(
+                f"data: expected values of {series.titles[column]} within {FAR:g} standard deviations of those to train on, "
+                f"got {series.values[row, column]:g} in row {row + 1} of {series.name}; repair or remove it"
+            )
         self.step = float(np.median(np.diff(series.seconds[: ends[0]])))
         last = {
             "train": (task.context, ends[0], 1),

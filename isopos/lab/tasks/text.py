@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isopos.lab.data.labelled import alike
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Metric, Task, expect
 
@@ -114,6 +115,7 @@ class LabelledTexts(Labelled):
         self.summary = (
             f"{counts} texts of {len(texts.classes)} classes, {cut} of them cut at {task.longest} tokens{left}; without a "
             f"model: at most {usual.max() / usual.sum():.1%}, of {texts.classes[int(usual.argmax())]}"
+            + (f"; {same}" if (same := alike(texts.classes)) else "")
         )
 
     def _kept(self, lengths: np.ndarray) -> np.ndarray:

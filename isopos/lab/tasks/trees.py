@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data.labelled import alike
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Metric, Task, expect
 
@@ -120,6 +121,7 @@ class LabelledTrees(Labelled):
             f"{counts} trees of {len(bank.classes)} classes, {len(bank.words)} different tokens"
             + f", {left} larger ones left out" * (left > 0)
             + f"; without a model: at most {usual.max() / usual.sum():.1%}, of {bank.classes[int(usual.argmax())]}"
+            + (f"; {same}" if (same := alike(bank.classes)) else "")
         )
 
     def settle(self, recipe: "Recipe") -> "Recipe":
