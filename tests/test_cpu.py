@@ -1,5 +1,6 @@
 """cpu.c beside the PyTorch operations that it replaces, and the same in float64."""
 
+import math
 import os
 import subprocess
 import sys
@@ -363,23 +364,62 @@ def test_threads_change_nothing():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@NEEDED
-@pytest.mark.parametrize("phi", ["elu+1", "relu", "relu2", "exp"])
-def test_features_of_extreme_numbers(monkeypatch, phi):
-    x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 5, -5, 30, -80, -100, -200, 80, 1e-3, -1e-3, 1, -1, 0.5]).repeat(40, 1)[
-        None, None
-    ]
-    q = torch.ones_like(x)
-    given = {"feature_map": FEATURE_MAPS[phi], "causal": True, "denominator": None}
-    ours = linear_attention(q, x, q, **given)
-    monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
-    torch.testing.assert_close(ours, linear_attention(q, x, q, **given), rtol=2e-6, atol=0)
+@pytest.fixture(params=library.LANES)
+def each_library(request, monkeypatch):
+    """The libraries one by one: a processor with AVX512 runs that of AVX2, too."""
+    found, lanes = library.libraries()[0], library.LANES[request.param]
+    if lanes not in found:
+        pytest.skip(f"this machine has no {request.param}")
+    monkeypatch.setattr(library, "libraries", lambda: ({lanes: found[lanes]}, request.param))
+
+
+EXTREME = [0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12, 1e-3, -1e-3, 0.5, 1, -1, 5, -5, 30, -80]
+EXTREME += [-87, -88, -95, -100, -103, -104, -200, 80]
 
 
 @NEEDED
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 20.0, "jump", "drawn"])
-def test_each_weight_is_as_exact_as_float32(fall, causal):
+@pytest.mark.parametrize("phi", ["elu+1", "relu", "relu2", "exp"])
+def test_features_of_extreme_numbers(each_library, phi, causal):
+    """A key holds one number only, and a value of its own: each feature and each slope is seen alone."""
+    x = torch.tensor(EXTREME).expand(16, -1).mT.contiguous()[None, None]
+    inputs = torch.zeros_like(x), x, torch.eye(len(EXTREME))[None, None]
+    given = {"feature_map": FEATURE_MAPS[phi], "causal": causal, "denominator": None}
+    inputs[0][..., -1, :] = 1
+    grad = torch.ones(1, 1, len(EXTREME), len(EXTREME))
+    assert explain(*inputs, **given).backend == "cpu"
+    found = with_gradients(inputs, torch.float32, given, grad)
+    exact = with_gradients(inputs, torch.float64, given, grad, naive_linear_attention)
+    for ours, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), y, rtol=1e-5, atol=1e-42)  # of sums below the least normal float32
+
+
+@NEEDED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_library, dtype):
+    """Bit for bit as PyTorch rounds: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
+    unit, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(1)
+    a = 1 + unit * torch.randint(round(1 / unit), (200,), generator=draw)
+    b = unit * torch.tensor([0.5, -0.5, 0.25, 0.75, 0.5 + 1 / 128, 0.5 - 1 / 128, 0, 1]).repeat(25)
+    a[:8] = 2 - unit  # the largest ones become infinite
+    q, k = torch.zeros(2, 200, 1, 1, 16)
+    q[..., 0, 0], q[..., 0, 1], k[..., :2] = a[:, None], b[:, None], 1
+    largest, least = round(math.log2(torch.finfo(dtype).max)) - 1, round(math.log2(torch.finfo(dtype).smallest_normal))
+    grad = torch.tensor([0, *(2.0**n for n in (0, 1, -3, largest, least, least - 2)), torch.inf, torch.nan, 1])
+    grad = torch.cat((grad, -grad)).expand(200, 1, 1, 20)
+    given = {"causal": True, "denominator": None}
+    assert explain(*(x.to(dtype) for x in (q, k, grad)), **given).backend == "cpu"
+    *_, found = with_gradients((q, k, torch.zeros(200, 1, 1, 20)), dtype, given, grad)
+    expected = (0.0 + (a + b)[:, None, None, None] * grad).to(dtype)  # -0 is a sum's 0
+    known = ~expected.isnan()
+    assert torch.equal(found.isnan(), ~known)
+    assert torch.equal(found.view(torch.int16)[known], expected.view(torch.int16)[known])
+
+
+@NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 20.0, 95.0, "jump", "drawn"])
+def test_each_weight_is_as_exact_as_float32(each_library, fall, causal):
     t = 200
     rate = torch.full((t,), 0.01 if isinstance(fall, str) else fall, dtype=torch.float64)
     if fall == "jump":
@@ -392,7 +432,7 @@ def test_each_weight_is_as_exact_as_float32(fall, causal):
     assert explain(q, k, v, **given).backend == "cpu"
     exact = -(g[:, None] - g).abs()
     exact = exact.exp().tril() if causal else exact.exp()
-    torch.testing.assert_close(linear_attention(q, k, v, **given)[0, 0].double(), exact, rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(linear_attention(q, k, v, **given)[0, 0].double(), exact, rtol=1e-6, atol=1e-44)
 
 
 @NEEDED
