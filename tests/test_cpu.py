@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_gradients
+from cases import ALL_KEYS, BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_edges, with_gradients
 from cases import linear_options as options
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -51,7 +51,7 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
         pytest.skip("features twice as wide as its buffers")
     given = options(name, b, h, t, d)
     draw = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)]
+    inputs = with_edges(*(torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)))
     grad = torch.randn(b, h, t, e, generator=draw)
     calls = []
     forward = cpu.Pass.forward
@@ -72,7 +72,7 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
 def test_every_scheme_agrees(monkeypatch, case):
     scheme = case.build(32, 2, **({"sections": None} if "sections" in case.options else {}))  # they are of a head size
     x = ordered(case.group, t=70, least=1)
-    inputs = inputs_of(scheme, 1, t=x.shape[-2])
+    inputs = with_edges(*inputs_of(scheme, 1, t=x.shape[-2]))
     with torch.no_grad():
         given = scheme.at(x) | {"causal": True}
         ours = linear_attention(*inputs, **given)
@@ -88,7 +88,7 @@ def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
     inputs, grad = (
-        [torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37)],
+        with_edges(*(torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37))),
         torch.randn(2, 3, 131, 37),
     )
     assert explain(*inputs, **given).backend == "cpu"
@@ -110,6 +110,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
         torch.randn(*axes, t, d if lifted else d // 2, generator=draw),
         torch.randn(3, 2, 3, t, d, generator=draw),
     )
+    (inputs,) = with_edges(inputs)
     table, normal = torch.stack((angles.cos(), angles.sin()), -1), F.normalize(torch.randn(3, 1, d, generator=draw), dim=-1)
     given = {"causal": "ways" not in more and "keys" not in more}
     given["feature_map"] = FEATURE_MAPS["identity" if more == "identity" else "elu+1"]
@@ -141,7 +142,7 @@ def test_threads_share_the_tokens_of_few_heads(name):
     """Whoever computes what, the results are those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
     draw = torch.Generator().manual_seed(1)
-    inputs, grad = [torch.randn(b, h, t, n, generator=draw) for n in (d, d, e)], torch.randn(b, h, t, e, generator=draw)
+    *inputs, grad = with_edges(*(torch.randn(b, h, t, n, generator=draw) for n in (d, d, e, e)))
     given, before = options(name, b, h, t, d), torch.get_num_threads()
     try:
         for threads in (1, 3, 4, 16):
@@ -165,7 +166,7 @@ STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal"
 def test_streams_agree_with_the_whole(monkeypatch, name, denominator, in_place):
     scheme = schemes.REGISTRY[name](32, 3, denominator=denominator)
     x, draw = positions.sequence(9), torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 3, 9, width, generator=draw) for width in (32, 32, 48))
+    q, k, v = with_edges(*(torch.randn(2, 3, 9, width, generator=draw) for width in (32, 32, 48)))
     calls, step = [], cpu.Cpu._step
     monkeypatch.setattr(cpu.Cpu, "_step", lambda *args: calls.append(1) or step(*args))
     with torch.no_grad():
@@ -289,7 +290,7 @@ def test_all_keys_of_other_tokens(t, s, form, threads):
     near = [positions.sequence(n) / 1000 for n in (t, s)]  # no denominator vanishes
     given = scheme.at(*near) | {"mask": torch.arange(2 * s).view(2, s) % 5 != 1}
     draw = torch.Generator().manual_seed(1)
-    q, k, v, grad = (torch.randn(2, 3, n, d, generator=draw) for n, d in ((t, 20), (s, 20), (s, 37), (t, 37)))
+    q, k, v, grad = with_edges(*(torch.randn(2, 3, n, d, generator=draw) for n, d in ((t, 20), (s, 20), (s, 37), (t, 37))))
     assert explain(q, k, v, **given).backend == "cpu"
     exact = with_gradients((q, k, v), torch.float64, given, grad)
     for x in (k, v):
@@ -488,7 +489,7 @@ def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
 @pytest.mark.parametrize("d", [4, 8, 12, 20, 24, 40, 120])
 def test_widths_of_all_kinds(name, d, denominator):
     given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
-    inputs, grad = torch.randn(3, 1, 2, 70, d), torch.randn(1, 2, 70, d)
+    *inputs, grad = with_edges(*torch.randn(4, 1, 2, 70, d))
     for ours, exact in zip(
         *(with_gradients(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64)), strict=True
     ):

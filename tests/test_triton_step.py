@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import with_edges
 
 import isopos
 from isopos import attention, schemes
@@ -48,7 +49,7 @@ def launches(monkeypatch):
 def content(scheme, t, *batch, dtype=torch.float32, values=None):
     width, draw = scheme.encoding.features, torch.Generator().manual_seed(0)
     widths = width, width, values or width // scheme.width
-    return [torch.randn(*batch, scheme.heads, t, e, generator=draw).to(DEVICE, dtype) for e in widths]
+    return with_edges(*(torch.randn(*batch, scheme.heads, t, e, generator=draw).to(DEVICE, dtype) for e in widths))
 
 
 def at_end(scheme, given, *, dtype=None, **options):
