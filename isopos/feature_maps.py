@@ -29,7 +29,7 @@ class FeatureMap:
         name: Under which `register` makes it known.
         forward: x ``[*b h t d]`` to features ``[*b h t d']``, differentiable, in the dtype of x.
         write: ``write(x, out, scratch)`` writes phi(x) to `out`, for maps of single numbers.
-        slope: ``slope(y)`` turns features y = phi(x) into phi'(x), in place.
+        slope: ``slope(x, y)`` turns features y = phi(x) into phi'(x), in place.
 
     Examples:
         >>> softplus = FeatureMap("softplus", torch.nn.functional.softplus)
@@ -40,7 +40,7 @@ class FeatureMap:
     name: str
     forward: Callable[[Tensor], Tensor]
     write: Callable[[Tensor, Tensor, Tensor], object] | None = None
-    slope: Callable[[Tensor], Tensor] | None = None
+    slope: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """phi(x)."""
@@ -94,17 +94,22 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-elu1 = register(FeatureMap("elu+1", _elu1, _write_elu1, lambda y: y.clamp_max_(1)))
+elu1 = register(FeatureMap("elu+1", _elu1, _write_elu1, lambda x, y: y.clamp_max_(1)))
 relu = register(
-    FeatureMap("relu", _relu, lambda x, out, scratch: torch.clamp_min(x, 0, out=out).add_(1e-3), lambda y: y.gt_(1e-3))
+    FeatureMap(
+        "relu",
+        _relu,
+        lambda x, out, scratch: torch.clamp_min(x, 0, out=out).add_(1e-3),
+        lambda x, y: torch.gt(x, 0, out=y),  # features of 1e-3 may be those of a positive x, which was rounded away
+    )
 )
 relu2 = register(
     FeatureMap(
-        "relu2", _relu2, lambda x, out, scratch: torch.clamp_min(x, 0, out=out).square_(), lambda y: y.sqrt_().mul_(2)
+        "relu2", _relu2, lambda x, out, scratch: torch.clamp_min(x, 0, out=out).square_(), lambda x, y: y.sqrt_().mul_(2)
     )
 )
-exp = register(FeatureMap("exp", _exp, lambda x, out, scratch: torch.exp(x, out=out), lambda y: y))
-identity = register(FeatureMap("identity", _identity, lambda x, out, scratch: out.copy_(x), lambda y: y.fill_(1)))
+exp = register(FeatureMap("exp", _exp, lambda x, out, scratch: torch.exp(x, out=out), lambda x, y: y))
+identity = register(FeatureMap("identity", _identity, lambda x, out, scratch: out.copy_(x), lambda x, y: y.fill_(1)))
 
 
 class Favor(ExactModule):

@@ -481,6 +481,22 @@ def inputs(*batch: int, t: int, s: int | None = None, d: int = HEAD_DIM, e: int 
     return tuple(torch.randn(shape, **kw) for shape in shapes)
 
 
+def with_edges(*tensors: Tensor) -> list[Tensor]:
+    """The same, but for what a normal draw never has: zeros of either sign, tiny numbers, rows of zeros, equal rows.
+
+    Each in about one of 16 numbers or rows. Tiny ones are 1e-30 times as large, which float32 and bfloat16 hold.
+    """
+    draw, found = torch.Generator().manual_seed(7), []
+    for x in tensors:
+        number, row = (torch.randint(16, shape, generator=draw).to(x.device) for shape in (x.shape, (*x.shape[:-1], 1)))
+        edged = torch.where(number < 2, torch.where(number == 0, 0.0, -0.0), torch.where(number == 2, 1e-30, 1.0) * x).to(
+            x.dtype
+        )
+        edged = torch.where(row == 0, 0.0, edged)
+        found.append(torch.where(row == 1, edged.roll(1, -2), edged).detach().requires_grad_(x.requires_grad))
+    return found
+
+
 def ascending(*shape: int, least: int = 0) -> Tensor:
     """Random positions ``[*shape 1]`` that do not decrease along tokens, by at least so much a token."""
     return torch.randint(least, least + 3, shape).cumsum(-1)[..., None]

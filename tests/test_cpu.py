@@ -1,5 +1,6 @@
 """cpu.c beside the PyTorch operations that it replaces, and the same in float64."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_gradients
+from cases import ALL_KEYS, BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_edges, with_gradients
 from cases import linear_options as options
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -50,7 +51,7 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
         pytest.skip("features twice as wide as its buffers")
     given = options(name, b, h, t, d)
     draw = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)]
+    inputs = with_edges(*(torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)))
     grad = torch.randn(b, h, t, e, generator=draw)
     calls = []
     forward = cpu.Pass.forward
@@ -71,7 +72,7 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
 def test_every_scheme_agrees(monkeypatch, case):
     scheme = case.build(32, 2, **({"sections": None} if "sections" in case.options else {}))  # they are of a head size
     x = ordered(case.group, t=70, least=1)
-    inputs = inputs_of(scheme, 1, t=x.shape[-2])
+    inputs = with_edges(*inputs_of(scheme, 1, t=x.shape[-2]))
     with torch.no_grad():
         given = scheme.at(x) | {"causal": True}
         ours = linear_attention(*inputs, **given)
@@ -87,7 +88,7 @@ def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
     inputs, grad = (
-        [torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37)],
+        with_edges(*(torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37))),
         torch.randn(2, 3, 131, 37),
     )
     assert explain(*inputs, **given).backend == "cpu"
@@ -109,6 +110,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
         torch.randn(*axes, t, d if lifted else d // 2, generator=draw),
         torch.randn(3, 2, 3, t, d, generator=draw),
     )
+    (inputs,) = with_edges(inputs)
     table, normal = torch.stack((angles.cos(), angles.sin()), -1), F.normalize(torch.randn(3, 1, d, generator=draw), dim=-1)
     given = {"causal": "ways" not in more and "keys" not in more}
     given["feature_map"] = FEATURE_MAPS["identity" if more == "identity" else "elu+1"]
@@ -140,7 +142,7 @@ def test_threads_share_the_tokens_of_few_heads(name):
     """Whoever computes what, the results are those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
     draw = torch.Generator().manual_seed(1)
-    inputs, grad = [torch.randn(b, h, t, n, generator=draw) for n in (d, d, e)], torch.randn(b, h, t, e, generator=draw)
+    *inputs, grad = with_edges(*(torch.randn(b, h, t, n, generator=draw) for n in (d, d, e, e)))
     given, before = options(name, b, h, t, d), torch.get_num_threads()
     try:
         for threads in (1, 3, 4, 16):
@@ -164,7 +166,7 @@ STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal"
 def test_streams_agree_with_the_whole(monkeypatch, name, denominator, in_place):
     scheme = schemes.REGISTRY[name](32, 3, denominator=denominator)
     x, draw = positions.sequence(9), torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 3, 9, width, generator=draw) for width in (32, 32, 48))
+    q, k, v = with_edges(*(torch.randn(2, 3, 9, width, generator=draw) for width in (32, 32, 48)))
     calls, step = [], cpu.Cpu._step
     monkeypatch.setattr(cpu.Cpu, "_step", lambda *args: calls.append(1) or step(*args))
     with torch.no_grad():
@@ -288,7 +290,7 @@ def test_all_keys_of_other_tokens(t, s, form, threads):
     near = [positions.sequence(n) / 1000 for n in (t, s)]  # no denominator vanishes
     given = scheme.at(*near) | {"mask": torch.arange(2 * s).view(2, s) % 5 != 1}
     draw = torch.Generator().manual_seed(1)
-    q, k, v, grad = (torch.randn(2, 3, n, d, generator=draw) for n, d in ((t, 20), (s, 20), (s, 37), (t, 37)))
+    q, k, v, grad = with_edges(*(torch.randn(2, 3, n, d, generator=draw) for n, d in ((t, 20), (s, 20), (s, 37), (t, 37))))
     assert explain(q, k, v, **given).backend == "cpu"
     exact = with_gradients((q, k, v), torch.float64, given, grad)
     for x in (k, v):
@@ -363,23 +365,62 @@ def test_threads_change_nothing():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@NEEDED
-@pytest.mark.parametrize("phi", ["elu+1", "relu", "relu2", "exp"])
-def test_features_of_extreme_numbers(monkeypatch, phi):
-    x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 5, -5, 30, -80, -100, -200, 80, 1e-3, -1e-3, 1, -1, 0.5]).repeat(40, 1)[
-        None, None
-    ]
-    q = torch.ones_like(x)
-    given = {"feature_map": FEATURE_MAPS[phi], "causal": True, "denominator": None}
-    ours = linear_attention(q, x, q, **given)
-    monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
-    torch.testing.assert_close(ours, linear_attention(q, x, q, **given), rtol=2e-6, atol=0)
+@pytest.fixture(params=library.LANES)
+def each_library(request, monkeypatch):
+    """The libraries one by one: a processor with AVX512 runs that of AVX2, too."""
+    found, lanes = library.libraries()[0], library.LANES[request.param]
+    if lanes not in found:
+        pytest.skip(f"this machine has no {request.param}")
+    monkeypatch.setattr(library, "libraries", lambda: ({lanes: found[lanes]}, request.param))
+
+
+EXTREME = [0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12, 1e-3, -1e-3, 0.5, 1, -1, 5, -5, 30, -80]
+EXTREME += [-87, -88, -95, -100, -103, -104, -200, 80]
 
 
 @NEEDED
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 20.0, "jump", "drawn"])
-def test_each_weight_is_as_exact_as_float32(fall, causal):
+@pytest.mark.parametrize("phi", ["elu+1", "relu", "relu2", "exp"])
+def test_features_of_extreme_numbers(each_library, phi, causal):
+    """A key holds one number only, and a value of its own: each feature and each slope is seen alone."""
+    x = torch.tensor(EXTREME).expand(16, -1).mT.contiguous()[None, None]
+    inputs = torch.zeros_like(x), x, torch.eye(len(EXTREME))[None, None]
+    given = {"feature_map": FEATURE_MAPS[phi], "causal": causal, "denominator": None}
+    inputs[0][..., -1, :] = 1
+    grad = torch.ones(1, 1, len(EXTREME), len(EXTREME))
+    assert explain(*inputs, **given).backend == "cpu"
+    found = with_gradients(inputs, torch.float32, given, grad)
+    exact = with_gradients(inputs, torch.float64, given, grad, naive_linear_attention)
+    for ours, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), y, rtol=1e-5, atol=1e-42)  # of sums below the least normal float32
+
+
+@NEEDED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_library, dtype):
+    """Bit for bit as PyTorch rounds: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
+    unit, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(1)
+    a = 1 + unit * torch.randint(round(1 / unit), (200,), generator=draw)
+    b = unit * torch.tensor([0.5, -0.5, 0.25, 0.75, 0.5 + 1 / 128, 0.5 - 1 / 128, 0, 1]).repeat(25)
+    a[:8] = 2 - unit  # the largest ones become infinite
+    q, k = torch.zeros(2, 200, 1, 1, 16)
+    q[..., 0, 0], q[..., 0, 1], k[..., :2] = a[:, None], b[:, None], 1
+    largest, least = round(math.log2(torch.finfo(dtype).max)) - 1, round(math.log2(torch.finfo(dtype).smallest_normal))
+    grad = torch.tensor([0, *(2.0**n for n in (0, 1, -3, largest, least, least - 2)), torch.inf, torch.nan, 1])
+    grad = torch.cat((grad, -grad)).expand(200, 1, 1, 20)
+    given = {"causal": True, "denominator": None}
+    assert explain(*(x.to(dtype) for x in (q, k, grad)), **given).backend == "cpu"
+    *_, found = with_gradients((q, k, torch.zeros(200, 1, 1, 20)), dtype, given, grad)
+    expected = (0.0 + (a + b)[:, None, None, None] * grad).to(dtype)  # -0 is a sum's 0
+    known = ~expected.isnan()
+    assert torch.equal(found.isnan(), ~known)
+    assert torch.equal(found.view(torch.int16)[known], expected.view(torch.int16)[known])
+
+
+@NEEDED
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 20.0, 95.0, "jump", "drawn"])
+def test_each_weight_is_as_exact_as_float32(each_library, fall, causal):
     t = 200
     rate = torch.full((t,), 0.01 if isinstance(fall, str) else fall, dtype=torch.float64)
     if fall == "jump":
@@ -392,7 +433,7 @@ def test_each_weight_is_as_exact_as_float32(fall, causal):
     assert explain(q, k, v, **given).backend == "cpu"
     exact = -(g[:, None] - g).abs()
     exact = exact.exp().tril() if causal else exact.exp()
-    torch.testing.assert_close(linear_attention(q, k, v, **given)[0, 0].double(), exact, rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(linear_attention(q, k, v, **given)[0, 0].double(), exact, rtol=1e-6, atol=1e-44)
 
 
 @NEEDED
@@ -448,7 +489,7 @@ def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
 @pytest.mark.parametrize("d", [4, 8, 12, 20, 24, 40, 120])
 def test_widths_of_all_kinds(name, d, denominator):
     given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
-    inputs, grad = torch.randn(3, 1, 2, 70, d), torch.randn(1, 2, 70, d)
+    *inputs, grad = with_edges(*torch.randn(4, 1, 2, 70, d))
     for ours, exact in zip(
         *(with_gradients(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64)), strict=True
     ):

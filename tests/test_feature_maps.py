@@ -44,6 +44,16 @@ def test_gradients_are_finite_and_right(name):
     close(*pairs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_slopes_are_those_of_autograd_at_zero_and_beside_it(name, dtype):
+    """The slope of relu is 0 at zero and 1 right above, where x + 0.001 is rounded to 0.001."""
+    x = torch.cat((arguments(name), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12]))).to(dtype).requires_grad_()
+    phi, y = FEATURE_MAPS[name], torch.empty_like(x)
+    phi.write(x.detach(), y, torch.empty_like(x))
+    torch.testing.assert_close(phi.slope(x.detach(), y), torch.autograd.grad(phi(x).sum(), x)[0])
+
+
 @pytest.mark.parametrize("name", ["elu+1", "relu", "exp"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_positive_maps_are_positive(name, dtype):

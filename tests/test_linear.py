@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cases import close, gradients
+from cases import close, gradients, with_edges
 from torch.autograd import gradcheck
 
 from isopos.attention import reference
@@ -26,7 +26,7 @@ N = (2, 3)  # batch, heads
 def tensors(t, s=None, d=4, e=3, decay=None, n=N):
     """q, k, v and a log decay that does not increase, of all tokens of the longer side: float64 with gradients."""
     s = t if s is None else s
-    leaves = [torch.randn(*n, *shape, dtype=torch.float64) for shape in ((t, d), (s, d), (s, e))]
+    leaves = with_edges(*(torch.randn(*n, *shape, dtype=torch.float64) for shape in ((t, d), (s, d), (s, e))))
     if decay is not None:
         leaves.append(-decay * torch.rand(*n, max(t, s), dtype=torch.float64).cumsum(-1))
     return [x.requires_grad_() for x in leaves]

@@ -1,9 +1,10 @@
 """Triton's kernels of rotations and of steps, compiled ahead of time: what they take of a GPU."""
 
 import itertools
+import re
 
 import pytest
-from triton_aot import ARCHITECTURES, SHARED, compiled, compilers, variants
+from triton_aot import ARCHITECTURES, SHARED, assembly, compiled, compilers, variants
 
 from isopos.ops.linear.triton_step import Side
 
@@ -55,9 +56,9 @@ def test_rotations_fit_a_gpu():
             assert found.registers <= (192 if "OF_X" in job[2] else 128), (job, found)
 
 
-def steps():
+def steps(cases=STEPS):
     """Arguments of `compiled` for each step."""
-    for w, e, dtype, kind, own, decays in STEPS.values():
+    for w, e, dtype, kind, own, decays in cases.values():
         d, whole, half = w * (1 + (kind == "lift")), "i32:16", kind == "lift"
         places = (whole,) * 3
         table = "*u8:16" if kind == "gather" else "*fp32:16"
@@ -82,6 +83,24 @@ def test_steps_fit_a_gpu():
             assert found.spilled == 0, (job, found)
             assert found.shared <= SHARED[job[-1]] // 8, (job, found)
             assert found.registers <= 160, (job, found)
+
+
+SMALL_STEPS = {  # of fewer numbers than a program has threads: several warps load what one of them stores
+    "a column beside the sums": (8, 8, "*fp32:16", "rotation", False, True),
+    "sums of phi's own features": (8, 8, "*fp32:16", "rotation", True, False),
+    "a column, in two blocks": (64, 64, "*bf16:16", "rotation", False, False),
+}
+
+
+def test_a_barrier_stands_between_loads_and_stores_of_steps():
+    """Sums are written over in place: no warp may load what another one has stored, or it divides by a later sum."""
+    with compilers() as pool:
+        jobs = [(*job, 90) for job in steps(STEPS | SMALL_STEPS)]
+        for job, text in zip(jobs, pool.map(assembly, *zip(*jobs, strict=True)), strict=True):
+            order = re.findall(r"\b(ld\.global|st\.global|bar\.sync)", text)
+            assert {"ld.global", "st.global"} <= set(order)
+            unordered = re.search(r"ld\.global (st\.global )+", " ".join(order) + " ")
+            assert unordered is None, (job, order)
 
 
 def test_what_changes_from_call_to_call_compiles_nothing_again():

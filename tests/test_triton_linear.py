@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, LINEAR, linear_options, quadratic, with_gradients
+from cases import ALL_KEYS, LINEAR, linear_options, quadratic, with_edges, with_gradients
 
 from isopos import schemes
 from isopos.attention import explain, linear_attention
@@ -40,7 +40,7 @@ def several_segments(monkeypatch):
 
 def drawn(*shapes, dtype=torch.float32):
     draw = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    return with_edges(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
 
 
 def near(found, exact, most=3e-6):

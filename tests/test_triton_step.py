@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import with_edges
 
 import isopos
 from isopos import attention, schemes
@@ -48,7 +49,7 @@ def launches(monkeypatch):
 def content(scheme, t, *batch, dtype=torch.float32, values=None):
     width, draw = scheme.encoding.features, torch.Generator().manual_seed(0)
     widths = width, width, values or width // scheme.width
-    return [torch.randn(*batch, scheme.heads, t, e, generator=draw).to(DEVICE, dtype) for e in widths]
+    return with_edges(*(torch.randn(*batch, scheme.heads, t, e, generator=draw).to(DEVICE, dtype) for e in widths))
 
 
 def at_end(scheme, given, *, dtype=None, **options):
@@ -188,6 +189,23 @@ def test_prepared_steps_go_on(monkeypatch, launches, name, dtype):
     agree([torch.cat(found, -2)], [out], dtype)
     for name, x in layer.state.tensors.items():
         agree([x], [state.tensors[name]])
+
+
+@pytest.mark.parametrize("moved", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_a_token_of_another_device_is_an_error_and_the_stream_goes_on(launches, moved):
+    """In the middle of a stream, where its steps are prepared: no kernel gets what it may not read."""
+    scheme, other = isopos.retnet(8, 2, denominator="plain"), "meta" if DEVICE == "cpu" else "cpu"
+    given = content(scheme, 6, 2)
+    layer, expected = Steps(scheme), Steps(scheme)
+    for i in range(6):
+        token = [x[..., i : i + 1, :] for x in given]
+        if i == 3:
+            before, seen = len(launches), [x.to(other) if n in moved else x for n, x in enumerate(token)]
+            with pytest.raises(ValueError, match=rf"expected .* on {DEVICE}|on {other}"):
+                layer(*seen)
+            assert len(launches) == before
+            assert layer.length == 3
+        torch.testing.assert_close(layer(*token), expected(*token))
 
 
 def test_what_the_kernel_does_not_know_it_refuses():

@@ -52,6 +52,18 @@ def compiled(
         options: num_warps and num_stages.
     """
     import triton
+
+    found = _compiled(kernel, signature, constexprs, arch, **options)
+    return Resources(found.metadata.shared, *_usage(Path(triton.__file__).parent, found.asm["cubin"]))
+
+
+def assembly(kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any) -> str:
+    """The PTX of a kernel, from what `compiled` takes."""
+    return _compiled(kernel, signature, constexprs, arch, **options).asm["ptx"]
+
+
+def _compiled(kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any) -> Any:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -69,8 +81,7 @@ def compiled(
                 hints[path] = [["tt.divisibility", 16]]
     types = {argument: "constexpr" if argument in constexprs else _bare(signature[argument]) for argument in places}
     source = ASTSource(function, types, constexprs=constants, attrs=hints)
-    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return Resources(found.metadata.shared, *_usage(Path(triton.__file__).parent, found.asm["cubin"]))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def variants(kernel: str, argument: str, numbers: Sequence[int]) -> int:

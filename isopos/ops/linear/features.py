@@ -183,7 +183,7 @@ class Features(NamedTuple):
         for other in grads[1:]:
             grad = grad.add_(other)
         self._drop(grad)
-        return grad, None if self.phi is identity else self.phi.slope(buffers("plain", *grad.shape))
+        return grad, None if self.phi is identity else self.phi.slope(x, buffers("plain", *grad.shape))
 
     def _mapped(self, plain: Tensor) -> Tensor:
         return plain if self.map is None else self.map.apply(plain).to(plain.dtype)

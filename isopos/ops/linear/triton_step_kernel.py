@@ -2,6 +2,9 @@
 """The kernel of `isopos.ops.linear.triton_step`: a program has one head of one sample.
 
 It makes the features of the token, adds them to the sums, block by block of features, and reads those out on the way.
+
+Sums may be written over in place. A block of fewer numbers than a program has threads is loaded by several warps and stored
+by one of them, so a barrier stands between: otherwise a warp that lags behind loads what is stored already.
 """
 
 from functools import partial
@@ -63,13 +66,11 @@ def _features(row, place, D: tl.constexpr, W: tl.constexpr, WAY: tl.constexpr):
 
 
 @jit
-def _added(x, after, place, seen, weight, more, DECAYS: tl.constexpr):
-    """Sums at places, weighed and with what the token adds; what weighs nothing is zero whatever it holds."""
-    total = tl.load(x + place, mask=seen, other=0.0)
+def _weighed(sums, place, seen, weight, DECAYS: tl.constexpr):
+    """Sums at places, times their weight; what weighs nothing is zero whatever it holds."""
+    total = tl.load(sums + place, mask=seen, other=0.0)
     if DECAYS:
         total = tl.where(weight == 0, 0.0, total * weight)
-    total += more
-    tl.store(after + place, total, mask=seen)
     return total
 
 
@@ -91,7 +92,10 @@ def _own(
     place = tl.arange(0, WP)
     of_query = _at(query[0], query[2], 0.0, place, (place < W) & query[4], OF_Q, False)
     of_key = _at(key[0], key[2], 0.0, place, (place < W) & key[4] & masked, OF_K, False)
-    return tl.sum(of_query * _added(rows, after, place, place < W, weight, of_key, DECAYS))
+    total = _weighed(rows, place, place < W, weight, DECAYS) + of_key
+    tl.debug_barrier()
+    tl.store(after + place, total, mask=place < W)
+    return tl.sum(of_query * total)
 
 
 @partial(jit, do_not_specialize=("n", "across"))  # one variant for all rows and batches
@@ -142,12 +146,17 @@ def step(
         of_query, of_key = _features(query, place, D, W, OF_Q), _features(key, place, D, W, OF_K)
         at, seen = pid * D * columns + place * columns, place < D
         both = seen[:, None] & (values[None, :] < E)
-        more = of_key[:, None] * added[None, :]
-        own = _added(before[0], after[0], at[:, None] + values[None, :], both, weight, more, DECAYS)
-        total += tl.sum(of_query[:, None] * own, 0)
+        tile = at[:, None] + values[None, :]
+        state = _weighed(before[0], tile, both, weight, DECAYS) + of_key[:, None] * added[None, :]
+        column = tl.zeros([C], tl.float32)
         if DENOMINATED and not OWN:
-            ones = tl.where(value[4], of_key, 0.0)
-            denominator += tl.sum(of_query * _added(before[0], after[0], at + E, seen, weight, ones, DECAYS))
+            column = _weighed(before[0], at + E, seen, weight, DECAYS) + tl.where(value[4], of_key, 0.0)
+        tl.debug_barrier()
+        tl.store(after[0] + tile, state, mask=both)
+        total += tl.sum(of_query[:, None] * state, 0)
+        if DENOMINATED and not OWN:
+            tl.store(after[0] + at + E, column, mask=seen)
+            denominator += tl.sum(of_query * column)
     if DENOMINATED:
         if OWN:
             rows, rows_after = before[1] + pid * W, after[1] + pid * W
