@@ -615,8 +615,14 @@ def test_learned_starts_as_fixed(name, option):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("string", {}), ("string", {"variant": "circulant"}), ("comrope", {}), ("comrope", {"variant": "axial"})]
-    + [("grape", {"axes": 2, "planes": 2}), ("liere", {})],
+    [
+        ("string", {}),
+        ("string", {"variant": "circulant"}),
+        ("comrope", {}),
+        ("comrope", {"variant": "axial"}),
+        ("grape", {"axes": 2, "planes": 2}),
+        ("liere", {}),
+    ],
 )
 def test_generators_that_do_not_learn_stay_where_the_others_start(name, options):
     learned, fixed = (schemes.REGISTRY[name](HEAD_DIM, HEADS, learned=learned, **options) for learned in (True, False))
