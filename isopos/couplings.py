@@ -218,6 +218,7 @@ class Lie(_Sided):
 
     Args:
         generator: A, ``[h c d d]`` for c coordinates. Where its skew parts commute, as on one axis, it is relative.
+        learned: Whether A is learned.
 
     References:
         LieRE: Lie Rotational Positional Encodings (Ostmeier et al. 2024), with one dense block a head.
@@ -227,13 +228,13 @@ class Lie(_Sided):
     alike = extensible = True
     weaker_law = "relative along lines through the origin"
 
-    def __init__(self, generator: Tensor):
+    def __init__(self, generator: Tensor, *, learned: bool = True):
         super().__init__()
         if generator.ndim != 4 or generator.shape[-1] != generator.shape[-2]:
             raise ValueError(f"generator: expected [h c d d], got {list(generator.shape)}")
         self.group = lines(generator.shape[1])
         self.features = self.out_features = generator.shape[-1]
-        self.parametrise("generator", generator, learned=True)
+        self.parametrise("generator", generator, learned=learned)
 
     def unserved(self, rule: Extension) -> str:
         if isinstance(rule, Linear):

@@ -4,7 +4,11 @@ from types import MappingProxyType
 
 import pytest
 
+from isopos.lab.recipes import Recipe
+from isopos.lab.reports import page
 from isopos.lab.reports.comparison import ranking
+from isopos.lab.runs.folders import Result, create
+from isopos.lab.tasks.images import Images
 
 CHOICES = {"attention": "linear", "decay": "none", "denominator": "plain", "feature_map": "elu+1"}
 
@@ -41,15 +45,43 @@ def test_rows_are_sorted_and_failures_come_last(tmp_path):
     assert "--seeds 3" in " ".join(found.notes())
 
 
-@pytest.mark.parametrize(("other", "shown"), [((2.6, 2.7, 2.8), "+0.200 ± 0.100"), ((2.3, 2.5, 2.9), "(+0.067 ± 0.306)")])
-def test_a_difference_inside_its_spread_is_shown_as_such(tmp_path, other, shown):
-    bits = {("rope", seed): 2.5 for seed in range(3)} | {("none", seed): value for seed, value in enumerate(other)}
-    assert _cells(_folder(tmp_path, bits))[1]["to best"] == shown
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        ((2.6, 2.7, 2.8), "(+0.200 [-0.048, +0.448])"),  # two standard deviations apart, which three seeds do not show
+        ((2.65, 2.7, 2.75), "+0.200 [+0.076, +0.324]"),
+        ((2.6, 2.8), "+0.200"),
+    ],
+)
+def test_a_difference_whose_interval_includes_0_is_in_brackets(tmp_path, other, shown):
+    bits = {("rope", seed): 2.5 for seed in range(len(other))} | {("none", seed): bit for seed, bit in enumerate(other)}
+    found = _folder(tmp_path, bits)
+    assert _cells(found)[1]["to best"] == shown
+    assert any(
+        f"{len(other)} {'differences' if len(other) > 2 else 'seeds, so no interval'}" in note for note in found.notes()
+    )
+    assert found.leads == (not shown.startswith("("))
 
 
 def test_differences_are_paired_by_seed(tmp_path):
-    bits = {("rope", 0): 2.0, ("rope", 1): 3.0, ("none", 0): 2.5, ("none", 1): 3.5}
-    assert _cells(_folder(tmp_path, bits))[1]["to best"] == "+0.500 ± 0.000"
+    bits = {(name, seed): 2.0 + seed + 0.5 * (name == "none") for name in ("rope", "none") for seed in range(3)}
+    assert _cells(_folder(tmp_path, bits))[1]["to best"] == "+0.500 [+0.500, +0.500]"
+
+
+@pytest.mark.parametrize(("accuracies", "leads"), [((0.53, 0.5), False), ((0.5, 0.5), False), ((0.56, 0.5), True)])
+def test_nobody_is_highlighted_at_chance_level(tmp_path, monkeypatch, accuracies, leads):
+    monkeypatch.setattr(page, "_kernel_sections", lambda run: [])
+    about = dict.fromkeys(("data", "summary", "sha256", "torch", "device"), "some") | {"task": "images", "threads": 1}
+    about |= {"planned": [], "complete": True, "speed": {}, "chance": [0.5, 1000]}  # one standard deviation: 0.016
+    (tmp_path / "comparison.json").write_text(json.dumps(about))
+    for scheme, accuracy in zip(("rope", "none"), accuracies, strict=True):
+        recipe = Recipe(scheme=scheme, task=Images())
+        create(tmp_path / scheme, recipe)
+        Result("finished", {"accuracy": accuracy, "nats": 0.7}, 1.0, 1, CHOICES, "yes").save(tmp_path / scheme)
+    found = ranking(tmp_path)
+    assert found.leads == leads
+    assert any("No row is above chance, 50.0%" in note for note in found.notes()) != leads
+    assert ('<tr class="best">' in page.write(tmp_path).read_text()) == leads
 
 
 def test_the_table_renders_without_rows(tmp_path):

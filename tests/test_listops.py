@@ -422,3 +422,9 @@ def test_a_comparison_ends_in_the_same_table_highest_accuracy_first(isopos, tmp_
     status, out, _ = isopos("compare", "--task=listops", f"--data={rows}", "--schemes=rope,ape-ring", "--name=d", *SMALL)
     assert status == 2
     assert not (tmp_path / "runs" / "d").exists()
+
+
+def test_chance_is_the_share_of_the_most_frequent_answer(tmp_path):
+    recipe, data = ready(tmp_path)
+    answers = [one.answer for one in data.rows["validation"]]
+    assert data.chance(recipe) == (max(map(answers.count, answers)) / len(answers), len(answers))

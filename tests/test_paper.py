@@ -36,7 +36,7 @@ SCHEMES = {"Base": "none", "Rope": "rope", "Both | more": "rope:decay=retnet", "
 def write(tmp_path):
     """Writes a table with these cells, and returns what is said below it and table.md."""
 
-    def written(better, more="", seeds=1, timing=(), scale="small", curve=None, figure=None):
+    def written(better, more="", seeds=1, timing=(), scale="small", curve=None, figure=None, lacking=()):
         rows = "".join(
             f'[[rows]]\nname = "{name}"\nscheme = "{SCHEMES[name]}"\n' + (f"figures = [{theirs}]\n" if theirs else "")
             for name, (theirs, _) in FIGURES.items()
@@ -47,7 +47,7 @@ def write(tmp_path):
         if timing:
             (tmp_path / "timing.json").write_text(json.dumps(timing))
         for name, (_, ours) in {} if timing else FIGURES.items():
-            for seed in range(seeds):
+            for seed in (seed for seed in range(seeds) if (name, seed) not in lacking):
                 cell = tmp_path / "cells" / paper.cell_name("", SCHEMES[name], seed)
                 cell.mkdir(parents=True)
                 value = figure(name, ours, seed) if figure else ours + seed
@@ -86,6 +86,13 @@ def test_figures_are_of_the_scale_s_tokens(write, scale, token):
     assert f"- Figures are perplexity of a {token}, lower is better;" in page
 
 
+def test_figures_are_kept_as_data_too(write, tmp_path):
+    write("lower", seeds=2, lacking={("Rope", 0)})
+    found = json.loads((tmp_path / paper.FIGURES).read_text())
+    assert found == {"figure": {"Base": {"0": 1.0, "1": 2.0}, "Rope": {"1": 4.0}, "Both | more": {"0": 2.0, "1": 3.0},
+                                "Alone": {"0": 9.0, "1": 10.0}}}  # fmt: skip
+
+
 def test_speeds_are_medians_with_half_the_range_of_quartiles(write):
     ratios = (1.0, 2.0, 3.0, 5.0, 9.0)  # quartiles 2 and 5
     rounds = [{"Base": 1.0, "Rope": 1 / ratio} for ratio in ratios]
@@ -105,9 +112,38 @@ def test_the_smallest_scale_ranks_nothing(write):
 def test_distances_to_the_reference_are_paired_by_seed(write):
     _, page = write("lower", more='reference = "Rope"', seeds=3)  # every seed moves all rows by as much
     assert f"{paper.PAIRED} Rope\n" in page
-    assert "| Base | -2.000 ± 0.000 |" in page
-    assert "| Alone | +6.000 ± 0.000 |" in page
+    assert "| Base | **-2.000 ± 0.000** |" in page
+    assert "| Alone | **+6.000 ± 0.000** |" in page
     assert page.count("| Rope |") == 1  # in the first table only
+
+
+@pytest.mark.parametrize(
+    ("apart", "shown"),
+    [
+        ((0.4, 0.5), "+0.450 ± 0.071"),
+        ((0.1, 0.3, 0.5), "+0.300 ± 0.200"),
+        ((0.2, 0.3, 0.4), "**+0.300 ± 0.100**"),
+    ],
+)
+def test_a_distance_is_bold_where_its_interval_excludes_0(write, apart, shown):
+    _, page = write("lower", seeds=len(apart), figure=lambda name, ours, seed: ours + (name == "Rope") * (apart[seed] - 2))
+    assert f"| Rope | {shown} |" in page
+
+
+@pytest.mark.parametrize(("lacks", "updates"), [("Rope", "10"), ("Base", "5")])
+def test_means_of_two_rows_are_over_the_seeds_that_both_have(write, lacks, updates):
+    """Seed 1, where a row is missing, would move what the other one reaches, and the distance between them."""
+    curves = {("Base", 0): (9.0, 3.0), ("Base", 1): (9.0, 9.0), ("Rope", 0): (5.0, 3.0), ("Rope", 1): (8.0, 8.0)}
+    if lacks == "Base":
+        curves[("Rope", 0)] = (3.0, 2.0)
+
+    def curve(name, ours, seed):
+        return dict(zip((5, 10), curves.get((name, seed), (9.0, 9.0)), strict=True))
+
+    _, page = write("lower", seeds=2, curve=curve, lacking={(lacks, 1)}, figure=lambda name, ours, seed: ours + 10.0 * seed)
+    first, distance = (line for line in page.splitlines() if line.startswith("| Rope |"))
+    assert first.endswith(f" | {updates} |")
+    assert distance == "| Rope | +2.000 |"
 
 
 def test_distances_are_to_the_baseline_where_no_reference_is_named(write):

@@ -1,5 +1,6 @@
 """What docs/results/README.md derives from the tables beside it. That it is what is committed: test_schemes_page.py."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -59,32 +60,65 @@ def test_leaders_pairs_and_ranks(shown):
     lines = results_page.findings(shown()).splitlines()
     assert lines[1] == "### `toy`: Which?"
     assert lines[3:] == [
-        "- left; right: Rope leads, ahead of PER by 0.1, 0.1, inside the spread.",
+        "- left; right: Rope is best, ahead of PER by 0.1 [-0.58, 0.78], 0.1 [-0.58, 0.78] (95% interval, unpaired, "
+        "3 seeds: no difference shown).",
         "- left: rank correlation with the paper -0.40 over 4 rows, -1.00 without Base.",
-        "- left: of 6 pairs of rows 2 in the paper's order, 3 not, 1 inside the spread; "
-        "against ours the paper has Type1 before PER, Rope, Base.",
+        "- left: of 6 pairs of rows 2 in the paper's order, 0 not, 4 without a difference shown.",
         "- right: rank correlation with the paper +0.50 over 3 rows.",
-        "- right: of 3 pairs of rows 2 in the paper's order, 0 not, 1 inside the spread.",
-        "- Learned angles less fixed ones (negative is better): Type1, left -0.500, of one seed.",
+        "- right: of 3 pairs of rows 2 in the paper's order, 0 not, 1 without a difference shown.",
+        "- Gained by learning angles, over the fixed ones that they start with (one seed): Type1, left +0.500.",
     ]
 
 
 def test_higher_is_better_turns_every_order(shown):
     lines = results_page.findings(shown("higher")).splitlines()
-    assert lines[3] == "- left: Type1 with fixed angles leads, ahead of Type1 by 0.5, of one seed."
-    assert lines[4] == "- right: Base leads, ahead of a|b by 1e+03, outside the spread."
-    assert lines[-1] == "- Learned angles less fixed ones (positive is better): Type1, left -0.500, of one seed."
+    assert lines[3] == "- left: Type1 with fixed angles is best, ahead of Type1 by 0.5 (one seed)."
+    assert lines[4] == ("- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval, unpaired, 3 seeds).")
+    assert lines[-1].endswith(" (one seed): Type1, left -0.500.")
+
+
+def test_two_seeds_have_no_interval(shown):
+    (toy,) = shown()
+    toy = replace(toy, said=[text.replace("3 seeds", "2 seeds") for text in toy.said])
+    lines = results_page.findings([toy]).splitlines()
+    assert lines[3] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (2 seeds: no interval)."
+    assert "- right: of 3 pairs of rows by means alone (2 seeds) 2 in the paper's order, 1 not, 0 level" in "\n".join(lines)
+    assert not any("shown" in line or "95%" in line for line in lines)
 
 
 def test_percentages_and_marks_are_figures():
     assert results_page._figure("56.90% ± 1.20% *") == (56.9, 1.2)
+    assert results_page._figure("**-2.50% ± 1.20%**") == (-2.5, 1.2)
     assert results_page._figure("missing") is None
 
 
 def test_distances_paired_by_seed_decide_where_there_are_some(shown):
     lines = results_page.findings(shown(more=PAIRED)).splitlines()
-    assert lines[3] == "- left: Rope leads, ahead of PER by 0.1, outside the spread."
-    assert lines[4] == "- right: Rope leads, ahead of PER by 0.1, inside the spread."
+    assert lines[3] == "- left: Rope is best, ahead of PER by 0.1 [0.0752, 0.125] (95% interval, 3 seeds)."
+    assert lines[4].startswith("- right: Rope is best, ahead of PER by 0.1 [-0.58, 0.78] (95% interval, unpaired, 3 seeds: ")
+
+
+def test_figures_by_seed_pair_every_two_rows(shown, tmp_path):
+    """PER is ahead of a|b by 0.1, 0.2 and 0.3; Rope, of other seeds but one, has no interval against them."""
+    shown()
+    figures = {"PER": {"0": 5.0, "1": 6.0, "2": 4.0}, "a|b": {"0": 5.1, "1": 6.2, "2": 4.3}, "Rope": {"2": 4.5, "5": 5.0}}
+    (tmp_path / "toy" / "figures.json").write_text(json.dumps({"WikiText-103 val": figures}))
+    (toy,) = results_page.shown_in(tmp_path)
+    ahead = toy.ahead("WikiText-103 val", "PER", "a|b")
+    assert (round(ahead.mean, 6), round(ahead.half, 3), ahead.words) == (
+        0.2,
+        0.248,
+        "95% interval, 3 seeds: no difference shown",
+    )
+    assert toy.ahead("WikiText-103 val", "a|b", "Rope").words == "one seed"
+
+
+def test_rounds_have_quartiles_and_no_interval(shown):
+    (toy,) = shown()
+    toy = replace(toy, said=["Figures are medians of the rounds' ratios to the baseline, and half the range"])
+    lines = results_page.findings([toy]).splitlines()
+    assert lines[3] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (quartiles overlap)."
+    assert "of 3 pairs of rows 2 in the paper's order, 0 not, 1 with quartiles that overlap" in "\n".join(lines)
 
 
 def test_folders_say_data_seeds_and_commands(shown):
@@ -135,8 +169,7 @@ def test_what_the_page_makes_of_decays_is_true(tables):
 
 def test_what_the_page_makes_of_softmax_and_lengths_is_true(tables):
     four, two = tables["permuteformer-4"], tables["lrpe-2"]
-    ahead, spread = four.ahead("WikiText-103 test", "Transformer", "Performer")
-    assert abs(ahead) < spread
+    assert not four.ahead("WikiText-103 test", "Transformer", "Performer").shown
     for column, figures in two.ours.items():
         assert two.sort(column, {row: figure for row, (figure, _) in figures.items()})[1] == "rope with softmax attention"
     first, *_, last = tables["lengths"].ours.values()

@@ -613,6 +613,26 @@ def test_learned_starts_as_fixed(name, option):
     close(relative_scores(name, **{option: True}), relative_scores(name, **{option: False}), dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("string", {}),
+        ("string", {"variant": "circulant"}),
+        ("comrope", {}),
+        ("comrope", {"variant": "axial"}),
+        ("grape", {"axes": 2, "planes": 2}),
+        ("liere", {}),
+    ],
+)
+def test_generators_that_do_not_learn_stay_where_the_others_start(name, options):
+    learned, fixed = (schemes.REGISTRY[name](HEAD_DIM, HEADS, learned=learned, **options) for learned in (True, False))
+    assert list(learned.parameters())
+    assert not list(fixed.parameters())
+    x = torch.randn(9, learned.encoding.group.columns)
+    for one, other in zip(results(learned, x), results(fixed, x), strict=True):
+        close(one, other, dtype=torch.float32)
+
+
 def test_retnet_is_rope_with_its_decay():
     pairs = [schemes.retnet(HEAD_DIM, HEADS), schemes.rope(HEAD_DIM, HEADS, decay="retnet")]
     assert pairs[0].choices == pairs[1].choices
@@ -1140,10 +1160,10 @@ DEFAULTS = """
     cosformer: linear relu encoded none, length=2048
     spe-sine: linear elu+1 encoded none, sines=5 gated=False noise_per_head=False seed=0
     clock: linear elu+1 plain none, base=10000.0
-    string: linear elu+1 plain none, variant=cayley axes=1 base=10000.0
-    comrope: linear elu+1 plain none, variant=linear axes=2 base=10000.0 seed=0
-    grape: linear elu+1 plain none, axes=1 planes=1 base=10000.0 seed=0
-    liere: linear elu+1 plain none, axes=2 base=10000.0 seed=0
+    string: linear elu+1 plain none, variant=cayley axes=1 base=10000.0 learned=True
+    comrope: linear elu+1 plain none, variant=linear axes=2 base=10000.0 learned=True seed=0
+    grape: linear elu+1 plain none, axes=1 planes=1 base=10000.0 learned=True seed=0
+    liere: linear elu+1 plain none, axes=2 base=10000.0 learned=True seed=0
     fox: linear elu+1 plain forget
     selective: linear elu+1 plain none, base=10000.0
     kerple: softmax softmax softmax none, kernel=log seed=0

@@ -1,6 +1,13 @@
-"""What docs/results/README.md says that its tables know: `tools.generate` writes it from docs/results/*/table.md."""
+"""What docs/results/README.md says that its tables know: `tools.generate` writes it from docs/results/*/table.md.
+
+Intervals of differences are Student's at 95% (`isopos.lab.reports.intervals`): of pairs of figures of the same seed where
+figures.json is beside the table, or where one of two rows is that to which the table has distances. Else they are unpaired,
+from the deviations of both rows' distances to that row, which share its noise, so that the interval is rather too wide; or,
+without distances, from those of the columns. Each row with a deviation is read as one of all seeds of its table.
+"""
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.paper import FEW, PAIRED, spearman
+from isopos.lab.reports.intervals import UNSHOWN, Difference
+from isopos.lab.reports.paper import FEW, FIGURES, PAIRED, spearman
 from isopos.lab.tables.loader import load_table
 
 __all__ = ["Shown", "findings", "folders", "read", "shown_in"]
 
+APART = "quartiles do not overlap"
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-LEARNS = " with fixed angles"  # at the end of the name of a row, whose other learns them
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,20 @@ class Shown:
     ours: Mapping[str, Mapping[str, tuple[float, float]]]  # the spread is not a number where there is one seed
     reference: str  # from which distances are, paired by seed; empty where the table has none
     apart: Mapping[str, Mapping[str, tuple[float, float]]]
+    each: Mapping[str, Mapping[str, Mapping[str, float]]]  # ours by seed, where the table has figures.json
+    fixed: Mapping[str, str]  # by rows that learn angles, those that stay where these start
     said: Sequence[str]
     commands: Sequence[str]
+
+    @property
+    def timed(self) -> bool:
+        """Whether figures are medians of rounds, with half the range between their quartiles."""
+        return any("medians of the rounds" in text for text in self.said)
+
+    @property
+    def seeds(self) -> int:
+        """Of each row with a spread."""
+        return int(found[1]) if (found := re.search(r"of up to (\d+) seeds", " ".join(self.said))) else 1
 
     def sort(self, column: str, figures: Mapping[str, float]) -> list[str]:
         """Names of rows, the best in a column first."""
@@ -42,12 +62,29 @@ class Shown:
         """1 where lower figures of a column are better, -1 where higher ones are."""
         return 1 if (self.better == "lower") is (column not in self.others) else -1
 
-    def ahead(self, column: str, first: str, second: str) -> tuple[float, float]:
-        """By how much a row is better than another, and the spread of that: of distances paired by seed if there are."""
-        paired = {**self.apart.get(column, {}), **({self.reference: (0.0, 0.0)} if self.reference else {})}
-        figures = paired if first in paired and second in paired else self.ours[column]
-        (a, a_spread), (b, b_spread) = figures[first], figures[second]
-        return (b - a) * self.sign(column), math.hypot(a_spread, b_spread)
+    def ahead(self, column: str, first: str, second: str) -> Difference:
+        """By how much a row is better than another: paired by seed where it is known how, else by the columns' spreads."""
+        sign, each, apart = self.sign(column), self.each.get(column, {}), self.apart.get(column, {})
+        own, others = each.get(first, {}), each.get(second, {})
+        if shared := [seed for seed in own if seed in others]:
+            return Difference.paired([(others[seed] - own[seed]) * sign for seed in shared])
+        for row, other, turn in ((first, second, -1), (second, first, 1)):
+            if other == self.reference and row in apart:
+                mean, spread = apart[row]
+                return Difference.of(turn * mean * sign, spread, self._seeds(spread))
+        known = apart if first in apart and second in apart else self.ours[column]
+        figures = [(mean * sign, spread, self._seeds(spread)) for mean, spread in (known[second], known[first])]
+        return Difference.unpaired(*figures)
+
+    def _seeds(self, spread: float) -> int:
+        return 1 if math.isnan(spread) else self.seeds
+
+    def beside(self, column: str, first: str, second: str) -> str:
+        """What there is to say of a difference beside the number."""
+        if not self.timed:
+            return self.ahead(column, first, second).words
+        (a, a_half), (b, b_half) = self.ours[column][first], self.ours[column][second]
+        return APART if abs(a - b) > a_half + b_half else "quartiles overlap"
 
 
 def read(path: Path) -> Shown:
@@ -63,6 +100,8 @@ def read(path: Path) -> Shown:
     said = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
     commands = [line.strip() for line in lines if line.startswith("    isopos table ")]
     table = load_table(commands[0].split()[2])
+    percents = {column.title: table.metric(column).style.endswith("%") for column in table.columns}
+    each = json.loads((path.parent / FIGURES).read_text()) if (path.parent / FIGURES).exists() else {}
     better = "lower" if any("lower is better" in text for text in said) else "higher"
     return Shown(
         name=path.parent.name,
@@ -75,6 +114,13 @@ def read(path: Path) -> Shown:
         ours={title: {row[0]: found for row in rows if (found := _figure(row[n]))} for title, n in ours.items()},
         reference=next((line.removeprefix(f"{PAIRED} ") for line in lines if line.startswith(PAIRED)), ""),
         apart={title: {row[0]: found for row in distances if (found := _figure(row[n]))} for title, n in apart.items()},
+        each={
+            title: {
+                row: {seed: (100 if percents[title] else 1) * one for seed, one in own.items()} for row, own in by.items()
+            }
+            for title, by in each.items()
+        },
+        fixed={row.name: row.fixed for row in table.rows if row.fixed},
         said=said,
         commands=commands,
     )
@@ -86,7 +132,7 @@ def _cells(line: str) -> list[str]:
 
 def _figure(cell: str) -> tuple[float, float] | None:
     """A number, perhaps a percentage or marked, and its spread; None where the cell says why there is none."""
-    value, _, spread = cell.replace(",", "").replace("%", "").removesuffix(" *").partition(" ± ")
+    value, _, spread = cell.replace(",", "").replace("%", "").replace("**", "").removesuffix(" *").partition(" ± ")
     try:
         return float(value), float(spread or "nan")
     except ValueError:
@@ -128,9 +174,8 @@ def _found(shown: Shown) -> Iterator[str]:
         if len(both) >= FEW:
             yield _ranks(shown, column, both)
             yield _pairs(shown, column, both)
-    if learned := list(_learned(shown)):
-        sign = "negative" if shown.better == "lower" else "positive"
-        yield f"Learned angles less fixed ones ({sign} is better): " + "; ".join(learned) + "."
+    for kind, gains in _learned(shown).items():
+        yield f"Gained by learning angles, over the fixed ones that they start with ({kind}): {'; '.join(gains)}."
     if not shown.paper and len(shown.ours) > 1 and all(title.replace(",", "").isdigit() for title in shown.ours):
         first, *_, last = shown.ours
         rises = {row: shown.ours[last][row][0] / shown.ours[first][row][0] - 1 for row in shown.ours[last]}
@@ -143,17 +188,15 @@ def _first(shown: Shown) -> Iterator[str]:
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for column, figures in shown.ours.items():
         order = shown.sort(column, {row: figure for row, (figure, _) in figures.items()})
-        ahead, spread = shown.ahead(column, *order[:2]) if len(order) > 1 else (0.0, 0.0)
-        if ahead:
-            found.setdefault((*order[:2], _beside(ahead, spread)), {})[column] = f"{ahead:.3g}"
+        if len(order) > 1 and figures[order[0]][0] != figures[order[1]][0]:
+            text = shown.ahead(column, *order[:2]).text(".3g") if not shown.timed else f"{_gap(figures, *order[:2]):.3g}"
+            found.setdefault((*order[:2], shown.beside(column, *order[:2])), {})[column] = text
     for (first, second, beside), by in found.items():
-        yield f"{'; '.join(by)}: {first} leads, ahead of {second} by {', '.join(by.values())}, {beside}."
+        yield f"{'; '.join(by)}: {first} is best, ahead of {second} by {', '.join(by.values())} ({beside})."
 
 
-def _beside(ahead: float, spread: float) -> str:
-    if math.isnan(spread):
-        return "of one seed"
-    return "inside the spread" if abs(ahead) <= spread else "outside the spread"
+def _gap(figures: Mapping[str, tuple[float, float]], first: str, second: str) -> float:
+    return abs(figures[first][0] - figures[second][0])
 
 
 def _ranks(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
@@ -173,25 +216,23 @@ def _ranks(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
 
 
 def _pairs(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
-    """Which of the paper's orders of two rows ours have, too, and which they contradict."""
-    order = shown.sort(column, paper)
-    same, near, other = 0, 0, []
-    for better, worse in itertools.combinations(order, 2):
-        if paper[better] == paper[worse]:
-            continue
-        ahead, spread = shown.ahead(column, better, worse)
-        if abs(ahead) <= spread:  # never, where one of them has one seed
-            near += 1
-        elif ahead > 0:
-            same += 1
-        else:
-            other.append((better, worse))
+    """Which of the paper's orders of two rows ours have, too, and which they contradict; by means where seeds are few."""
+    pairs = [pair for pair in itertools.combinations(shown.sort(column, paper), 2) if paper[pair[0]] != paper[pair[1]]]
+    apart = {pair: shown.ahead(column, *pair) for pair in pairs}
+    by, near = "", "without a difference shown"
+    if shown.timed:
+        known, near = {pair for pair in pairs if shown.beside(column, *pair) == APART}, "with quartiles that overlap"
+    elif any(not math.isnan(one.half) for one in apart.values()):
+        known = {pair for pair, one in apart.items() if one.shown}
+    else:
+        known, near = {pair for pair, one in apart.items() if one.mean}, "level"
+        seeds = max(one.seeds for one in apart.values())
+        by = f" by means alone ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
+    other = [pair for pair in pairs if pair in known and apart[pair].mean < 0]
     against = [f"{better} before {', '.join(worse for _, worse in rest)}" for better, rest in _grouped(other)]
     said = f"; against ours the paper has {'; '.join(against)}" if against else ""
-    count = same + near + len(other)
-    return (
-        f"{column}: of {count} pairs of rows {same} in the paper's order, {len(other)} not, {near} inside the spread{said}."
-    )
+    counts = f"{len(known) - len(other)} in the paper's order, {len(other)} not, {len(pairs) - len(known)} {near}"
+    return f"{column}: of {len(pairs)} pairs of rows{by} {counts}{said}."
 
 
 def _grouped(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -199,13 +240,17 @@ def _grouped(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple
         yield first, list(rest)
 
 
-def _learned(shown: Shown) -> Iterator[str]:
-    """What learning its angles is worth to a row that has a fixed one beside it."""
-    for column, figures in shown.ours.items():
-        for fixed in (row for row in figures if row.endswith(LEARNS)):
-            if (row := fixed.removesuffix(LEARNS)) in figures:
-                ahead, spread = shown.ahead(column, row, fixed)
-                yield f"{row}, {column} {-ahead * shown.sign(column):+.3f}, {_beside(ahead, spread)}"
+def _learned(shown: Shown) -> dict[str, list[str]]:
+    """What learning its angles gains a row, beside one that keeps those it starts with; by what there is to say of that."""
+    found: dict[str, list[str]] = {}
+    for column, (row, fixed) in itertools.product(shown.ours, shown.fixed.items()):
+        if row in shown.ours[column] and fixed in shown.ours[column]:
+            gain = shown.ahead(column, row, fixed)
+            text = f"{gain.mean:+.3f}" if shown.timed else gain.text("+.3f")
+            name = row if fixed.startswith(row) else f"{row} over {fixed}"
+            kind = shown.beside(column, row, fixed).removesuffix(UNSHOWN)
+            found.setdefault(kind, []).append(f"{name}, {column} {text}")
+    return found
 
 
 def shown_in(folder: Path = RESULTS) -> list[Shown]:

@@ -28,6 +28,7 @@ def string(
     variant: Literal["cayley", "circulant"] = "cayley",
     axes: int = 1,
     base: float = 10000.0,
+    learned: bool = True,
     **choices: Unpack[Choices],
 ) -> Scheme:
     """STRING: rotations over real positions of any axes, in a learned orthogonal basis (Schenck et al. 2025, Eq. 9-11).
@@ -39,6 +40,7 @@ def string(
         variant: "cayley", P = (I - S) (I + S)^-1 with a learned skew S, or "circulant", generators C - C^T with learned
             circulant C, whose basis is the Fourier transform and leaves two features as they are.
         axes: Of the positions.
+        learned: Learn basis and frequencies, else both stay as they start.
     """
     expect("variant", variant, ("cayley", "circulant"))
     ends = 0 if variant == "cayley" else 2
@@ -48,9 +50,9 @@ def string(
     frequency = axial(shares, base).expand(heads, -1, -1)
     if variant == "circulant":  # columns whose transform is -i w / 2, so that C is skew and C - C^T has the angles w
         spectrum = torch.nn.functional.pad(frequency, (1, 1)) * -0.5j
-        return compose(generators.Circulant(torch.fft.irfft(spectrum)), heads, choices)
-    basis = bases.Cayley(torch.zeros(heads, head_dim, head_dim, device="cpu", dtype=torch.float64), learned=True)
-    encoding = encodings.InBasis(encodings.Rotary(frequency, learned=True), basis)
+        return compose(generators.Circulant(torch.fft.irfft(spectrum), learned=learned), heads, choices)
+    basis = bases.Cayley(torch.zeros(heads, head_dim, head_dim, device="cpu", dtype=torch.float64), learned=learned)
+    encoding = encodings.InBasis(encodings.Rotary(frequency, learned=learned), basis)
     return compose(encoding, heads, choices)
 
 
@@ -70,6 +72,7 @@ def comrope(
     axes: int = 2,
     block: int | None = None,
     base: float = 10000.0,
+    learned: bool = True,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
@@ -84,6 +87,7 @@ def comrope(
         axes: Of the positions.
         block: Features of a block, even: by default 4 where that divides the features, else 2, which is rope with learned
             frequencies over axes.
+        learned: Learn matrices and multiples, else both stay as they start.
     """
     expect("variant", variant, ("linear", "axial"))
     owners = at_least("axes", axes) if variant == "axial" else 1
@@ -98,7 +102,7 @@ def comrope(
         direction = torch.eye(axes, device="cpu", dtype=torch.float64).repeat_interleave(count // axes, 1)[None]
     lower = torch.stack((angle, torch.zeros_like(angle)), -1).view(count, size)[:, :-1]
     start = torch.diag_embed(lower, -1).expand(heads, -1, -1, -1)
-    encoding = generators.Commuting(start, direction, learned_direction=variant == "linear")
+    encoding = generators.Commuting(start, direction, learned=learned, learned_direction=learned and variant == "linear")
     return compose(encoding, heads, choices)
 
 
@@ -117,6 +121,7 @@ def grape(
     axes: int = 1,
     planes: int = 1,
     base: float = 10000.0,
+    learned: bool = True,
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
@@ -129,6 +134,7 @@ def grape(
         head_dim: d, at least 2 for each plane.
         axes: Of the positions; each has features of its own.
         planes: Of each axis and head.
+        learned: Learn planes and speeds, else both stay as they start.
     """
     at_least("planes", planes)
     widths = split(head_dim, at_least("axes", axes) * planes, 2)
@@ -136,7 +142,7 @@ def grape(
     parts: list[Encoding] = []
     for axis in range(axes):
         own = [
-            _plane(width, turn, seed + axis * planes + n)
+            _plane(width, turn, learned, seed + axis * planes + n)
             for n, (width, turn) in enumerate(zip(widths[axis * planes :][:planes], speed, strict=True))
         ]
         parts.append(own[0] if planes == 1 else encodings.DirectSum(own, shared=True))
@@ -152,7 +158,14 @@ def grape(
     learns="skew matrices A",
 )
 def liere(
-    head_dim: int, heads: int, *, axes: int = 2, base: float = 10000.0, seed: int = 0, **choices: Unpack[Choices]
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 2,
+    base: float = 10000.0,
+    learned: bool = True,
+    seed: int = 0,
+    **choices: Unpack[Choices],
 ) -> Scheme:
     """LieRE: exponentials of learned skew matrices, linear in the coordinates (Ostmeier et al. 2024). Approximate.
 
@@ -161,15 +174,16 @@ def liere(
 
     Args:
         axes: Of the positions.
+        learned: Learn the matrices, else they stay as they start.
     """
     angle = rope_frequencies(even(head_dim) // 2, base)
     lower = torch.stack((angle, torch.zeros_like(angle)), -1).flatten()[:-1]
     planes = torch.linalg.qr(normal(seed, heads, at_least("axes", axes), head_dim, head_dim).double()).Q
-    return compose(couplings.Lie(planes.mT @ torch.diag(lower, -1) @ planes), heads, choices)
+    return compose(couplings.Lie(planes.mT @ torch.diag(lower, -1) @ planes, learned=learned), heads, choices)
 
 
-def _plane(width: int, speed: Tensor, seed: int) -> Encoding:
+def _plane(width: int, speed: Tensor, learned: bool, seed: int) -> Encoding:
     """A random plane a head, of so many radians a step ``[h]``."""
     a, b = torch.linalg.qr(normal(seed, len(speed), width, 2).double()).Q.unbind(-1)
     root = speed.sqrt()[:, None]
-    return generators.RankTwo(root * a, root * b)
+    return generators.RankTwo(root * a, root * b, learned=learned)

@@ -51,7 +51,7 @@ class Options:
     """Run the cells of a paper's table that are missing, and print the paper's figures beside ours.
 
     Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and machines that share the folder divide
-    the cells. Ends with table.md and curves.svg there.
+    the cells. Ends with table.md, figures.json and curves.svg there.
     """
 
     table: Annotated[
@@ -71,7 +71,7 @@ class Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Run what is missing, print the table, write table.md and curves.svg; return 0, or 130 after Ctrl-C."""
+    """Run what is missing, print the table, write table.md, figures.json and curves.svg; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table).with_steps(options.scale, options.steps)  # before torch is imported
     from isopos.lab.reports import paper
     from isopos.lab.training.memory import check_memory

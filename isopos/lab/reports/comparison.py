@@ -1,4 +1,4 @@
-"""The table of a comparison, read from its folder: means over seeds, and differences with their spread. No torch here."""
+"""The table of a comparison, read from its folder: means over seeds, and differences with their intervals. No torch here."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from rich.text import Text
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe, join_spec, of_layers, split_spec
 from isopos.lab.reports import grids
+from isopos.lab.reports.intervals import LEAST, NOTE, Difference
 from isopos.lab.runs.files import damaged, read_json
 from isopos.lab.runs.folders import Result, fingerprint, read_ended, recipe_of
 from isopos.lab.tasks.task import Task
@@ -34,12 +35,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """A scheme: the results of its runs, those of the seeds that are compared, and by these the differences to the best."""
+    """A scheme: the results of its runs, those of the seeds that are compared, and the difference to the best by these."""
 
     scheme: str
     results: Sequence[Result]
     paired: Sequence[Result]
-    difference: Sequence[float]
+    difference: Difference | None
     speed: float | None
 
     @property
@@ -54,10 +55,11 @@ def about(folder: Path) -> dict[str, Any]:
     def change(found: dict[str, Any]) -> dict[str, Any]:
         if "text" in found:
             found |= {"task": "language", "data": found["text"], "summary": f"{found['bytes']:,} bytes"}
-        return {"speed": {}} | found
+        return {"speed": {}, "chance": None} | found
 
     texts = dict.fromkeys(("task", "data", "sha256", "summary", "torch", "device"), str)
     kinds = texts | {"threads": int, "planned": list[str], "complete": bool, "speed": dict[str, float]}
+    kinds["chance"] = tuple[float, int] | None
     return read_json(folder / FILE, kinds, "put it right, or compare again under another --name", change)
 
 
@@ -101,8 +103,9 @@ def ranking(folder: Path) -> "Ranking":
         pairs = [(results[seed].scores[main.title], best[seed].scores[main.title]) for seed in seeds]
         difference = [a - b for a, b in pairs if a is not None and b is not None]
         paired = [results[seed] for seed in seeds]
-        rows.append(Row(scheme, [*results.values()], paired, difference, speed.get(scheme)))
-    return Ranking(task, rows)
+        apart = Difference.paired(difference) if difference else None
+        rows.append(Row(scheme, [*results.values()], paired, apart, speed.get(scheme)))
+    return Ranking(task, rows, said.get("chance"))
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,25 @@ class Ranking:
 
     task: Task
     rows: Sequence[Row]
+    chance: tuple[float, int] | None = None  # of an answer that looks at nothing, and how many samples are scored
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the best row is, beyond the noise of its samples; each of the rows had a chance to be so by luck."""
+        scores = [result.scores[self.task.metrics[0].title] for row in self.rows[:1] for result in row.paired]
+        known = [score for score in scores if score is not None]
+        if self.chance is None or not known:
+            return True
+        share, count = self.chance
+        noise = (share * (1 - share) / count) ** 0.5
+        return statistics.mean(known) - share > statistics.NormalDist().inv_cdf(1 - 0.025 / len(self.rows)) * noise
+
+    @property
+    def leads(self) -> bool:
+        """Whether the first row is to be highlighted: it is above chance, and three seeds do not leave it level with all."""
+        others = [row.difference for row in self.rows[1:] if row.difference is not None]
+        level = any(other.seeds >= LEAST for other in others) and not any(other.shown for other in others)
+        return self.above_chance and not level
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -131,7 +153,7 @@ class Ranking:
             "scheme": row.scheme if len(set(of_layers(row.scheme))) > 1 else _short(row.scheme, first.choices),
             **first.choices,
             "features": first.choices["feature_map"],
-            "to best": _difference(row.difference, main.style),
+            "to best": "best" if row is self.rows[0] and row.difference else _difference(row.difference, main.style),
             f"{self.task.unit}/s": f"{statistics.mean(result.rate for result in row.results):,.0f}",
             "speed": "-" if row.speed is None else f"{row.speed:.2f}",
             "parameters": f"{first.parameters:,}",
@@ -152,10 +174,20 @@ class Ranking:
             f"{'; '.join(texts)}. speed: training, none with the same attention = 1, "
             f"measured side by side; {unit}/s is also what else the machine did during that run."
         )
-        if any(len(row.difference) > 1 for row in self.rows):
-            yield "to best: mean and standard deviation of differences paired by seed; (in brackets): inside that spread."
+        seeds = max((row.difference.seeds for row in self.rows if row.difference is not None), default=1)
+        if seeds >= LEAST:
+            yield (
+                f"to best: mean of {seeds} differences paired by seed, and its interval; (in brackets): the interval "
+                f"includes 0, so that no difference is shown. {NOTE}"
+            )
         else:
-            yield "to best: one seed, so its spread is unknown; --seeds 3 measures it."
+            yield f"to best: {'one seed' if seeds == 1 else f'{seeds} seeds'}, so no interval; --seeds {LEAST} gives one."
+        if not self.above_chance and self.chance is not None:
+            share, count = self.chance
+            yield (
+                f"No row is above chance, {self.task.metrics[0].text(share)}, the share of the most frequent class, by more "
+                f"than the noise of {count:,} samples: this shows nothing of the schemes."
+            )
         first = [row.results[0] for row in self.rows]
         words = [word for what, word in WORDS.items() if len({result.choices[what] for result in first}) > 1]
         words += ["parameters"] * (len({result.parameters for result in first}) > 1)
@@ -185,15 +217,9 @@ def _short(spec: str, choices: Mapping[str, str]) -> str:
     return join_spec(name, {option: value for option, value in options.items() if option not in choices})
 
 
-def _difference(values: Sequence[float], style: str) -> str:
-    """Mean of the paired differences, with their standard deviation; in brackets where it does not exceed it."""
-    if not values:
+def _difference(found: Difference | None, style: str) -> str:
+    """The mean with its interval, if there is one; in brackets where that includes 0."""
+    if found is None:
         return "-"
-    mean = statistics.mean(values)
-    if mean == 0:
-        return "best"
-    if len(values) == 1:
-        return format(mean, f"+{style}")
-    spread = statistics.stdev(values)
-    text = f"{mean:+{style}} ± {spread:{style}}"
-    return f"({text})" if abs(mean) <= spread else text
+    text = found.text(f"+{style}")
+    return text if found.shown or found.seeds < LEAST else f"({text})"

@@ -88,7 +88,7 @@ def write(folder: Path) -> Path:
         if said["complete"]
         else f'<p class="warn">Interrupted: unfinished {_text(", ".join(unfinished) or "timing")}.</p>',
         '<div class="wide">',
-        _html(found.header, [found.cells(row, found.header) for row in found.rows], found.numbers),
+        _html(found.header, [found.cells(row, found.header) for row in found.rows], found.numbers, best=found.leads),
         "</div>",
         *(f"<p><small>{_text(note)}</small></p>" for note in found.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
@@ -125,14 +125,15 @@ def _setting(said: dict[str, Any], runs: list[Run]) -> str:
     return text + f"torch {said['torch']}, {said['device']}, {said['threads']} threads."
 
 
-def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
+def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), *, best: bool = False) -> str:
+    """A table; with `best` its first row is highlighted."""
     head = "".join(f'<th scope="col"><button type="button">{_text(title)}</button></th>' for title in titles)
     marks = [" class=n" * (title in numbers) for title in titles]
     body = "</tr><tr>".join(
         "".join(f"<td{mark}>{_cell(cell, title)}</td>" for mark, cell, title in zip(marks, cells, titles, strict=True))
         for cells in rows
     )
-    first = ' class="best"' * bool(numbers)
+    first = ' class="best"' * best
     return f"<table><thead><tr>{head}</tr></thead><tbody><tr{first}>{body}</tr></tbody></table>"
 
 

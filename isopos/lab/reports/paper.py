@@ -14,8 +14,9 @@ from rich.table import Table
 from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
+from isopos.lab.reports.intervals import LEAST, Difference
 from isopos.lab.reports.plots import line_style, literal, plain
-from isopos.lab.runs.files import replacing, write_text
+from isopos.lab.runs.files import replacing, write_json, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.loader import (
     SCORES,
@@ -31,10 +32,11 @@ from isopos.lab.tables.loader import (
 from isopos.lab.tasks.language import TextTask
 from isopos.lab.tasks.task import Metric
 
-__all__ = ["PAIRED", "differences", "spearman", "write"]
+__all__ = ["FIGURES", "PAIRED", "differences", "spearman", "write"]
 
 # Fields that make no difference to a model or are told elsewhere:
 SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
+FIGURES = "figures.json"  # ours: by column, row and seed
 PAIRED = "## Distance to"  # and the name of the reference row: the title of the second table
 FEW = 3  # rows from which on a rank correlation is a number worth printing
 
@@ -85,7 +87,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
-    """Write table.md and curves.svg in the folder of a table; return the table for a terminal, and what is said below it."""
+    """Write table.md, figures.json and curves.svg in a table's folder; return it for a terminal, and what is said below."""
     about = read_about(folder)
     rows = [_found(table, line, folder, about) for line in table.rows]
     titles, grid = _grid(table, rows, about)
@@ -95,6 +97,9 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += _apart(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
+    if not table.timed:
+        found = {column.title: {row.line.name: row.values[column.title] for row in rows} for column in table.columns}
+        write_json(folder / FIGURES, {title: {name: own for name, own in by.items() if own} for title, by in found.items()})
     draw = _speed_picture if table.timed else _along if table.along else _curves
     figure = draw(table, rows, _alone(table, about))
     with replacing(folder / "curves.svg") as part:
@@ -179,14 +184,17 @@ def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
     for row in rows:
         cells = []
         for column in columns:
-            own, other = row.values[column.title], reference.values[column.title]
-            apart, metric = [own[seed] - other[seed] for seed in own if seed in other], _finer(table.metric(column))
+            apart, metric = _less(row, reference, column), _finer(table.metric(column))
             spread = f" ± {metric.text(statistics.stdev(apart))}" if len(apart) > 1 else ""
-            cells.append(f"{statistics.mean(apart):+{metric.style}}{spread}" if apart else "-")
+            text = f"{statistics.mean(apart):+{metric.style}}{spread}" if apart else "-"
+            cells.append(f"**{text}**" if apart and Difference.paired(apart).shown else text)
         if row is not reference and any(cell != "-" for cell in cells):
             grid.append([row.line.name, *cells])
     titles = ["row", *(column.title for column in columns)]
-    what = "A figure less the reference's of the same seed: means and standard deviations over seeds."
+    what = (
+        "A figure less the reference's of the same seed: means and standard deviations over seeds; bold where Student's 95% "
+        f"interval, of {LEAST} seeds at least, excludes 0."
+    )
     shown = [f"{PAIRED} {reference.line.name}", "", what, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
     return shown if grid else []
 
@@ -207,14 +215,20 @@ def _ours(table: PaperTable, row: Found, column: Column) -> str:
     return metric.text(statistics.mean(values)) + spread
 
 
+def _less(row: Found, other: Found, column: Column) -> list[float]:
+    """A row's figures less another's of the same seed."""
+    own, theirs = row.values[column.title], other.values[column.title]
+    return [own[seed] - theirs[seed] for seed in own if seed in theirs]
+
+
 def _leads(table: PaperTable, rows: Sequence[Found], row: Found, column: Column) -> bool:
-    """Whether a row's mean is within one standard deviation of the best row's, by the best row's deviation over seeds."""
-    rank, found = table.metric(column).rank, [[*one.values[column.title].values()] for one in rows]
-    best = min((values for values in found if len(values) > 1), key=lambda values: rank(statistics.mean(values)), default=())
-    own = row.values[column.title].values()
-    if not best or not own:
+    """Whether a row's mean is the best, or no difference to it is shown; never with fewer seeds than an interval takes."""
+    rank, found = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= LEAST]
+    if row not in found:
         return False
-    return rank(statistics.mean(own)) <= rank(statistics.mean(best)) + statistics.stdev(best)
+    best = min(found, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
+    apart = _less(row, best, column)
+    return len(apart) >= LEAST and not Difference.paired(apart).shown
 
 
 def _finer(metric: Metric) -> Metric:
@@ -287,7 +301,10 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
         yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
         yield from _seconds(table, folder)
     if table.marked:
-        yield "Marked (*) are figures within one standard deviation, over seeds, of the best."
+        yield (
+            "Marked (*) are the best figure and those of which no difference to it is shown: the 95% interval of the "
+            f"differences paired by seed includes 0. With fewer than {LEAST} seeds none is."
+        )
     yield from _ranks(table, rows, about)
     yield from _settling(table, rows, about)
     yield from table.notes
@@ -387,7 +404,7 @@ def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any])
 def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
     """By update, a column of panels a corpus: validation, mean over seeds, and its distance to the reference's.
 
-    Distances are paired by seed; their band is a standard deviation on both sides.
+    Distances are paired by seed; their band is the 95% interval, which fewer than three seeds do not have.
     """
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
     panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
@@ -399,10 +416,9 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
             if curve := _mean_curve(row, corpus):
                 above.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
             if apart := _distances(row, reference, corpus):
-                mean = [statistics.mean(values) for values in apart.values()]
-                spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in apart.values()]
-                low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-                below.plot(list(apart), mean, **line_style(n))
+                found = [Difference.paired(values) for values in apart.values()]
+                low, high = ([one.mean + sign * one.half for one in found] for sign in (-1, 1))
+                below.plot(list(apart), [one.mean for one in found], **line_style(n))
                 below.fill_between(list(apart), low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
         above.set(ylabel=f"validation, {title}", title=literal(f"{corpus}: {_short(names[corpus])}"))
         below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.line.name}'s, paired by seed"))

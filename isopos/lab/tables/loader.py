@@ -82,6 +82,7 @@ class Line:
     scheme: str = ""  # with options; empty where isopos has none
     figures: Sequence[float] = ()  # the paper's, one a column; empty for a row of ours
     schemes: Mapping[str, str] = field(default_factory=dict)  # by corpus, where it is another one, as on a grid
+    fixed: str = ""  # the row with the frequencies or angles with which this one starts, where it learns them
 
     def on(self, corpus: str) -> str:
         """The scheme that the models of a corpus have."""
@@ -101,7 +102,7 @@ class PaperTable:
     columns: Sequence[Column]  # the figures
     rows: Sequence[Line]  # in the paper's order, then ours
     kind: str = "scores"  # of trained models; or one of `TIMED`
-    marked: bool = False  # whether figures within a standard deviation of the best are marked
+    marked: bool = False  # whether the best figure is marked, and those of which no difference to it is shown
     reference: str = ""  # the row from which the others' distance is shown; by default the baseline
     figure: str = ""  # of the columns that name none; by default the task's first
     along: str = ""  # one of the task's own choices, by which the picture shows the columns; by default validations
@@ -265,6 +266,8 @@ def _check(table: PaperTable) -> None:
             raise ValueError(f"{what}: expected a row with a scheme, got {row!r}")
     known = [corpus.name for corpus in table.corpora] or [""]
     for row in table.rows:
+        if row.fixed:
+            expect(f"{row.name}: fixed", row.fixed, [name for name in names if name != row.name])
         for corpus in row.schemes:
             expect(f"{row.name}: corpus", corpus, known)
         for scheme in (row.scheme, *row.schemes.values()):

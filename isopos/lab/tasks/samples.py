@@ -112,6 +112,14 @@ class Labelled(Samples):
             count += len(rows)
         return Scored({"accuracy": right / count, "nats": nats / count, self.unit: count})
 
+    def chance(self, recipe: "Recipe") -> tuple[float, int] | None:
+        """The share of the most frequent class, where accuracy ranks."""
+        if recipe.task.metrics[0].figure != "accuracy":
+            return None
+        answers = [self.tensors("validation", rows, recipe)[-1] for rows in self.rounds("validation", self.limit)]
+        _, counts = np.unique(np.concatenate(answers), return_counts=True)
+        return int(counts.max()) / int(counts.sum()), int(counts.sum())
+
     def answers(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
         """A model's logits ``[b classes]`` and the right answers ``[b]``, with the model in evaluation mode for the time."""
         import torch

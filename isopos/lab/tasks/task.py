@@ -214,6 +214,10 @@ class Data(ABC):
         finally:
             model.train(training)
 
+    def chance(self, recipe: "Recipe") -> tuple[float, int] | None:
+        """The first metric of an answer that looks at nothing, and of how many held-out samples; None where not known."""
+        return None
+
     def save(self, folder: Path) -> None:
         """Write beside the weights what they need to be used again, such as a tokenizer."""
         return

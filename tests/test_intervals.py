@@ -1,0 +1,59 @@
+"""What a difference between few figures shows: Student's intervals, and how often they are wrong."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from isopos.lab.reports.intervals import Difference, student
+
+QUANTILES = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 20: 2.0860, 120: 1.9799}  # of every textbook's table
+
+
+def test_quantiles_are_student_s():
+    assert {degrees: round(student(degrees), 4) for degrees in QUANTILES} == QUANTILES
+    assert student(1e6) == pytest.approx(statistics.NormalDist().inv_cdf(0.975), abs=1e-5)
+    between = [student(degrees / 4) for degrees in range(4, 40)]
+    assert between == sorted(between, reverse=True)
+    with pytest.raises(ValueError, match="degrees: expected a number from 1 on, got 0"):
+        student(0)
+
+
+def test_intervals_of_known_figures():
+    """Of 1, 2 and 3: 2 -+ 4.3027 / 3^1/2. Welch's, of deviations 1 and 3 and 5 seeds each: 4.877 degrees, 2 -+ 3.665."""
+    assert Difference.paired([1, 2, 3]).half == pytest.approx(2.4841, abs=1e-4)
+    assert Difference.of(2.0, 1.0, 3).half == pytest.approx(2.4841, abs=1e-4)
+    found = Difference.unpaired((5.0, 1.0, 5), (3.0, 3.0, 5))
+    assert (found.mean, found.is_paired, found.seeds) == (2.0, False, 5)
+    assert found.half == pytest.approx(student(10**2 / (1 + 81) * 4) * 2**0.5, rel=1e-9)
+    assert Difference.unpaired((5.0, 0.0, 3), (3.0, 0.0, 3)).shown
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], [-3.0, -3.1]])
+def test_fewer_than_three_seeds_show_nothing(values):
+    found = Difference.paired(values)
+    assert math.isnan(found.half)
+    assert not found.shown
+    assert "[" not in found.text(".3f")
+    assert not Difference.unpaired((5.0, 0.1, len(values)), (1.0, 0.1, 3)).shown
+
+
+def test_without_a_difference_one_in_twenty_is_shown():
+    """Rows whose figures differ by noise alone, of three seeds that move all of them by more.
+
+    Paired by seed 5% are shown; by each row's distances to a third one, or by its figures, at most as many.
+    """
+    draw, times = random.Random(1), 2000
+    fires = {"paired": [], "distances": [], "columns": []}
+    for n in range(times):
+        moved = [draw.gauss(0, 2) for _ in range(3)]
+        one, other, third = ([seed + draw.gauss(0, 1) for seed in moved] for _ in range(3))
+        fires["paired"].append(Difference.paired([a - b for a, b in zip(one, other, strict=True)]).shown)
+        far = [[a - b for a, b in zip(row, third, strict=True)] for row in (one, other)]
+        for name, rows in (("distances", far), ("columns", (one, other))) if n % 4 == 0 else ():
+            figures = [(statistics.mean(row), statistics.stdev(row), 3) for row in rows]
+            fires[name].append(Difference.unpaired(*figures).shown)
+    rates = {name: statistics.mean(shown) for name, shown in fires.items()}
+    assert 0.04 < rates["paired"] < 0.06
+    assert max(rates["distances"], rates["columns"]) < 0.03
