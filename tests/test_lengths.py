@@ -8,12 +8,12 @@ import torch
 from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
 
 import isopos
-from isopos import Decoder, laws, schemes
+from isopos import Decoder, encodings, laws, schemes
 from isopos.attention import absorb, softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.laws.canonical import canonical, score
 from isopos.lengths import EXTENSIONS, extension
-from isopos.positions import grid, sequence
+from isopos.positions import Line, grid, sequence
 
 RESCALE = [1.0, 1.5, 2.0, 4.0]
 OPTIONS = {"longrope": {"rescale": RESCALE}}
@@ -165,6 +165,44 @@ def test_logits_are_sharper_by_the_square_of_the_factor():
     rho, sharp = scheme.encoding(sequence(40), torch.float64), 0.1 * math.log(16) + 1
     close(found, (rho(sharp * q) @ rho(sharp * k).mT / 8**0.5).softmax(-1) @ v)
     assert "scale" not in schemes.rope(8, HEADS).extend("yarn", factor=16, trained=32).at(sequence(4))
+
+
+SOME = {"factor": 16.0, "trained": 32}
+PARTIAL = {"yarn": {}, "longrope": {"rescale": [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_features_that_pass_are_made_sharper_in_whole_logits_alone(name, layout):
+    options, x = SOME | PARTIAL[name], sequence(40)
+    scheme = schemes.rope(8, HEADS, rotary_dim=4, layout=layout, attention="softmax")
+    q, k, v = inputs(t=40)
+    alone = schemes.rope(4, HEADS, layout=layout).extend(name, **options).encoding(x, torch.float64)
+    rotated, passed = alone(q[..., :4]) @ alone(k[..., :4]).mT, q[..., 4:] @ k[..., 4:].mT
+    sharp = extension(name, **options).attention_factor
+    assert sharp > 1.2
+    for whole, logits in ((False, sharp**2 * rotated + passed), (True, sharp**2 * (rotated + passed))):
+        scheme.extend(name, **options, whole_logits=whole)
+        expected = (logits / 8**0.5).masked_fill(~torch.ones(40, 40).tril().bool(), -math.inf).softmax(-1) @ v
+        close(stream(scheme, (q, k, v), x, (0, 3, 4, 40))[0], expected)
+        torch.testing.assert_close(score(canonical(scheme), q, k, x, x), logits / 8**0.5, rtol=0, atol=1e-10)
+
+
+def test_a_factor_of_some_features_leaves_positions_of_values_as_they_are():
+    """Any maps side by side, one of them no rotation of pairs; with and without what was evaluated before."""
+    group, frequency = Line(), rope_frequencies(1)[None, None]
+    parts = [encodings.Rotary(frequency, group=group), encodings.Permutation(torch.tensor([[1, 2, 0]]))]
+    encoding = encodings.DirectSum([*parts, encodings.Identity(3, group)], shared=True)
+    scheme = schemes.Scheme(encoding, HEADS, attention="softmax", transport=True).extend("yarn", **SOME)
+    q, k, v = inputs(t=9)
+    x, sharp = sequence(9), 0.1 * math.log(16) + 1
+    rho, gain = encoding(x, torch.float64), torch.tensor([sharp] * 5 + [1.0] * 3, dtype=torch.float64)
+    expected = rho.adjoint(((gain * rho(q)) @ (gain * rho(k)).mT / 8**0.5).softmax(-1) @ rho(v))
+    at = scheme.at(x, dtype=torch.float64)
+    close(softmax_attention(q, k, v, **at), expected)
+    close(softmax_attention(q, k, v, **scheme.at(x, x, dtype=torch.float64, evaluated=(at, at))), expected)
+    logits = torch.einsum("hti,htsij,hsj->hts", q, canonical(scheme)[0].matrix(x, x), k)
+    close(logits, (gain * rho(q)) @ (gain * rho(k)).mT / 8**0.5)
 
 
 def test_a_gradient_reaches_learned_frequencies():
