@@ -334,6 +334,8 @@ class Scheme(nn.Module):
         for name, module in self.named_modules():
             digest.update(f"{name} {type(module).__name__}".encode())
             for key, value in sorted((vars(module) | {"training": True}).items()):
+                if key.startswith("_"):  # PyTorch's own, of hooks, and marks of other libraries
+                    continue
                 if isinstance(value, Tensor):
                     digest.update(key.encode() + value.contiguous().numpy().tobytes())
                 elif isinstance(value, bool | int | float | str | Group | Extension):
