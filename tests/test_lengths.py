@@ -1,15 +1,17 @@
 """Frequencies for sequences longer than in training; test_oracles.py compares them with those of transformers."""
 
 import copy
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
 
 import isopos
 from isopos import Decoder, encodings, laws, schemes
-from isopos.attention import absorb, softmax_attention
+from isopos.attention import Steps, absorb, softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.laws.canonical import canonical, score
 from isopos.lengths import EXTENSIONS, extension
@@ -240,6 +242,44 @@ def test_keys_in_a_cache_stay_valid_but_not_those_from_before(attention):
     again = schemes.rope(8, HEADS, attention=attention).extend("dynamic", factor=4)
     again.at(x + 9, state=state)  # built alike
     assert again.fingerprint == scheme.fingerprint != again.extend("dynamic", factor=5).fingerprint
+
+
+RULED = {name: {"factor": 4.0, "trained": 6} | OPTIONS.get(name, {}) for name in EXTENSIONS}
+
+
+@RULES
+@pytest.mark.parametrize(
+    "options", [{}, {"learned": True}, {"attention": "softmax"}, {"attention": "softmax", "rotary_dim": 6}]
+)
+def test_streams_and_steps_of_an_extended_scheme_are_whole_calls(name, options):
+    rule = RULED[name] | ({"rescale": RESCALE[:3]} if name == "longrope" and "rotary_dim" in options else {})
+    scheme = schemes.rope(8, HEADS, **options).extend(name, **rule)
+    content, x = inputs(1, t=20, dtype=torch.float32), sequence(20)
+    with torch.no_grad():
+        whole = scheme(*content, x, causal=True)
+        assert (whole - schemes.rope(8, HEADS, **options)(*content, x, causal=True)).abs().max() > 1e-3
+        close(stream(scheme, content, x, (0, 3, 4, 20))[0], whole)
+        steps = Steps(scheme)
+        close(torch.cat([steps(*(a[..., i : i + 1, :] for a in content)) for i in range(20)], -2), whole)
+
+
+@RULES
+def test_what_an_extension_says_makes_it_again(name):
+    first = extension(name, np.float64(4), np.int64(6), **OPTIONS.get(name, {}))
+    again = extension(**json.loads(json.dumps(first.said)))
+    assert (again, repr(again)) == (first, repr(first))
+    assert repr(first) == repr(extension(name, 4, 6, **OPTIONS.get(name, {})))
+
+
+@pytest.mark.slow
+@RULES
+def test_extended_models_are_exported(name):
+    scheme = schemes.rope(8, HEADS, learned=True, attention="softmax").extend(name, **RULED[name])
+    model, tokens = Decoder(20, 16, 1, scheme).eval(), torch.arange(9)[None]
+    lengths = ({1: torch.export.Dim("length", min=2, max=64)},)
+    program = torch.export.export(model, (tokens,), dynamic_shapes=lengths).module()
+    for t in (9, 17):
+        close(program(torch.arange(t)[None]), model(torch.arange(t)[None]))
 
 
 def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):
