@@ -54,7 +54,7 @@ clean:     ## remove .venv, caches and build files; runs/ stays
 # A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
 STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-docs .venv/.installed-peers
 .venv/.installed-run: EXTRAS := lab
-.venv/.installed-dev: EXTRAS := lab,dev
+.venv/.installed-dev: EXTRAS := lab,dev,hf
 .venv/.installed-docs: EXTRAS := lab,dev,hf,docs
 .venv/.installed-peers: EXTRAS := lab,dev,peers,data,hf,docs,gpu-test
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/*.c isopos/ops/*/*.c) $(BIN)/python

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +34,16 @@ class Extension(ABC):
 
     by_length: ClassVar[bool] = False  # whether it asks for `trained`
     by_series: ClassVar[bool] = False  # whether what a frequency becomes hangs on the others of its head
+    whole_logits = False  # whether the attention factor is that of features that pass, too
 
     def __post_init__(self) -> None:
+        for own in fields(self):  # equal rules are printed alike, and by what a file can hold
+            if own.name != "trained" and type(value := getattr(self, own.name)) is not bool and isinstance(value, Real):
+                object.__setattr__(self, own.name, float(value))
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor: expected a number from 1 on, how many times longer sequences are, got {self.factor}")
         if self.trained is not None:
-            at_least("trained", self.trained, 2)
+            object.__setattr__(self, "trained", at_least("trained", self.trained, 2))
         elif self.by_length:
             raise ValueError(f"trained: expected the number of positions in training, which {self.name} goes by, got none")
 
@@ -46,6 +51,12 @@ class Extension(ABC):
     def name(self) -> str:
         """In `EXTENSIONS`."""
         return type(self).__name__.lower()
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Its name and values, as JSON has them: ``extension(**said)``, or `Scheme.extend` with them, makes it again."""
+        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        return {"name": self.name} | {key: list(a) if isinstance(a, tuple) else a for key, a in values.items()}
 
     def __call__(self, frequency: Tensor) -> Tensor:
         """Frequencies ``[h c f]`` in radians a step, as they are to be: float64. Gradients see the shares as constants."""
@@ -60,7 +71,7 @@ class Extension(ABC):
 
     @property
     def attention_factor(self) -> float:
-        """What queries and keys are both multiplied by in softmax attention: logits by its square."""
+        """What features of queries and of keys that rotate are multiplied by in softmax attention: logits by its square."""
         return 1.0
 
     def check(self, count: int) -> None:
@@ -133,6 +144,9 @@ class Yarn(_ByParts):
         slow: Turns below which it is interpolated.
         truncate: Round both bounds outward to numbers of pairs, as the code does.
         sharpness: The attention factor; 0.1 ln s + 1 by default, the root of the inverse of the paper's temperature.
+        whole_logits: Where only some features rotate, multiply whole logits, as the paper's temperature does. By default
+            the factor is that of the features that rotate, as in released checkpoints: their code multiplies cosines and
+            sines by it, and other features pass as they are.
 
     References:
         YaRN (Peng et al. 2023), sections 3.2 and 3.4. https://arxiv.org/abs/2309.00071
@@ -144,6 +158,7 @@ class Yarn(_ByParts):
     slow: float = 1.0
     truncate: bool = True
     sharpness: float | None = None
+    whole_logits: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,12 +207,14 @@ class LongRope(Extension):
         rescale: The factors of the pairs, in their order, for this length: `long_factor` of a checkpoint beyond its trained
             length, `short_factor` up to it.
         sharpness: The attention factor; (1 + ln s / ln L)^(1/2) by default.
+        whole_logits: As for YaRN.
     """
 
     by_length = True
 
     rescale: Sequence[float] = ()
     sharpness: float | None = None
+    whole_logits: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

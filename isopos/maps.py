@@ -440,6 +440,18 @@ class Scaling(TokenMap):
         return x * self.factor
 
 
+class Factor(TokenMap):
+    """Every feature times a number ``[h 1 1]``, the same for every token."""
+
+    number: Tensor = axes("h 1 1")
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.number.to(x.dtype)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        return self.apply(x)
+
+
 class Shear(TokenMap):
     """exp(s N) by steps s a token ``[*b h t 1]``: N takes each of `order` equal groups of features to the one before it.
 
@@ -532,6 +544,30 @@ class Mapped(TokenMap):
 
     def apply(self, x: Tensor) -> Tensor:
         return self.phi(self.first.apply(x))
+
+
+def sharpened(part: TokenMap, factor: float) -> TokenMap:
+    """A map whose outputs are times a factor, but for features that pass as they are: by its tables, where it has these.
+
+    Examples:
+        >>> half = BlockSum((Rotation(torch.tensor([[[[1.0, 0.0]]]])), Identity()), (2, 2), (2, 2))
+        >>> sharpened(half, 3.0)(torch.ones(1, 1, 4)).tolist()
+        [[[3.0, 3.0, 1.0, 1.0]]]
+    """
+    match part:
+        case Identity():
+            return part
+        case Rotation():
+            return Rotation(part.table * factor, part.lifted)
+        case Chain():
+            second = sharpened(part.second, factor)
+            return (Chain if isinstance(second, Isometry) else Composed)(part.first, second)  # pyright: ignore
+        case BlockSum():
+            parts = tuple(sharpened(own, factor) for own in part.parts)
+            kind: Any = BlockSum if all(isinstance(own, Isometry) for own in parts) else Blocks
+            return kind(parts, part.widths, part.returned)
+    tensor = next(part.tensors())
+    return Composed(part, Factor(torch.full((1, 1, 1), factor, dtype=torch.float64, device=tensor.device)))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -14,11 +14,11 @@ from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling
+from isopos.encodings import Coupling, Identity, Partial
 from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.lengths import Extension, extension
-from isopos.maps import Adjoint, Mapped, TokenMap
+from isopos.maps import Adjoint, Mapped, TokenMap, sharpened
 from isopos.paths import Forget, Path, Turn
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -269,8 +269,20 @@ class Scheme(nn.Module):
 
     @property
     def sharpness(self) -> float:
-        """What its extension multiplies softmax logits by, beside their scale; 1 without one."""
-        return 1.0 if self.extension is None else self.extension.attention_factor**2
+        """What its extension multiplies softmax logits by, beside their scale; 1 without one, or where features pass."""
+        return 1.0 if self.extension is None or self._rotates_apart(self.extension) else self.extension.attention_factor**2
+
+    @property
+    def rotary_factor(self) -> float:
+        """What its extension multiplies rotated features of queries and of keys by, beside others that pass; else 1.
+
+        As in the code of released checkpoints, which multiplies cosines and sines; see `isopos.lengths.Yarn.whole_logits`.
+        """
+        return 1.0 if self.extension is None or not self._rotates_apart(self.extension) else self.extension.attention_factor
+
+    def _rotates_apart(self, rule: Extension) -> bool:
+        """Whether an attention factor is that of some features alone."""
+        return not rule.whole_logits and any(isinstance(part, Identity | Partial) for part in self.encoding.modules())
 
     def extend(self, name: str, *, factor: float, trained: int | None = None, **options: Any) -> Self:
         """Change the frequencies of a rotary scheme, new or trained, for longer sequences: in place; returns the scheme.
@@ -322,6 +334,8 @@ class Scheme(nn.Module):
         for name, module in self.named_modules():
             digest.update(f"{name} {type(module).__name__}".encode())
             for key, value in sorted((vars(module) | {"training": True}).items()):
+                if key.startswith("_"):  # PyTorch's own, of hooks, and marks of other libraries
+                    continue
                 if isinstance(value, Tensor):
                     digest.update(key.encode() + value.contiguous().numpy().tobytes())
                 elif isinstance(value, bool | int | float | str | Group | Extension):
@@ -413,7 +427,9 @@ class Scheme(nn.Module):
             query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
             rho = query if shared else (query, self.encoding.key(y, dtype))
         found: dict[str, Any] = {"isometry": rho, "decay": None}
-        if self.transport:
+        if self.transport and evaluated is not None:
+            found["transport"] = (evaluated[1]["transport"][0], evaluated[0]["transport"][1])
+        elif self.transport:
             found["transport"] = _transport(*(rho if isinstance(rho, tuple) else (rho, rho)))
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
@@ -423,6 +439,9 @@ class Scheme(nn.Module):
             found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
             found["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
+            if (factor := self.rotary_factor) != 1 and evaluated is None:
+                made: Any = [sharpened(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
+                found["isometry"] = tuple(made) if len(made) > 1 else made[0]
             if self.locality is not None:
                 found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
             return Arguments(found)
@@ -459,7 +478,7 @@ class Scheme(nn.Module):
         query, key = rho if isinstance(rho, tuple) else (rho, rho)
         changes: dict[str, Any] = {"isometry": (query.last(new), key.last(new))}
         if self.transport:
-            changes["transport"] = _transport(*changes["isometry"])
+            changes["transport"] = tuple(part.last(new) for part in found["transport"])
         if rows and self.locality is not None:
             changes["locality"] = found["locality"][..., places.shape[-2] - new :, :]
         changes["decay"] = decay[0] if isinstance(decay, tuple) else decay

@@ -38,6 +38,17 @@ def test_a_path_has_cosines():
     close(x.abs(), wave.abs())
 
 
+@pytest.mark.parametrize("n", range(2, 13))
+def test_of_entries_that_tie_the_first_is_positive(n):
+    """On a path the ends of every second eigenvector have opposite signs and one magnitude, up to rounding."""
+    x = graph([[i, i + 1] for i in range(n - 1)], n - 1)
+    wave = torch.cos(math.pi * torch.arange(1, n).double() * (torch.arange(n).double()[:, None] + 0.5) / n)
+    ties = wave.abs() > wave.abs().amax(0) - 1e-9
+    assert (ties.sum(0) > 1).any()
+    first = ties.int().argmax(0)[None]  # of what ties, in the order of nodes
+    close(x, wave * wave.gather(0, first).sign() * 2**0.5)
+
+
 def test_edges_need_neither_order_nor_direction_and_a_small_graph_has_zeros():
     x = graph(RANDOM, 9)
     messy = torch.cat((RANDOM.flip(0, 1), RANDOM[:3], torch.tensor([[2, 2]])))

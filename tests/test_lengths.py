@@ -1,19 +1,21 @@
 """Frequencies for sequences longer than in training; test_oracles.py compares them with those of transformers."""
 
 import copy
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
 
 import isopos
-from isopos import Decoder, laws, schemes
-from isopos.attention import absorb, softmax_attention
+from isopos import Decoder, encodings, laws, schemes
+from isopos.attention import Steps, absorb, softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.laws.canonical import canonical, score
 from isopos.lengths import EXTENSIONS, extension
-from isopos.positions import grid, sequence
+from isopos.positions import Line, grid, sequence
 
 RESCALE = [1.0, 1.5, 2.0, 4.0]
 OPTIONS = {"longrope": {"rescale": RESCALE}}
@@ -167,6 +169,44 @@ def test_logits_are_sharper_by_the_square_of_the_factor():
     assert "scale" not in schemes.rope(8, HEADS).extend("yarn", factor=16, trained=32).at(sequence(4))
 
 
+SOME = {"factor": 16.0, "trained": 32}
+PARTIAL = {"yarn": {}, "longrope": {"rescale": [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_features_that_pass_are_made_sharper_in_whole_logits_alone(name, layout):
+    options, x = SOME | PARTIAL[name], sequence(40)
+    scheme = schemes.rope(8, HEADS, rotary_dim=4, layout=layout, attention="softmax")
+    q, k, v = inputs(t=40)
+    alone = schemes.rope(4, HEADS, layout=layout).extend(name, **options).encoding(x, torch.float64)
+    rotated, passed = alone(q[..., :4]) @ alone(k[..., :4]).mT, q[..., 4:] @ k[..., 4:].mT
+    sharp = extension(name, **options).attention_factor
+    assert sharp > 1.2
+    for whole, logits in ((False, sharp**2 * rotated + passed), (True, sharp**2 * (rotated + passed))):
+        scheme.extend(name, **options, whole_logits=whole)
+        expected = (logits / 8**0.5).masked_fill(~torch.ones(40, 40).tril().bool(), -math.inf).softmax(-1) @ v
+        close(stream(scheme, (q, k, v), x, (0, 3, 4, 40))[0], expected)
+        torch.testing.assert_close(score(canonical(scheme), q, k, x, x), logits / 8**0.5, rtol=0, atol=1e-10)
+
+
+def test_a_factor_of_some_features_leaves_positions_of_values_as_they_are():
+    """Any maps side by side, one of them no rotation of pairs; with and without what was evaluated before."""
+    group, frequency = Line(), rope_frequencies(1)[None, None]
+    parts = [encodings.Rotary(frequency, group=group), encodings.Permutation(torch.tensor([[1, 2, 0]]))]
+    encoding = encodings.DirectSum([*parts, encodings.Identity(3, group)], shared=True)
+    scheme = schemes.Scheme(encoding, HEADS, attention="softmax", transport=True).extend("yarn", **SOME)
+    q, k, v = inputs(t=9)
+    x, sharp = sequence(9), 0.1 * math.log(16) + 1
+    rho, gain = encoding(x, torch.float64), torch.tensor([sharp] * 5 + [1.0] * 3, dtype=torch.float64)
+    expected = rho.adjoint(((gain * rho(q)) @ (gain * rho(k)).mT / 8**0.5).softmax(-1) @ rho(v))
+    at = scheme.at(x, dtype=torch.float64)
+    close(softmax_attention(q, k, v, **at), expected)
+    close(softmax_attention(q, k, v, **scheme.at(x, x, dtype=torch.float64, evaluated=(at, at))), expected)
+    logits = torch.einsum("hti,htsij,hsj->hts", q, canonical(scheme)[0].matrix(x, x), k)
+    close(logits, (gain * rho(q)) @ (gain * rho(k)).mT / 8**0.5)
+
+
 def test_a_gradient_reaches_learned_frequencies():
     for scheme in (perturb(built("rope-learned")), perturb(built("ape-sequence"))):
         scheme.extend("yarn", factor=4, trained=64)
@@ -202,6 +242,44 @@ def test_keys_in_a_cache_stay_valid_but_not_those_from_before(attention):
     again = schemes.rope(8, HEADS, attention=attention).extend("dynamic", factor=4)
     again.at(x + 9, state=state)  # built alike
     assert again.fingerprint == scheme.fingerprint != again.extend("dynamic", factor=5).fingerprint
+
+
+RULED = {name: {"factor": 4.0, "trained": 6} | OPTIONS.get(name, {}) for name in EXTENSIONS}
+
+
+@RULES
+@pytest.mark.parametrize(
+    "options", [{}, {"learned": True}, {"attention": "softmax"}, {"attention": "softmax", "rotary_dim": 6}]
+)
+def test_streams_and_steps_of_an_extended_scheme_are_whole_calls(name, options):
+    rule = RULED[name] | ({"rescale": RESCALE[:3]} if name == "longrope" and "rotary_dim" in options else {})
+    scheme = schemes.rope(8, HEADS, **options).extend(name, **rule)
+    content, x = inputs(1, t=20, dtype=torch.float32), sequence(20)
+    with torch.no_grad():
+        whole = scheme(*content, x, causal=True)
+        assert (whole - schemes.rope(8, HEADS, **options)(*content, x, causal=True)).abs().max() > 1e-3
+        close(stream(scheme, content, x, (0, 3, 4, 20))[0], whole)
+        steps = Steps(scheme)
+        close(torch.cat([steps(*(a[..., i : i + 1, :] for a in content)) for i in range(20)], -2), whole)
+
+
+@RULES
+def test_what_an_extension_says_makes_it_again(name):
+    first = extension(name, np.float64(4), np.int64(6), **OPTIONS.get(name, {}))
+    again = extension(**json.loads(json.dumps(first.said)))
+    assert (again, repr(again)) == (first, repr(first))
+    assert repr(first) == repr(extension(name, 4, 6, **OPTIONS.get(name, {})))
+
+
+@pytest.mark.slow
+@RULES
+def test_extended_models_are_exported(name):
+    scheme = schemes.rope(8, HEADS, learned=True, attention="softmax").extend(name, **RULED[name])
+    model, tokens = Decoder(20, 16, 1, scheme).eval(), torch.arange(9)[None]
+    lengths = ({1: torch.export.Dim("length", min=2, max=64)},)
+    program = torch.export.export(model, (tokens,), dynamic_shapes=lengths).module()
+    for t in (9, 17):
+        close(program(torch.arange(t)[None]), model(torch.arange(t)[None]))
 
 
 def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):

@@ -16,6 +16,7 @@ from isopos.maps import (
     BlockSum,
     Chain,
     Composed,
+    Factor,
     Gather,
     Identity,
     Mapped,
@@ -84,6 +85,7 @@ ISOMETRIES = {
 }
 OTHERS = {
     "scaling": lambda: Scaling(random(B, H, T, D)),
+    "factor": lambda: Factor(random(H, 1, 1)),
     "composed": lambda: Composed(rotation(), Scaling(random(1, T, D))),
     "matrices": lambda: Matrices(random(H, T, 9, D)),
     "affine": lambda: Affine(random(H, 1, D)),

@@ -152,20 +152,45 @@ def test_a_patched_llama_is_an_extended_one(options):
         assert (found - theirs(tokens).logits).abs().max() < 1e-6
 
 
-def test_features_that_pass_are_made_sharper_too():
-    """GPT-NeoX's code multiplies those that rotate alone by cosines."""
-    from isopos.integrations.transformers import patch, unpatch
+@pytest.mark.parametrize("rule", ["yarn", "longrope"])
+def test_logits_of_partial_rotary_are_sharper_in_rotated_features_alone(rule):
+    """As transformers multiplies cosines and sines of GPT-NeoX, of Phi-3 and of others with a partial_rotary_factor."""
+    factors = [1.0, 1.5, 2.0, 4.0]
+    parameters = {"long_factor": factors, "short_factor": factors} if rule == "longrope" else {}
+    config = rope_config(rule, 16, 50, rope_theta=1e4, factor=4.0, partial_rotary_factor=0.5, **parameters)
+    q, k = torch.randn(2, 1, HEADS, 200, 16)
+    x, neox = torch.arange(200), transformers("gpt_neox")
+    cos, sin = transformers("llama").LlamaRotaryEmbedding(config)(q, x[None])
+    assert cos.shape[-1] == 8
+    theirs_q, theirs_k = neox.apply_rotary_pos_emb(q, k, cos, sin)
+    ours = isopos.rope(16, rotary_dim=8, layout="half", attention="softmax")
+    at = ours.extend(rule, factor=4.0, trained=50, **({"rescale": factors} if parameters else {})).at(x[:, None])
+    close(at["scale"] * at["isometry"](q) @ at["isometry"](k).mT, theirs_q @ theirs_k.mT / 4)
+    from isopos.integrations.transformers.places import Angles
+
+    narrow, wide = (Angles(ours, narrow=narrow)(q, x[None])[0] for narrow in (True, False))
+    close(narrow, cos)
+    assert (wide[..., 4:8] == 1).all(), "of a model that rotates all features"
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_patched_gpt_neox_is_an_extended_one(learned):
+    """By its own code, and by our attention, through which the paper's form goes too."""
+    from isopos.integrations.transformers import patch, patched
 
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
-    model = transformers("gpt_neox").GPTNeoXForCausalLM(module("transformers").GPTNeoXConfig(**sizes)).eval()
-    found, tokens = [], torch.arange(29)[None]
-    for learned in (False, True):  # through the model's code, if that could, and through our attention
-        scheme = isopos.rope(16, 2, rotary_dim=4, layout="half", attention="softmax", learned=learned)
-        patch(model, scheme.extend("yarn", factor=4.0, trained=20))
-        with torch.no_grad():
-            found.append(model(tokens).logits)
-        unpatch(model)
-    close(*found)
+    own = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20, "partial_rotary_factor": 0.5}
+    neox, config = transformers("gpt_neox").GPTNeoXForCausalLM, module("transformers").GPTNeoXConfig
+    theirs = neox(config(**sizes, rope_parameters={"rope_type": "yarn", **own})).eval()
+    model = neox(config(**sizes)).eval()
+    model.load_state_dict(theirs.state_dict())
+    scheme = isopos.rope(16, 2, rotary_dim=8, layout="half", attention="softmax", learned=learned)
+    tokens = torch.arange(29)[None]
+    with torch.no_grad():
+        with patched(model, scheme.extend("yarn", factor=4.0, trained=20)):
+            assert (model(tokens).logits - theirs(tokens).logits).abs().max() < 1e-6
+        found = patch(model, scheme.extend("yarn", factor=4.0, trained=20, whole_logits=True))(tokens).logits
+        assert (found - theirs(tokens).logits).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["transformers Llama"])

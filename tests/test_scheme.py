@@ -127,6 +127,12 @@ def test_a_fingerprint_is_the_same_in_training_and_in_evaluation():
     assert isopos.t5(8, 2).eval().fingerprint == isopos.t5(8, 2).fingerprint
 
 
+def test_a_fingerprint_is_of_what_is_isopos_own():
+    marked = isopos.t5(8, 2)
+    marked.encoding._is_hf_initialized = True  # as transformers marks all modules
+    assert marked.fingerprint == isopos.t5(8, 2).fingerprint
+
+
 def test_a_scheme_knows_how_it_was_made():
     scheme = isopos.permuteformer(8, 2, attention="softmax")
     name, options = scheme.origin

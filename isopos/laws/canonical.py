@@ -135,7 +135,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         far = partial(_length, group) if scheme.metric is None else _straight
         return lambda t: kernel(t) * (scale * locality ** far(t) * torch.exp(-inner * _length(group, t)))
 
-    primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in _of_coupling(coupling)]
+    parts = _of_coupling(coupling, scheme.rotary_factor**2 if softmax else 1.0)
+    primitives = [replace(primitive, kernel=scaled(primitive.kernel)) for primitive in parts]
     if scheme.bias is not None:
         phi = undivided(feature_maps.identity if softmax else scheme.feature_map)
         primitives += _of_bias(scheme.bias, coupling.features, scale, phi)
@@ -231,13 +232,13 @@ def _numbers(t: Relative) -> tuple[float, ...]:
     return t if isinstance(t, tuple) else (t,)
 
 
-def _of_coupling(coupling: Coupling) -> list[Primitive]:
-    """Of <query(x) q, key(y) k>."""
+def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
+    """Of <query(x) q, key(y) k>, where products of features of an encoding that do not pass are times a factor."""
     group, d = coupling.group, coupling.features
     content, one = _content(d), _one(d)
     match coupling:
         case Encoding():
-            return [Primitive(group, *content, *content, _of_encoding(coupling))]
+            return [Primitive(group, *content, *content, _of_encoding(coupling, factor))]
         case contragredient.Contragredient():
             return [Primitive(group, *content, *content, _of_pair(coupling))]
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
@@ -286,12 +287,28 @@ def _of_pair(pair: Coupling) -> Kernel:
     raise TypeError(f"coupling: expected one of isopos.contragredient, got {type(pair).__name__}")
 
 
-def _of_encoding(encoding: Coupling) -> Kernel:
-    """W(t) = rho(1)^H rho(t), ``[h d d]``."""
-    d = encoding.features
+def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
+    """W(t) = rho(1)^H rho(t), ``[h d d]``, times a factor where features do not pass."""
     match encoding:
         case encodings.Identity():
-            return lambda t: _eye(d)
+            return lambda t: _eye(encoding.features)
+        case encodings.InBasis():  # (LRPE, Eq. 22-24)
+            inner, P = _of_encoding(encoding.encoding, factor), _of_basis(encoding.basis)
+            return lambda t: P.mT @ inner(t) @ P
+        case encodings.DirectSum():
+            parts = [_of_encoding(part, factor) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
+            return lambda t: _blocks([part(t if encoding.shared else t[n]) for n, part in enumerate(parts)])
+        case encodings.Partial():
+            inner, rest = _of_encoding(encoding.encoding, factor), encoding.rest
+            return lambda t: _blocks([inner(t), _eye(rest)])
+    whole = _of_whole(encoding)
+    return lambda t: factor * whole(t)
+
+
+def _of_whole(encoding: Coupling) -> Kernel:
+    """W(t) of an encoding that is not made of others."""
+    d = encoding.features
+    match encoding:
         case encodings.Rotary():
             frequency = encoding.extended(constant(encoding.parameter))  # [h c f]
             if encoding.is_lift:  # Re exp(i angle) (LRPE, Eq. 22; cosFormer: Eq. 36)
@@ -311,15 +328,6 @@ def _of_encoding(encoding: Coupling) -> Kernel:
             generator = constant(encoding.parameter)  # [h b d d]
             step = _exp(generator - generator.mT)
             return lambda t: reduce(torch.matmul, (_power(step[:, branch], sign) for branch, sign in t), _eye(d))
-        case encodings.InBasis():  # (LRPE, Eq. 22-24)
-            inner, P = _of_encoding(encoding.encoding), _of_basis(encoding.basis)
-            return lambda t: P.mT @ inner(t) @ P
-        case encodings.DirectSum():
-            parts = [_of_encoding(part) for part in encoding.parts]  # pyright: ignore[reportArgumentType]
-            return lambda t: _blocks([part(t if encoding.shared else t[n]) for n, part in enumerate(parts)])
-        case encodings.Partial():
-            inner, rest = _of_encoding(encoding.encoding), encoding.rest
-            return lambda t: _blocks([inner(t), _eye(rest)])
     raise TypeError(f"encoding: expected one of isopos.encodings, got {type(encoding).__name__}")
 
 

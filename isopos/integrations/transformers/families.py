@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class Change(NamedTuple):
 
     def made(self) -> "Change":
         """Make it; the change that undoes it."""
-        before = Change(self.owner, self.name, getattr(self.owner, self.name, ABSENT))
+        old = getattr(self.owner, self.name, ABSENT)
+        before = Change(self.owner, self.name, ABSENT if isinstance(old, MethodType) else old)  # a class's own
         if self.value is ABSENT:
             delattr(self.owner, self.name)
         else:
@@ -84,9 +86,10 @@ def _bert(base: Any, config: Any, scheme: Scheme) -> Changes:
     if added is not None and added.model_dim != config.hidden_size:
         raise ValueError(f"scheme: expected an embedding of {config.hidden_size} features, got {added.model_dim}")
     zeros = Change(base.embeddings, "position_embeddings", Absolute(scheme, base.embeddings.position_embeddings.weight))
+    changes: Changes = [zeros, Hook(base.embeddings, _of_words)]
     if _is_nothing(scheme):
-        return [zeros]
-    return [zeros, Change(base.encoder, OWN, (scheme,)), Hook(base.encoder, _of_tokens), _ours(config)]
+        return changes
+    return [*changes, Change(base.encoder, OWN, (scheme,)), Hook(base.encoder, _of_tokens), _ours(config)]
 
 
 def _roformer(base: Any, config: Any, scheme: Scheme) -> Changes:
@@ -147,6 +150,18 @@ def _is_nothing(scheme: Scheme) -> bool:
 def _of_place(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments of a decoder's attention with what `Digits` made for all of its layers."""
     return args, {**kwargs, EVALUATED: kwargs["position_embeddings"][0].evaluated}
+
+
+def _of_words(embeddings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of BERT's embeddings with positions and types of all tokens, which its own tables limit in number."""
+    names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values_length")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    if given.get("position_ids") is None:
+        given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if given.get("token_type_ids") is None:
+        given["token_type_ids"] = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    return (), given
 
 
 def _of_tokens(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

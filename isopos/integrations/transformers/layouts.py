@@ -65,10 +65,14 @@ def absorb(model: Any) -> Any:
     state = dict(model.state_dict(keep_vars=True))
     found = [rows for _, rows in _rows(model, state)]
     scheme, new = embedding.scheme, []
-    if any(rows.ndim == 1 or len(rows) % scheme.heads for rows in found):
+    if any(rows.ndim == 1 for rows in found):
         raise ValueError(
-            "model: expected projections straight ahead of the scheme, of a multiple of its heads, got norms between them, "
-            "or a scheme of more heads than keys have"
+            "model: expected projections straight ahead of the scheme, got norms of queries and keys between them"
+        )
+    if few := [len(rows) for rows in found if len(rows) % scheme.heads]:
+        raise ValueError(
+            f"model: expected a scheme of one head or of its {min(few)} heads of keys, each of which has one basis, got one "
+            f"of {scheme.heads} heads, several of which share a key; build it with heads={min(few)}"
         )
     groups = [rows.reshape(scheme.heads, -1, *rows.shape[1:]) for rows in found]  # heads that share one of the scheme's
     device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))  # where its basis is

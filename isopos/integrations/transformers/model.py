@@ -5,18 +5,18 @@ The classes are made when they are first used, since their bases are transformer
 
 import functools
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from isopos.integrations.transformers import attention
-from isopos.integrations.transformers.saving import described
+from isopos.integrations.transformers.saving import described, made
 from isopos.models import TOKEN_STD, Decoder, PerLayer
 from isopos.models.blocks import ACTIVATIONS
 from isopos.models.decoder import AdaptiveHead
-from isopos.schemes import REGISTRY, Scheme
-from isopos.schemes.registry import resolve
+from isopos.schemes import Scheme
 from isopos.state import State
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ else:
     PreTrainedModel = CacheLayerMixin = object  # until the classes are made
 
 __all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "from_decoder"]
+
+CODE = """# Classes of this model, which are those of the package isopos: pip install "isopos[hf]".
+from isopos.integrations.transformers import IsoposConfig, IsoposForCausalLM
+
+__all__ = ["IsoposConfig", "IsoposForCausalLM"]
+"""  # what trust_remote_code=True runs of a folder, so that transformers finds the classes where nobody has imported isopos
+FILE = "isopos_model"
 
 
 def __getattr__(name: str) -> Any:
@@ -62,6 +69,7 @@ def from_decoder(decoder: Decoder) -> Any:
         hidden_act=next(name for name, kind in ACTIVATIONS.items() if isinstance(activation, kind)),
         scheme=found["scheme"],
         scheme_options=found["options"],
+        scheme_extension=found["extension"],
         fingerprint=found["fingerprint"],
         cutoffs=list(head.softmax.cutoffs[:-1]) if isinstance(head, AdaptiveHead) else [],
         dropout=block.dropout.p,
@@ -175,6 +183,16 @@ class _CausalLM(PreTrainedModel):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # but one of its own
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        scheme: Any = self.decoder.scheme  # which may have been extended meanwhile
+        found = described(scheme)
+        self.config.scheme_extension, self.config.fingerprint = found["extension"], found["fingerprint"]
+        super().save_pretrained(*args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: the code that a folder has is `CODE`, not a copy of this file."""
+
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.tokens
 
@@ -262,7 +280,7 @@ def _scheme(config: Any) -> Scheme:
     """That of a configuration, whose fingerprint is noted in it."""
     sizes = {"head_dim": config.hidden_size // config.num_attention_heads, "heads": config.num_attention_heads}
     with torch.device("cpu"):  # also where the rest is made without memory
-        scheme = REGISTRY[resolve(config.scheme)](**sizes | config.scheme_options)
+        scheme = made(config.scheme, sizes | config.scheme_options, config.scheme_extension)
     if scheme.group.columns != 1 or scheme.group.refers_to_rows:
         raise ValueError(f"scheme: expected positions on a line or ring, got {scheme.group}")
     if config.fingerprint not in (None, scheme.fingerprint):
@@ -284,8 +302,8 @@ def _classes() -> dict[str, Any]:
     class IsoposConfig(PreTrainedConfig):
         """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
 
-        The fingerprint is the scheme's, noted when a model is made. Other names are those of transformers and of
-        `isopos.models.Decoder`.
+        An extension is the arguments of `Scheme.extend`, or None. The fingerprint is the scheme's, noted when a model is
+        made. Other names are those of transformers and of `isopos.models.Decoder`.
         """
 
         model_type = "isopos"
@@ -300,6 +318,7 @@ def _classes() -> dict[str, Any]:
         hidden_act: str = "relu"
         scheme: str = "rope"
         scheme_options: dict[str, Any] = field(default_factory=dict)
+        scheme_extension: dict[str, Any] | None = None
         fingerprint: str | None = None
         cutoffs: list[int] = field(default_factory=list)
         dropout: float = 0.0
@@ -311,6 +330,19 @@ def _classes() -> dict[str, Any]:
         bos_token_id: int | None = None
         eos_token_id: int | None = None
         pad_token_id: int | None = None
+
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            self.auto_map = {
+                "AutoConfig": f"{FILE}.IsoposConfig",
+                "AutoModelForCausalLM": f"{FILE}.IsoposForCausalLM",
+            }
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            Path(save_directory, f"{FILE}.py").write_text(CODE, encoding="utf-8")
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+        @classmethod
+        def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+            """Nothing, as of the model."""
 
     class StateLayer(_StateLayer, CacheLayerMixin):
         __doc__ = _StateLayer.__doc__

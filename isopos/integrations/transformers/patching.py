@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -86,8 +87,18 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
     import transformers
 
     attention.register()
-    cls = cls or getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])  # pyright: ignore
-    return patch(cls.from_pretrained(folder, **options))
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"folder: expected a patched model of {', '.join(FAMILIES)}, got one of {config.model_type}")
+    known = getattr(cls, "_model_mapping", None)  # of an Auto class
+    cls = known[type(config)] if known is not None else cls or getattr(transformers, config.architectures[0])
+    ignored = [*(cls._keys_to_ignore_on_load_unexpected or ()), saving.VALUES]  # the scheme has them, whom no class knows
+    silent = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": cls.__module__})
+    found: Any = silent.from_pretrained(folder, **options)
+    model = found[0] if isinstance(found, tuple) else found
+    model.__class__ = cls
+    patch(model)
+    return found
 
 
 def unpatch(model: Model) -> Model:
@@ -128,7 +139,7 @@ def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
         if isinstance(change, Change) and isinstance(change.value, nn.Module):
             change.value.train(model.training).to(model.device)
     own = [Change(module, "config", config) for module in model.modules() if vars(module).get("config") is old]
-    return [*own, *changes]
+    return [*own, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme))]
 
 
 def _check_model(model: Any) -> None:

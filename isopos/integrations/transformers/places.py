@@ -33,12 +33,15 @@ def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
     return None
 
 
-def tables(encoding: Coupling, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Cosines and sines ``[*b t f 2]`` of each of the `rotations`, at positions x ``[*b t 1]``."""
+def tables(scheme: Scheme, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Cosines and sines ``[*b t f 2]`` of each of the `rotations`, at positions x ``[*b t 1]``, times attention factors."""
     dtype, found = torch.promote_types(dtype, torch.float32), []
-    for part in rotations(encoding) or ():
+    if scheme.sharpness != 1 and any(isinstance(part, int) for part in rotations(scheme.encoding) or ()):
+        raise ValueError("scheme: expected it as it was patched in, got one of whole_logits since; unpatch, and patch again")
+    factor = scheme.rotary_factor * scheme.sharpness**0.5  # of which one is 1
+    for part in rotations(scheme.encoding) or ():
         if isinstance(part, Rotary):
-            found.append(part(x, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
+            found.append(factor * part(x, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
         else:
             still = torch.tensor((1, 0), dtype=dtype, device=x.device)
             found.append(still.expand(*x.shape[:-1], part // 2, 2))
@@ -59,9 +62,9 @@ class Angles(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Of positions ``[b t]``, in the dtype of x, ``[b t d]`` each: those of f pairs, then the same again."""
-        parts = tables(self.scheme.encoding, position_ids[..., None], x.dtype)
+        parts = tables(self.scheme, position_ids[..., None], x.dtype)
         table = parts[0] if self.narrow else torch.cat(parts, -2)
-        cos, sin = (table * self.scheme.sharpness**0.5).to(x.dtype).unbind(-1)
+        cos, sin = table.to(x.dtype).unbind(-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
@@ -83,7 +86,7 @@ class Sinusoids(nn.Module):
     def forward(self, shape: torch.Size, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
         """Of tokens of a ``[b t]`` after so many, or at positions ``[t]``: ``[t d]``."""
         x = torch.arange(past, past + shape[1], device=self.like.device) if position_ids is None else position_ids
-        table = torch.cat(tables(self.scheme.encoding, x[..., None], self.like.dtype), -2) * self.scheme.sharpness**0.5
+        table = torch.cat(tables(self.scheme, x[..., None], self.like.dtype), -2)
         cos, sin = table.to(self.like.dtype).unbind(-1)
         return torch.cat((sin, cos), -1)
 

@@ -1,7 +1,7 @@
 """What a configuration of transformers says of a scheme, and what a folder holds of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,18 @@ from isopos.integrations.transformers.places import ATTENTION
 from isopos.schemes import REGISTRY, Scheme
 from isopos.schemes.registry import resolve
 
-__all__ = ["ENTRY", "described", "expect_same", "load_values", "rebuilt", "tell"]
+__all__ = ["ENTRY", "VALUES", "described", "expect_same", "load_values", "made", "rebuilt", "save", "tell"]
 
 ENTRY = "isopos"  # of a configuration
+VALUES = r"(^|\.)(scheme|isopos)\."
+"""Names of what a scheme has learned in the state of a patched model."""
 
 
 def described(scheme: Scheme) -> dict[str, Any]:
-    """Name, options (a seed among them) and fingerprint; without a name where no function of `REGISTRY` makes it again."""
-    found: dict[str, Any] = {"scheme": None, "options": {}, "fingerprint": scheme.fingerprint}
+    """Name, options (a seed among them), extension and fingerprint; no name where no function of `REGISTRY` makes it."""
+    rule = scheme.extension
+    found: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.said}
+    found["fingerprint"] = scheme.fingerprint
     if scheme.origin is None:
         return found
     name, options = scheme.origin
@@ -39,9 +43,21 @@ def rebuilt(entry: Any) -> Scheme:
             "scheme: expected the one that the checkpoint was saved with, which has no name to find it by, got none; "
             "patch(model, scheme) checks that it is the same"
         )
-    scheme = REGISTRY[resolve(entry["scheme"])](**entry["options"])
+    scheme = made(entry["scheme"], entry["options"], entry.get("extension"))
     expect_same(scheme, entry)
     return scheme
+
+
+def made(name: str, options: Mapping[str, Any], extended: Mapping[str, Any] | None) -> Scheme:
+    """A named scheme, extended by what `Extension.said` says."""
+    scheme = REGISTRY[resolve(name)](**options)
+    return scheme if extended is None else scheme.extend(**extended)
+
+
+def save(model: Any, scheme: Scheme, *arguments: Any, **options: Any) -> Any:
+    """The ``save_pretrained`` of a patched model: of its scheme as it is now, which may have been extended meanwhile."""
+    setattr(model.config, ENTRY, described(scheme))
+    return type(model).save_pretrained(model, *arguments, **options)
 
 
 def expect_same(scheme: Scheme, entry: Any) -> None:
