@@ -170,6 +170,7 @@ def test_formulas_are_drawn(visit, site):
 def test_the_site_is_searched(visit, site, served):
     """What is typed is searched for, letters that are shortcuts included; a result leads to its page."""
     page = visit(f"{site if served else SITE.as_uri()}/algebra.html")
+    page.locator("dialog").wait_for(state="attached")
     page.keyboard.press("Control+k")
     page.keyboard.type("permutation n p s f")
     field = page.get_by_role("combobox", name="Search")
@@ -182,6 +183,15 @@ def test_the_site_is_searched(visit, site, served):
     found.click()
     page.wait_for_url(address.split("?")[0].split("#")[0] + "*")
     assert "PermuteFormer" in page.locator("article").inner_text()
+
+
+def test_letters_turn_no_pages(visit):
+    """As where someone types before the search is there."""
+    page = visit(f"{SITE.as_uri()}/algebra.html")
+    for key in "np,.":
+        page.keyboard.press(key)
+        page.wait_for_timeout(200)
+        assert page.url.endswith("/algebra.html")
 
 
 def test_the_site_s_links_lead_to_pages_without_a_server(visit):
