@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ __all__ = ["edges", "graph"]
 DIGITS = 18  # of the number of a node: so many are an int64
 
 
-def graph(source: Tensor | Sequence[Sequence[int]] | str | Path, axes: int = 8, *, nodes: int | None = None) -> Tensor:
+def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int = 8, *, nodes: int | None = None) -> Tensor:
     """Positions of the nodes of an undirected, connected graph, for `isopos.wire`: float64 ``[n axes]``.
 
     Column k is the eigenvector of the k-th smallest eigenvalue of the Laplacian D - A after the constant one, with a mean
@@ -27,10 +28,12 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path, axes: int = 8, 
     give other positions. Positions of different graphs, and of one that changed, are not to be compared.
 
     Args:
-        source: A file of `edges`, or integers ``[m 2]``: a row an edge, whose nodes are 0 to n - 1. Repeated edges count
-            once, loops not at all.
+        source: A file of `edges`; integers, ``[m 2]`` with a row per edge, or ``[2 m]`` with a column per edge as PyTorch
+            Geometric's ``edge_index``, whose nodes are 0 to n - 1; or a graph of networkx, whose nodes are numbered in its
+            order. Repeated edges count once, loops not at all; directions and weights make no difference. ``[2 2]`` are
+            rows, or columns where these alone connect their nodes; where both do, they are the same edges.
         axes: Eigenvectors.
-        nodes: n; one more than the largest number by default.
+        nodes: n; one more than the largest number by default. A graph of networkx knows its own.
 
     Raises:
         ValueError: For what is no graph, and for one that is not connected: each part has eigenvectors of its own, and no
@@ -43,9 +46,7 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path, axes: int = 8, 
         >>> graph([[0, 1], [1, 2]], 2).round(decimals=3).abs().tolist()
         [[1.225, 0.707], [0.0, 1.414], [1.225, 0.707]]
     """
-    pairs = edges(source) if isinstance(source, str | Path) else torch.as_tensor(source)
-    if pairs.ndim != 2 or pairs.shape[-1] != 2 or pairs.dtype not in (torch.int64, torch.int32) or not len(pairs):
-        raise ValueError(f"graph: expected edges as integers [m 2], got {pairs.dtype} {list(pairs.shape)}")
+    pairs, nodes = _pairs(source, nodes)
     at_least("axes", axes)
     pairs, largest = pairs.detach().to("cpu", torch.int64), int(pairs.max())
     count = largest + 1 if nodes is None else at_least("nodes", nodes, 2)
@@ -64,6 +65,34 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path, axes: int = 8, 
     first = (size > size.amax(0) * (1 - 1e-6)).int().argmax(0)
     vectors = vectors * vectors.gather(0, first[None]).sign() * math.sqrt(count)
     return torch.nn.functional.pad(vectors, (0, axes - vectors.shape[-1]))
+
+
+def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
+    """Edges as integers ``[m 2]``, and how many nodes there are, where that is known."""
+    if hasattr(source, "nodes") and hasattr(source, "edges"):  # networkx
+        rows = {node: row for row, node in enumerate(source.nodes())}
+        if nodes not in (None, len(rows)):
+            raise ValueError(f"nodes: expected {len(rows)}, as many as the graph has, got {nodes}")
+        pairs, nodes = torch.tensor([[rows[a], rows[b]] for a, b in source.edges()], dtype=torch.int64), len(rows)
+    elif isinstance(source, str | Path):
+        pairs = edges(source)
+    else:
+        pairs = torch.as_tensor(source)
+        columns = pairs.ndim == 2 and len(pairs) == 2 != pairs.shape[1]
+        if columns or (pairs.shape == (2, 2) and not _joined(pairs) and _joined(pairs.mT)):
+            pairs = pairs.mT
+    if pairs.ndim != 2 or pairs.shape[-1] != 2 or pairs.dtype not in (torch.int64, torch.int32) or not len(pairs):
+        raise ValueError(
+            "graph: expected edges as integers [m 2] or [2 m], a file of them or a graph of networkx, got "
+            f"{pairs.dtype} {list(pairs.shape)}"
+        )
+    return pairs, nodes
+
+
+def _joined(pair: Tensor) -> bool:
+    """Whether two edges ``[2 2]`` connect their nodes."""
+    found = {frozenset(edge) for edge in pair.tolist() if edge[0] != edge[1]}
+    return len(set(pair.flatten().tolist())) == len(found) + 1
 
 
 def _reached(adjacency: Tensor) -> Tensor:

@@ -10,15 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
 from isopos.graphs import graph
+from isopos.times import timestamps
 from isopos.trees import INTEGER_DTYPES, depths, forest, name_row, parents_of, renumber, tree, tree_distance, tree_labels
 
 __all__ = ["Group", "Line", "Product", "Ring", "Tree"]
@@ -421,52 +419,6 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
 def ring(period: int, *, device: torch.device | str | None = None) -> Tensor:
     """Every element of ``Ring(period)``, once: int64 ``[period 1]``."""
     return sequence(at_least("period", period), device=device)
-
-
-def timestamps(
-    times: Sequence[datetime] | np.ndarray[Any, Any] | Tensor,
-    *,
-    start: datetime | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Time of day, time of week and absolute time: float64 ``[*b t 3]``, of `isopos.clock`'s positions.
-
-    Hours since midnight, modulo 24; days since Monday's midnight, modulo 7; hours since `start`. All three go on evenly, so
-    that a delay is one shift, the same for all times.
-
-    Args:
-        times: datetimes, numpy's datetime64, or a tensor ``[*b t]`` of seconds since 1970, as `time.time` counts. Datetimes
-            are read as their own clocks show them, whatever their time zone.
-        start: Where absolute time is zero: the first of the times by default.
-        device: Of the result.
-
-    Examples:
-        >>> from datetime import datetime
-        >>> timestamps([datetime(2024, 1, 1, 6), datetime(2024, 1, 3, 18, 30)]).tolist()  # a Monday, and the Wednesday after
-        [[6.0, 0.25, 0.0], [18.5, 2.7708333333333335, 60.5]]
-    """
-    if isinstance(times, Tensor):
-        seconds = times.to(torch.float64)
-    elif isinstance(times, np.ndarray):
-        if not np.issubdtype(times.dtype, np.datetime64):
-            raise ValueError(f"times: expected datetime64, got {times.dtype}; a tensor holds seconds since 1970")
-        seconds = torch.from_numpy((times - np.datetime64(0, "s")) / np.timedelta64(1, "s"))
-    else:
-        seconds = torch.tensor([_seconds(time) for time in times], dtype=torch.float64)
-    if not seconds.ndim or not seconds.isfinite().all():
-        raise ValueError(f"times: expected finite ones, [*b t], got {list(seconds.shape)}")
-    if start is None and not seconds.numel():
-        raise ValueError("start: expected a datetime where there are no times, got none")
-    first = seconds.flatten()[0] if start is None else _seconds(start)
-    week = (seconds + 3 * 86400) % (7 * 86400)  # 1970 began on a Thursday
-    return torch.stack((seconds % 86400 / 3600, week / 86400, (seconds - first) / 3600), -1).to(device)
-
-
-def _seconds(time: datetime) -> float:
-    """Seconds from 1970 to a time, by its own clock."""
-    if not isinstance(time, datetime):
-        raise TypeError(f"times: expected datetimes, got {type(time).__name__}; datetime.fromisoformat reads text")
-    return (time.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds()
 
 
 def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:

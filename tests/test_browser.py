@@ -144,27 +144,58 @@ def site():
         server.shutdown()
 
 
-PAGES = ("", "tutorials/rope", "uses", "algebra", "schemes", "results", "performance", "api/attention", "CONTRIBUTING")
+PAGES = (
+    *("index", "tutorials/rope", "uses", "algebra", "schemes", "results/index", "performance", "api/attention"),
+    "CONTRIBUTING",
+)
 
 
 @BOTH
 @pytest.mark.parametrize("name", PAGES)
 def test_the_site_is_whole(visit, site, name, width, night):
-    page = visit(f"{site}/{name}/".replace("//", "/").replace(":/", "://"), width, night)
+    page = visit(f"{site}/{name}.html", width, night)
     looks_right(page, night)
     assert page.locator("h1").count() == 1
 
 
 def test_formulas_are_drawn(visit, site):
-    page = visit(f"{site}/algebra/")
+    page = visit(f"{site}/algebra.html")
     formulas = page.locator("math")
     assert formulas.count() > 20
     assert all(formula.bounding_box()["width"] > 1 for formula in formulas.all())
     assert "\\rho" not in page.locator("article").inner_text()
 
 
-def test_the_site_is_searched(visit, site):
-    page = visit(site + "/")
+@pytest.mark.parametrize("served", [True, False], ids=["served", "as files"])
+def test_the_site_is_searched(visit, site, served):
+    """What is typed is searched for, letters that are shortcuts included; a result leads to its page."""
+    page = visit(f"{site if served else SITE.as_uri()}/algebra.html")
+    page.locator("dialog").wait_for(state="attached")
     page.keyboard.press("Control+k")
-    page.keyboard.type("permuteformer")
-    page.locator("a[href*=schemes], a[href*=tutorials]").filter(has_text="ermute").first.wait_for(timeout=10_000)
+    page.keyboard.type("permutation n p s f")
+    field = page.get_by_role("combobox", name="Search")
+    assert field.input_value() == "permutation n p s f"
+    assert page.url.endswith("/algebra.html")
+    field.fill("permuteformer")
+    found = page.locator("a[href*='schemes.html'], a[href*='tutorials/']").filter(has_text="ermute").first
+    found.wait_for(timeout=10_000)
+    address = found.get_attribute("href")
+    found.click()
+    page.wait_for_url(address.split("?")[0].split("#")[0] + "*")
+    assert "PermuteFormer" in page.locator("article").inner_text()
+
+
+def test_letters_turn_no_pages(visit):
+    """As where someone types before the search is there."""
+    page = visit(f"{SITE.as_uri()}/algebra.html")
+    for key in "np,.":
+        page.keyboard.press(key)
+        page.wait_for_timeout(200)
+        assert page.url.endswith("/algebra.html")
+
+
+def test_the_site_s_links_lead_to_pages_without_a_server(visit):
+    page = visit(f"{SITE.as_uri()}/index.html")
+    page.locator("article a[href*='tutorials/rope']").first.click()
+    page.wait_for_url(f"{SITE.as_uri()}/tutorials/rope.html*")
+    assert page.locator("h1").count() == 1

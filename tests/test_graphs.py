@@ -1,5 +1,6 @@
 """Positions of graphs: eigenvectors by their equation, edge lists, and what is no graph."""
 
+import itertools
 import math
 
 import pytest
@@ -63,6 +64,50 @@ def test_other_numbers_of_nodes_move_positions_along_where_eigenvalues_differ():
     close(graph(order[RANDOM], 4)[order].abs(), graph(RANDOM, 4).abs())
 
 
+def test_edges_are_rows_or_columns():
+    x = graph(RANDOM, 4)
+    assert torch.equal(graph(RANDOM.mT, 4), x)
+    assert torch.equal(graph(RANDOM.mT.tolist(), 4), x)
+    assert torch.equal(graph([[0], [1]], 1), graph([[0, 1]], 1))
+
+
+def test_two_edges_are_the_same_graph_by_rows_and_by_columns_where_both_are_connected(tmp_path):
+    def position(rows):
+        path = tmp_path / "edges.txt"  # whose lines are edges
+        path.write_text("".join(f"{a} {b}\n" for a, b in rows))
+        try:
+            return graph(path, 2)
+        except ValueError as error:
+            return str(error)
+
+    readings = set()
+    for a, b, c, d in itertools.product(range(4), repeat=4):
+        rows, columns = position([[a, b], [c, d]]), position([[a, c], [b, d]])
+        known = [x for x in (rows, columns) if isinstance(x, torch.Tensor)]
+        readings.add(tuple(isinstance(x, torch.Tensor) for x in (rows, columns)))
+        assert len(known) < 2 or torch.equal(*known)
+        if known:
+            assert torch.equal(graph([[a, b], [c, d]], 2), known[0])
+    assert len(readings) == 4
+
+
+def test_a_graph_of_networkx_is_read():
+    networkx = pytest.importorskip("networkx", reason="networkx is not installed")
+    names = "hgfedcba"
+    for kind in (networkx.Graph, networkx.DiGraph, networkx.MultiGraph):
+        found = kind()
+        found.add_nodes_from(names)
+        found.add_edges_from((names[a], names[b]) for a, b in RANDOM.tolist())
+        assert torch.equal(graph(found, 4), graph(RANDOM, 4))
+    assert torch.equal(graph(networkx.path_graph(5), 2), graph([[i, i + 1] for i in range(4)], 2))
+    with pytest.raises(ValueError, match="nodes: expected 5, as many as the graph has, got 6"):
+        graph(networkx.path_graph(5), nodes=6)
+    with pytest.raises(ValueError, match="expected a connected one, got 1 of 3 nodes"):
+        graph(networkx.Graph({0: [1], 2: []}))
+    with pytest.raises(ValueError, match=r"expected edges as integers .* got torch.int64 \[0\]"):
+        graph(networkx.empty_graph(3))
+
+
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_wire_turns_by_differences_of_eigenvectors(kind):
     scheme, x = isopos.wire(8, HEADS, axes=3, attention=kind), graph(RANDOM, 3)
@@ -114,8 +159,9 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
         (lambda: graph([[0, 1]], nodes=3), "expected a connected one, got 1 of 3 nodes"),
         (lambda: graph([[0, 3]], nodes=3), "expected nodes from 0 to 2, got 0 to 3"),
         (lambda: graph([[0, -1]]), "expected nodes from 0 to 0, got -1 to 0"),
-        (lambda: graph([[0.0, 1.0]]), r"expected edges as integers \[m 2\], got torch.float32"),
-        (lambda: graph([[0, 1, 2]]), r"expected edges as integers \[m 2\], got torch.int64 \[1, 3\]"),
+        (lambda: graph([[0.0, 1.0]]), r"expected edges as integers \[m 2\] or \[2 m\], .* got torch.float32"),
+        (lambda: graph([[0, 1, 2]]), r"expected edges as integers \[m 2\] or \[2 m\], .* got torch.int64 \[1, 3\]"),
+        (lambda: graph([0, 1]), r"expected edges as integers .* got torch.int64 \[2\]"),
         (lambda: graph(torch.empty(0, 2, dtype=torch.int64)), r"expected edges as integers"),
         (lambda: graph([[0, 1]], 0), "axes: expected an integer of at least 1, got 0"),
         (lambda: isopos.wire(8, 2, axes=2).at(graph(RANDOM, 3)), r"positions: expected \[\*b t 2\]"),

@@ -15,7 +15,7 @@ ROOT = Path(isopos.__file__).parent
 # From the bottom up: a room knows those of earlier lines, and none beside it; a longer name is a room of its own.
 LAYERS = """
 exact trees catalog
-graphs
+graphs times
 lengths
 feature_maps
 ops

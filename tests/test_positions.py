@@ -3,6 +3,7 @@
 import itertools
 import math
 from datetime import UTC, datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -262,8 +263,42 @@ def test_timestamps_read_what_others_have():
     seconds = torch.tensor([time.replace(tzinfo=UTC).timestamp() for time in times], dtype=torch.float64)
     assert timestamps(seconds).equal(found)
     assert timestamps(seconds.expand(3, 2)).equal(found.expand(3, -1, -1))
+    assert timestamps([int(second) for second in seconds]).equal(found)
+    assert timestamps(seconds.long().numpy()).equal(found)
+    assert timestamps([str(time) for time in times]).equal(found)
+    assert timestamps(np.array([f"{time:%Y%m%dT%H%M%S}" for time in times])).equal(found)
+    assert timestamps([*np.array(times, dtype="datetime64[us]")]).equal(found)
     assert timestamps([time.replace(tzinfo=timezone(timedelta(hours=5))) for time in times]).equal(found)
     assert timestamps([], start=times[0]).shape == (0, 3)
+
+
+def test_offsets_from_utc_are_kept_by_clocks_and_counted_by_the_time_that_passes():
+    """Clocks show local hours; from noon in Delhi to noon a day later in Berlin 28.5 hours pass, not 24."""
+    found = timestamps(["2024-01-01T12:00+05:30", "2024-01-02T12:00+01:00", "2024-01-02T10:00Z"])
+    assert found.tolist() == [[12, 0.5, 0], [12, 1.5, 28.5], [10, 1 + 10 / 24, 27.5]]
+    later = timestamps(["2024-01-02T10:00Z"], start="2024-01-01T12:00+05:30")
+    assert later.equal(found[2:])
+    assert timestamps(["2024-01-02T10:00Z"], start=datetime(2024, 1, 1, 6, 30, tzinfo=UTC)).equal(later)
+
+
+def test_summer_time_skips_and_repeats_hours_of_clocks_not_of_time():
+    zone = ZoneInfo("Europe/Berlin")
+    spring = timestamps([datetime(2024, 3, 31, hour, tzinfo=zone) for hour in (1, 3)])
+    assert spring[:, ::2].tolist() == [[1, 0], [3, 1]]
+    autumn = [datetime(2024, 10, 27, 2, tzinfo=zone, fold=fold) for fold in (0, 1)]
+    assert timestamps(autumn)[:, ::2].tolist() == [[2, 0], [2, 1]]
+    assert timestamps([time.astimezone(UTC) for time in autumn])[:, ::2].tolist() == [[0, 0], [1, 1]]
+
+
+def test_timestamps_of_pandas_are_read():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    times = ["2024-01-01T12:00+05:30", "2024-01-02T12:00+05:30"]
+    index = pandas.DatetimeIndex(times)
+    for kind in (index, pandas.Series(index), list(index)):
+        assert timestamps(kind).equal(timestamps(times))
+    assert timestamps(index.tz_localize(None).to_numpy()).equal(timestamps(times))
+    with pytest.raises(ValueError, match="times: expected finite ones"):
+        timestamps([pandas.NaT])
 
 
 def test_a_delay_is_one_shift():
@@ -278,10 +313,39 @@ def test_a_delay_is_one_shift():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: timestamps(["2024-01-01"]), TypeError, "times: expected datetimes, got str; datetime.fromisoformat"),
-        (lambda: timestamps(np.arange(3)), ValueError, "times: expected datetime64, got int64"),
-        (lambda: timestamps([]), ValueError, "start: expected a datetime where there are no times"),
-        (lambda: timestamps(torch.tensor(3.0)), ValueError, r"times: expected finite ones, \[\*b t\]"),
+        (
+            lambda: timestamps(["2024-13-01"]),
+            ValueError,
+            "times: expected ISO 8601, as 2024-01-31T18:30.01:00, got '2024-13-01'",
+        ),
+        (lambda: timestamps(["2020"]), ValueError, "times: expected ISO 8601, .* got '2020'"),
+        (lambda: timestamps("2024-01-01"), TypeError, r"times: expected a list, .* one time is \['2024-01-01'\]"),
+        (lambda: timestamps(5), TypeError, r"times: expected a list, .* one time is \[5\]"),
+        (
+            lambda: timestamps([None]),
+            TypeError,
+            "times: expected datetimes, text in ISO 8601 or seconds since 1970, got NoneType",
+        ),
+        (lambda: timestamps([True]), TypeError, "times: expected datetimes, .* got bool"),
+        (lambda: timestamps(torch.tensor([True])), TypeError, "times: expected datetime64 or numbers .* got torch.bool"),
+        (
+            lambda: timestamps(["2024-01-01T00:00Z", "2024-01-01"]),
+            ValueError,
+            "times: expected an offset from UTC, as in the first, in all of them, got no offset from UTC in '2024-01-01'",
+        ),
+        (lambda: timestamps(["2024-01-01", 5]), ValueError, "times: expected no offset .* got a number of seconds in 5"),
+        (
+            lambda: timestamps(["2024-01-01"], start="2024-01-01T00:00Z"),
+            ValueError,
+            "start: expected no offset from UTC, as the times have, got an offset from UTC in '2024-01-01T00:00Z'",
+        ),
+        (
+            lambda: timestamps([1.7e12]),
+            ValueError,
+            r"times: .*years 1 to 9999.* from 1.7e\+12 to 1.7e\+12 seconds since 1970",
+        ),
+        (lambda: timestamps([]), ValueError, "start: expected a time where there are no times"),
+        (lambda: timestamps(torch.tensor(3.0)), ValueError, r"times: expected finite ones .*\[\*b t\]"),
         (lambda: timestamps(torch.tensor([torch.nan])), ValueError, "times: expected finite ones"),
     ],
 )

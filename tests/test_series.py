@@ -3,7 +3,8 @@
 import gzip
 import json
 import pickle
-from datetime import datetime
+from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -62,11 +63,51 @@ def test_columns_without_names_go_by_numbers(tmp_path):
     assert read(path, "2", ("3",)).values.tolist() == [[5], [6]]
 
 
-def test_offsets_from_utc_are_those_of_the_first_row(tmp_path):
-    """So that time goes on evenly where clocks are put back: three hours of a night have three different times."""
-    found = read(written(tmp_path, "2024-10-27T01:30+02:00,1\n2024-10-27T02:30+02:00,2\n2024-10-27T02:30+01:00,3\n"))
+def test_time_goes_on_evenly_where_clocks_are_put_back(tmp_path):
+    """Three hours of a night; the second and the third show the same time of day."""
+    night = "2024-10-27T01:30+02:00,1\n2024-10-27T02:30+02:00,2\n2024-10-27T02:30+01:00,3\n"
+    found = read(written(tmp_path, night))
     assert np.diff(found.seconds).tolist() == [3600, 3600]
-    assert timestamps(torch.from_numpy(found.seconds))[:, 0].tolist() == [1.5, 2.5, 3.5]
+    assert np.diff(found.shown).tolist() == [3600, 0]
+    assert found.sha256 != replace(found, offsets=None).sha256
+    assert (
+        read(written(tmp_path, night.replace("+01:00", "+02:00").replace("02:30+02:00,3", "03:30+02:00,3"))).offsets is None
+    )
+
+
+def test_a_clock_s_rings_follow_clocks_and_its_line_time():
+    first = drawn(count=200)
+    offsets = np.where(np.arange(200) < 50, 0.0, -3600.0)
+    recipe, data = ready(series=replace(first, offsets=offsets))
+    _, plain = ready(series=first)
+    rows = np.array([0, 60])
+    (_, moved, _), (_, positions, _) = (one.tensors("train", rows, recipe) for one in (data, plain))
+    torch.testing.assert_close(moved[..., 2], positions[..., 2], rtol=0, atol=1e-9)
+    back = (positions - moved)[..., :2] % torch.tensor([24.0, 7.0])
+    torch.testing.assert_close(back[0], torch.zeros(11, 2, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(back[1], torch.tensor([1, 1 / 24], dtype=torch.float64).expand(11, 2), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        ("20240101", "20240101", "20240102"),
+        ("202401010000", "202401010630", "20240102"),
+        ("20240101000000", "2024-01-01T06:30", "20240102000030"),
+    ],
+)
+def test_digits_alone_that_are_a_date_are_read_as_one(tmp_path, times):
+    text = "\n".join(f"{time},{n}" for n, time in enumerate(dict.fromkeys(times)))
+    assert datetime.fromtimestamp(read(written(tmp_path, text)).seconds[0], UTC) == datetime(2024, 1, 1, tzinfo=UTC)
+    assert 86400 <= np.ptp(read(written(tmp_path, f"at,b\n{text}")).seconds) <= 86430
+
+
+def test_digits_that_are_no_date_or_have_a_unit_are_numbers(tmp_path):
+    for time, unit in (("20241301", "seconds"), ("1704067200", "seconds"), ("20240101", "minutes"), ("2020.0", "seconds")):
+        found = read(written(tmp_path, f"{time},1\n{float(time) + 1},2\n"), unit=unit)
+        assert found.seconds[0] == float(time) * {"minutes": 60}.get(unit, 1)
+    assert read(written(tmp_path, "1999,1\n2000,2\n"), unit="hours").seconds.tolist() == [1999 * 3600, 2000 * 3600]
+    assert read(written(tmp_path, "998,1\n2020,2\n")).seconds.tolist() == [998, 2020]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +127,18 @@ def test_offsets_from_utc_are_those_of_the_first_row(tmp_path):
         ("1704067200000,1", "line 2, column 1: a: expected a time in the years 1 to 9999, in seconds since 1970 where"),
         ("1e308,1", "line 2, column 1: a: expected a time in the years 1 to 9999"),
         ("2024-01-01,1\n2024-01-02,1e45", "line 3, column 2: b: expected a number of at most 1e+30, got '1e45'"),
+        ("2024-01-01,1_000", "line 2, column 2: b: expected a number or nothing, got '1_000'; --values"),
+        ("1_000,1", "line 2, column 1: a: expected an ISO time or a number, got '1_000'"),
+        (
+            "2020,1\n2021,2",
+            "line 2, column 1: a: expected a time or a number, but this may be either; write 2020-01-01T00:00:00, or 2020.0 "
+            "for a number, got '2020'",
+        ),
+        (
+            "2024013118,1",
+            "line 2, column 1: a: expected a time or a number, but this may be either; write 2024-01-31T18:00:00",
+        ),
+        ("20240131,1\n20240199,2", "line 3, column 1: a: expected an ISO time, as the first, got '20240199'"),
         ("2024-01-01,inf", "line 2, column 2: b: expected a number or nothing, got 'inf'"),
         ("2024-01-01,1,2", "line 2: expected 2 columns, as the first line has, got 3"),
         ('2024-01-01,"1', "line 2: expected CSV, got unexpected end of data"),
@@ -130,6 +183,23 @@ def test_what_is_no_series_is_refused(tmp_path):
     rows[:, 0], rows[190:, 1] = 1, 1
     with pytest.raises(ValueError, match=r"^data: expected values of b in the first 160 rows, to train on, got 0$"):
         ready(series=Series("late", ("a", "b"), np.arange(200.0), rows))
+
+
+@pytest.mark.parametrize("value", [0.1, 1e9, 0.0])
+def test_a_constant_column_stays_out_of_the_figures(value):
+    """The standard deviation of 0.1, repeated, is 1.4e-17, not 0."""
+    first = drawn(count=200)
+    values = np.concatenate((first.values, np.full((200, 1), value)), 1)
+    values[170:, 2] += 1e-3  # where nothing is trained
+    recipe, data = ready(series=replace(first, titles=(*first.titles, "valve"), values=values))
+    _, without = ready(series=first)
+    assert data.series.titles == first.titles
+    assert data.summary == without.summary + ", left out as constant: valve"
+    assert data.sha256 != without.sha256
+    assert recipe.task.channels == 2
+    np.testing.assert_array_equal(data.values, without.values)
+    with pytest.raises(ValueError, match=r"^data: expected values that vary in the first 160 rows, .*: valve$"):
+        ready(series=replace(first, titles=("valve",), values=values[:, 2:]))
 
 
 def test_schemes_see_times_and_whole_ones_numbers_of_rows():

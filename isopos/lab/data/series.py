@@ -23,6 +23,8 @@ UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 LARGEST = 1e30  # of values: what float32 holds of their squares, in standard deviations, ends before
 MISSING = ("", "-", "?", "na", "n/a", "nan", "none", "null")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+COMPACT = {4: "%Y", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # dates of so many digits
+YEARS = range(1800, 2200)  # of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +36,19 @@ class Series:
     seconds: np.ndarray  # since 1970, increasing: float64 [n]
     values: np.ndarray  # float64 [n c], not a number where there is none
     empty: int = 0  # rows without any value, which are left out
+    offsets: np.ndarray | None = None  # of the rows' clocks from that of `seconds`, in seconds: float64 [n]; None: all are 0
 
     @property
     def sha256(self) -> str:
         """A fingerprint of all that it holds."""
-        return hashlib.sha256(repr(self.titles).encode() + self.seconds.tobytes() + self.values.tobytes()).hexdigest()
+        offsets = b"" if self.offsets is None else self.offsets.tobytes()
+        parts = (repr(self.titles).encode(), self.seconds.tobytes(), self.values.tobytes(), offsets)
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    @property
+    def shown(self) -> np.ndarray:
+        """What the rows' clocks show, in seconds since 1970: float64 ``[n]``."""
+        return self.seconds if self.offsets is None else self.seconds + self.offsets
 
 
 def read(source: str, time: str = "", values: Sequence[str] = (), unit: str = "seconds") -> Series:
@@ -47,8 +57,9 @@ def read(source: str, time: str = "", values: Sequence[str] = (), unit: str = "s
     Args:
         source: Its path.
         time: The column of times, by name, or by number from 1 on where the first line has no names; the first by default.
-            Times are ISO 8601, as their own clocks show them (with offsets from UTC: as that of the first row shows them),
-            or numbers.
+            Times are ISO 8601, with offsets from UTC in all rows or in none, or numbers. Where the unit is
+            seconds, digits alone that are a date (20240131, 202401311830) are read as one, and refused where they may well
+            be either (2020, 2024013118).
         values: The columns of values; all others by default. Empty cells, and NaN, NA, null, none, - and ? are missing.
         unit: Of times that are numbers, and count from the beginning of 1970.
 
@@ -90,11 +101,11 @@ def _read(
     source: str, name: str, lines: Iterator[tuple[int, list[str]]], time: str, values: Sequence[str], unit: str
 ) -> Series:
     at, places, titles, first = -1, list[int](), list[str](), None
-    seconds, rows, empty = list[float](), list[list[float]](), 0
+    seconds, offsets, rows, empty = list[float](), list[float](), list[list[float]](), 0
     for line, cells in lines:
         if not places:
             titles = [str(n) for n in range(1, len(cells) + 1)]
-            bare = _moment(cells[place_of(name, titles, time or "1")]) if (time or "1") in titles else None
+            bare = _moment(cells[place_of(name, titles, time or "1")], unit) if (time or "1") in titles else None
             titles = cells if bare is None else titles
             at = place_of(name, titles, time) if time else 0
             places = [place_of(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
@@ -102,7 +113,10 @@ def _read(
                 raise ValueError(f"values: expected columns beside that of times, {titles[at]}, got {', '.join(titles)}")
             if bare is None:
                 continue
-        moment = _moment(cells[at])
+        moment = _moment(cells[at], unit, first)
+        if first is None and isinstance(moment, float) and unit == "seconds" and (date := _compact(cells[at])):
+            wanted = f"a time or a number, but this may be either; write {date.isoformat()}, or {cells[at]}.0 for a number"
+            raise wrong(name, line, f"{titles[at]}: expected {wanted}, got {cells[at]!r}", at + 1)
         if moment is None or type(moment) is not type(first or moment):
             kind = "a number" if isinstance(first, float) else "an ISO time"
             what = "an ISO time or a number" if first is None else f"{kind}, as the first"
@@ -122,22 +136,54 @@ def _read(
             empty += 1
         else:
             seconds.append(now)
+            offsets.append(_offset(moment) - _offset(first))
             rows.append(found)
     if not rows:
         raise ValueError(f"data: expected rows with a time and a value, got none in {name}")
-    return Series(source, tuple(titles[place] for place in places), np.array(seconds), np.array(rows), empty)
+    shown = np.array(offsets) if any(offsets) else None
+    return Series(source, tuple(titles[place] for place in places), np.array(seconds), np.array(rows), empty, shown)
 
 
-def _moment(text: str) -> float | datetime | None:
-    """A time, as a number or as ISO 8601; None where it is neither."""
-    try:
-        return number if math.isfinite(number := float(text)) else None
-    except ValueError:
-        pass
+def _moment(text: str, unit: str, first: float | datetime | None = None) -> float | datetime | None:
+    """A time, as a number or as ISO 8601; None where it is neither.
+
+    Digits alone are a date among dates; as the first time they are one where they cannot well be a number.
+    """
+    known = isinstance(first, datetime)
+    if (known or (first is None and unit == "seconds" and len(text) in (8, 12, 14))) and (date := _compact(text)):
+        return date
+    number = _number(text)
+    if math.isfinite(number):
+        return number
     try:
         return datetime.fromisoformat(text)
     except ValueError:
         return None
+
+
+def _compact(text: str) -> datetime | None:
+    """The date and time that digits alone are, or None."""
+    if not (text.isascii() and text.isdigit() and len(text) in COMPACT):
+        return None
+    try:
+        date = datetime.strptime(text, COMPACT[len(text)])
+    except ValueError:
+        return None
+    return date if date.year in YEARS else None
+
+
+def _number(text: str) -> float:
+    """The number that a text is; infinite where it is none. Python's underscores between digits are none of a table."""
+    try:
+        return math.inf if "_" in text else float(text)
+    except ValueError:
+        return math.inf
+
+
+def _offset(moment: float | datetime) -> float:
+    """Of a time from UTC, in seconds; 0 where it has none."""
+    offset = moment.utcoffset() if isinstance(moment, datetime) else None
+    return offset.total_seconds() if offset else 0.0
 
 
 def _seconds(moment: float | datetime, first: float | datetime, unit: int) -> float | None:
@@ -153,10 +199,7 @@ def _seconds(moment: float | datetime, first: float | datetime, unit: int) -> fl
 def _value(name: str, line: int, title: str, text: str, column: int) -> float:
     if text.lower() in MISSING:
         return math.nan
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.inf
+    value = _number(text)
     if not math.isfinite(value):
         raise wrong(name, line, f"{title}: expected a number or nothing, got {text[:40]!r}; --values names columns", column)
     if abs(value) > LARGEST:

@@ -2,8 +2,7 @@
 
 import base64
 import io
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +25,7 @@ __all__ = ["Forecast", "Spans"]
 NOTE = "of standardised values, over the horizon"
 HOUR = 3600
 FAR = 1e15  # standard deviations: squares of more are beyond float32
+CONSTANT = 1e-12  # of its largest value: a column whose standard deviation is less holds rounding errors
 PARTS = (0.8, 0.9)  # where the rows of validation and of the test begin
 
 
@@ -103,7 +103,8 @@ class Forecast(Task):
             )
         model, rows = self.model(recipe), torch.zeros(1, self.rows, self.channels or 1)
         with torch.no_grad():
-            model(rows, _places(recipe, self.positions, np.arange(self.rows)[None] * float(HOUR), 0.0, HOUR))
+            hours = np.arange(self.rows)[None] * float(HOUR)
+            model(rows, _places(recipe, self.positions, hours, hours, 0.0, HOUR))
         numbers = not on_clock and on_line != "real" and self.positions == "time"
         return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
 
@@ -123,7 +124,8 @@ class Spans(Samples):
     """Rows of a series, `context` and then `horizon` of them, to train on and to score.
 
     The last fifth is held out, half for the test. Values are standardised by the training part. Forecasts that are scored
-    stand side by side, and what they are made from may lie in the part before, as it does when a forecast is wanted.
+    stand side by side, and what they are made from may lie in the part before, as it does when a forecast is wanted. Columns
+    that are constant in the training part, where errors have no scale, are left out.
     """
 
     unit = "forecasts"
@@ -133,19 +135,15 @@ class Spans(Samples):
         self.task, self.series, self.name, self.sha256 = task, series, series.name, series.sha256
         count = len(series.seconds)
         ends = [int(share * count) for share in PARTS]
-        train = series.values[: ends[0]]
         if ends[0] <= task.rows or min(ends[1] - ends[0], count - ends[1]) < task.horizon:
             least = max(task.rows / PARTS[0], 10 * task.horizon)
             raise ValueError(
                 f"data: expected more than {least:.0f} rows, for a context of {task.context} and a horizon of "
                 f"{task.horizon}, got {count} in {series.name}; shorten both"
             )
-        known = (~np.isnan(train)).sum(0)
-        for title, rows in zip(series.titles, known, strict=True):
-            if rows < 2:
-                raise ValueError(f"data: expected values of {title} in the first {ends[0]} rows, to train on, got {rows}")
-        spread = np.nanstd(train, axis=0)
-        self.values = (series.values - np.nanmean(train, axis=0)) / np.where(spread > 0, spread, 1)
+        self.series, constant = _varying(series, ends[0])
+        series, train = self.series, self.series.values[: ends[0]]
+        self.values = (series.values - np.nanmean(train, axis=0)) / np.nanstd(train, axis=0)
         if (far := np.argwhere(np.abs(self.values) > FAR)).size:
             row, column = far[0].tolist()
             raise ValueError(
@@ -167,6 +165,7 @@ class Spans(Samples):
             f"a step of {self.step / HOUR:.3g} hours, {gaps} gaps of more than 3"
             + f", {lacking} values missing" * (lacking > 0)
             + f", {series.empty} rows without any left out" * (series.empty > 0)
+            + f", left out as constant: {', '.join(constant)[:200]}" * bool(constant)
         )
 
     def settle(self, recipe: "Recipe") -> "Recipe":
@@ -182,9 +181,8 @@ class Spans(Samples):
 
         chosen = self.begins[split][rows][:, None] + np.arange(-self.task.context, self.task.horizon)
         values = torch.from_numpy(self.values[chosen]).float()
-        positions = _places(
-            recipe, self.task.positions, self.series.seconds[chosen], float(self.series.seconds[0]), self.step
-        )
+        seconds, shown = self.series.seconds[chosen], self.series.shown[chosen]
+        positions = _places(recipe, self.task.positions, seconds, shown, float(self.series.seconds[0]), self.step)
         answers = values[:, self.task.context :].clone()
         values[:, self.task.context :] = torch.nan
         return values, positions, answers
@@ -266,6 +264,24 @@ class Spans(Samples):
         return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+def _varying(series: "Series", rows: int) -> "tuple[Series, list[str]]":
+    """A series without the columns that are constant in so many rows from the first on, and the titles of these."""
+    train = series.values[:rows]
+    for title, known in zip(series.titles, (~np.isnan(train)).sum(0), strict=True):
+        if known < 2:
+            raise ValueError(f"data: expected values of {title} in the first {rows} rows, to train on, got {known}")
+    varies = (np.nanstd(train, axis=0) > CONSTANT * np.nanmax(np.abs(train), axis=0)).tolist()
+    titles = {
+        kind: [title for title, one in zip(series.titles, varies, strict=True) if one == kind] for kind in (True, False)
+    }
+    if not titles[True]:
+        raise ValueError(
+            f"data: expected values that vary in the first {rows} rows, to train on, got constant ones alone in "
+            f"{series.name}: {', '.join(titles[False])[:200]}"
+        )
+    return replace(series, titles=tuple(titles[True]), values=series.values[:, varies]), titles[False]
+
+
 def _seen(scheme: Any) -> tuple[bool, str]:
     """Whether positions are a clock's; and on a line which numbers they may be, "real" or "whole", or nothing."""
     from isopos.biases import RelativeBias
@@ -279,8 +295,11 @@ def _seen(scheme: Any) -> tuple[bool, str]:
     return False, "real" if all(getattr(part.group, "real", False) for part in parts) else "whole"
 
 
-def _places(recipe: "Recipe", kind: str, seconds: np.ndarray, start: float, step: float) -> "Tensor":
-    """Positions of rows at times ``[b t]``, as the scheme has them: ``[b t 3]`` of a clock, ``[b t 1]``, or ``[t 1]``."""
+def _places(recipe: "Recipe", kind: str, seconds: np.ndarray, shown: np.ndarray, start: float, step: float) -> "Tensor":
+    """Positions of rows at times ``[b t]``, as the scheme has them: ``[b t 3]`` of a clock, ``[b t 1]``, or ``[t 1]``.
+
+    The rings of a clock see what clocks of the rows show, its line the time that has passed.
+    """
     import torch
 
     from isopos.lab.tasks.build import scheme_of
@@ -288,7 +307,8 @@ def _places(recipe: "Recipe", kind: str, seconds: np.ndarray, start: float, step
 
     on_clock, on_line = _seen(scheme_of(recipe))
     if on_clock:
-        return timestamps(torch.from_numpy(seconds), start=datetime.fromtimestamp(start, UTC))
+        passed = torch.from_numpy((seconds - start) / HOUR)
+        return torch.cat((timestamps(torch.from_numpy(shown))[..., :2], passed[..., None]), -1)
     if on_line == "whole" or kind == "index":
         return sequence(seconds.shape[1])
     return torch.from_numpy((seconds - seconds[:, :1]) / step)[..., None]
