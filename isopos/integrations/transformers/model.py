@@ -276,6 +276,25 @@ class _CausalLM(PreTrainedModel):
         return decoder.norm(y)
 
 
+class _Coded:
+    """A configuration that is saved with `CODE` beside it."""
+
+    auto_map: dict[str, str]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        self.auto_map = {
+            "AutoConfig": f"{FILE}.IsoposConfig",
+            "AutoModelForCausalLM": f"{FILE}.IsoposForCausalLM",
+        }
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        Path(save_directory, f"{FILE}.py").write_text(CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing, as of the model."""
+
+
 def _scheme(config: Any) -> Scheme:
     """That of a configuration, whose fingerprint is noted in it."""
     sizes = {"head_dim": config.hidden_size // config.num_attention_heads, "heads": config.num_attention_heads}
@@ -299,7 +318,7 @@ def _classes() -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
-    class IsoposConfig(PreTrainedConfig):
+    class IsoposConfig(_Coded, PreTrainedConfig):
         """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
 
         An extension is the arguments of `Scheme.extend`, or None. The fingerprint is the scheme's, noted when a model is
@@ -330,19 +349,6 @@ def _classes() -> dict[str, Any]:
         bos_token_id: int | None = None
         eos_token_id: int | None = None
         pad_token_id: int | None = None
-
-        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-            self.auto_map = {
-                "AutoConfig": f"{FILE}.IsoposConfig",
-                "AutoModelForCausalLM": f"{FILE}.IsoposForCausalLM",
-            }
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            Path(save_directory, f"{FILE}.py").write_text(CODE, encoding="utf-8")
-            super().save_pretrained(save_directory, *args, **kwargs)
-
-        @classmethod
-        def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-            """Nothing, as of the model."""
 
     class StateLayer(_StateLayer, CacheLayerMixin):
         __doc__ = _StateLayer.__doc__
