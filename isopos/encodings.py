@@ -432,7 +432,7 @@ class InBasis(Encoding):
             got = basis.widening * basis.features
             raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {got}")
         self.encoding, self.basis = encoding, basis
-        self.is_complex = encoding.is_complex and basis.is_complex
+        self.is_complex, self.is_trivial = encoding.is_complex and basis.is_complex, encoding.is_trivial
         self.order, self.is_lift, self.is_paired = encoding.order, encoding.is_lift, basis.widening == 2
         self.group, self.features, self.out_features = encoding.group, basis.features, encoding.out_features
 

@@ -95,6 +95,22 @@ def test_gates_and_positions_are_independent(kind):
 
 
 @both
+def test_pairs_of_the_half_layout_are_those_of_the_authors_code(kind):
+    """(i, i + d/2), where steps read keys as they are: the other layout of the same features, phi being one for each."""
+    options = {"attention": kind, "base": 50.0}
+    half, pairs = (perturb(schemes.selective(HEAD_DIM, HEADS, layout=a, **options), 0.5) for a in ("half", "interleaved"))
+    (q, k, v), x = inputs(2, t=T), sequence(T)
+    order = torch.arange(HEAD_DIM).view(2, -1).mT.flatten()  # 0, d/2, 1, d/2 + 1, ...
+    with torch.no_grad():
+        pairs.turn.weight.copy_(half.turn.weight[..., order])
+        pairs.turn.bias.weight.copy_(half.turn.bias.weight)
+    expected = pairs(q[..., order], k[..., order], v, x, causal=True)
+    close(half(q, k, v, x, causal=True), expected)
+    close(stream(half, (q, k, v), x, (0, 3, 4, T))[0], expected)
+    assert (pairs(q, k, v, x, causal=True) - expected).abs().max() > 1e-3
+
+
+@both
 @every
 def test_a_stream_is_exact_however_far_its_path(name, kind):
     """The same tokens behind a state whose path is 10^8 nats and radians long give the same, since sums are float64."""

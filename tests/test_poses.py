@@ -98,6 +98,33 @@ def test_prope_is_its_formula(kind, causal):
     close(scheme(q, k, v, x, causal=causal), expected)
 
 
+def test_the_layout_of_the_authors_code_is_its_formula():
+    """Rotations of the second half: columns first, pairs (i, i + d/8) of a quarter, by the angles with a minus sign."""
+    pose, (q, k, v) = poses(), inputs(t=T, d=D, e=D)
+    x, half = places(pose), D // 2
+
+    def turned(z, back=False):
+        quarters = []
+        for place, part in zip((x[:, 17], x[:, 16]), z.split(D // 4, -1), strict=True):
+            angle = place[:, None] * 100.0 ** -(torch.arange(D // 8).double() / (D // 8)) * (-1 if back else 1)
+            a, b = part.chunk(2, -1)
+            quarters += [angle.cos() * a + angle.sin() * b, angle.cos() * b - angle.sin() * a]
+        return torch.cat(quarters, -1)
+
+    at = schemes.prope(D, HEADS, attention="softmax").at(x, dtype=torch.float64)
+    cameras_of = [side.parts[0] for side in at["isometry"]]
+    query, key = (
+        torch.cat((side(z[..., :half]), turned(z[..., half:])), -1) for side, z in zip(cameras_of, (q, k), strict=True)
+    )
+    carried = torch.cat((cameras_of[1](v[..., :half]), turned(v[..., half:])), -1)
+    out = (query @ key.mT / D**0.5).softmax(-1) @ carried
+    expected = torch.cat((cameras_of[0].adjoint(out[..., :half]), turned(out[..., half:], back=True)), -1)
+    scheme = schemes.prope(D, HEADS, layout="half", attention="softmax")
+    close(scheme(q, k, v, x), expected)
+    assert (schemes.prope(D, HEADS, attention="softmax")(q, k, v, x) - expected).abs().max() > 0.01
+    assert laws.check(scheme).holds
+
+
 @both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_another_frame_of_the_world_changes_nothing(kind, dtype):

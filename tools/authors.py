@@ -59,10 +59,14 @@ AUTHORS = {
     ),
     "rope-mixed": Code(
         "naver-ai/rope-vit",
-        "two axes, of which columns come before rows; frequencies of all layers in one parameter; the class token does not "
-        "turn, as one at the origin",
+        "two axes, of which columns come before rows; each layer has frequencies of its own, all in one parameter; the "
+        "class token does not turn, as one at the origin",
     ),
-    "rope-golden": Code("no package: listings of an essay"),
+    "rope-golden": Code(
+        "jerryxio.ng/posts/nd-rope, listings of an essay",
+        "magnitudes ascend, from a smallest to a largest one that are given, with both ends, after a share that is zero; "
+        "pairs (i, i + d/2); columns come before rows, and positions are counted from the middle of an image of area 4",
+    ),
     "mrope": Code(
         "huggingface/transformers",
         "pairs (i, i + d/2) (`layout=half`); Qwen2-VL's default is base 10^6 (`base=1000000`), Qwen3-VL's is 5 10^5 "
@@ -72,29 +76,38 @@ AUTHORS = {
     "prope": Code(
         "liruilong940607/prope",
         "a position is a view matrix, the inverse of a pose, and K, counted in images from their middle, as "
-        "isopos.poses.cameras does with a size; columns come before rows; softmax attention only",
+        "isopos.poses.cameras does with a size; columns come before rows, and pairs (i, i + d/8) of each quarter turn the "
+        "other way (`layout=half`); skew of K is dropped; softmax attention only",
     ),
     "clock": Code("no code"),
     "string": Code("no code"),
     "comrope": Code(
         "Longin-Yu/ComRoPE",
-        'blocks of 2 by default, at first normal random; heads share the directions of "linear"; positions in [0, 1), moved '
-        "by noise in training",
+        'blocks of 2 by default, at first normal random; heads share the directions of "linear", and blocks of "axial" take '
+        "turns among axes; positions are centres of patches in (0, 1), rows before columns, moved by noise in training; "
+        "the class token is in the middle, at 0.5; each layer has generators of its own",
     ),
     "grape": Code(
         "model-architectures/GRAPE",
-        "its non-contextual model turns the d/2 planes of coordinates alone, at learned speeds that heads share",
+        "its non-contextual model turns the d/2 planes of coordinates (i, i + d/2) alone, the other way, at learned speeds "
+        "that heads share and layers do not, whose logarithms are learned; norms of queries and keys come after it",
     ),
-    "liere": Code("StanfordMIMI/LieRE", "upper triangles, at first uniform in [0, 2 pi); exponentials in float32"),
+    "liere": Code(
+        "StanfordMIMI/LieRE",
+        "upper triangles of blocks, at first uniform in [0, 2 pi), which heads and layers share or not, by flags; features "
+        "beyond whole blocks pass; positions from 0 to 1 with both ends on an image of the trained size, rows before "
+        "columns; the class token does not turn, as one at the origin; exponentials in float32",
+    ),
     "fox": Code(
         "zhixuan-lin/forgetting-transformer",
-        "gates read the layer's input, not the head's key, with weights of standard deviation 0.02 at first; softmax "
-        "attention only",
+        "gates read the layer's input, not the head's key, with weights of standard deviation 0.02 at first, each "
+        "layer its own; its variant with RoPE has pairs (i, i + d/2) and base 500,000; softmax attention only",
     ),
     "selective": Code(
         "timurcarstensen/selective-rope",
-        "angles read the layer's input with length one, through a matrix of low rank and a convolution over four tokens; "
-        "base 500,000 (`base=500000`); at first angles come from content alone",
+        "angles read the layer's input, each head's part of length one, through a matrix of low rank and a convolution over "
+        "four tokens, each layer its own; base 500,000 (`base=500000`); pairs (i, i + d/2) (`layout=half`); at first angles "
+        "come from content alone",
     ),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(

@@ -65,7 +65,9 @@ of each function explains its options.
 CODE = """\
 Facts read from released code, for whoever compares with it or carries weights over; formulas are the papers', and where a
 paper differs from its code, schemes follow the paper. An option in backticks gives the code's behaviour. What both compute
-of the same numbers is in [peers.md](peers.md), where packages can be run.
+of the same numbers is in [peers.md](peers.md), where packages can be run. Where an entry says nothing else, pairs are
+(2i, 2i+1) and turn by the positive angle in the code too; rows come before columns here, and positions count tokens or
+patches from 0. Layers share a scheme here, and what it learns, unless a model is given a list of one for each.
 """
 ABSENT = """\
 Every scheme above says what positions do to a query and a key before it sees their score: an isometry of each, a log decay,

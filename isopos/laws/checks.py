@@ -318,14 +318,20 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
 
 
 def _laws_of_pair(pair: Contragredient, probe: _Probe) -> dict[str, Callable[[], Finding]]:
-    """Of a representation W, which is the keys' map; that of the queries, transposed, is its inverse."""
+    """Of W, the keys' map after the transposed one of queries at the origin: a constant basis cancels, as in an encoding."""
     group, x, y = probe.group, probe.x, probe.y
+    origin = group.origin(TOKENS)
+
+    def scored(a: Tensor, b: Tensor) -> Tensor:
+        sides = pair.query(a, torch.float64), pair.key(b, torch.float64)
+        query, key = (_matrices(side, pair.features) for side in sides)
+        return query.mT @ key
 
     def w(a: Tensor) -> Tensor:
-        return _matrices(pair.key(a, torch.float64), pair.features)
+        return scored(origin, a)
 
     def inverse(a: Tensor) -> Tensor:
-        return _matrices(pair.query(a, torch.float64), pair.features).mT
+        return scored(a, origin)
 
     def unit() -> Tensor:
         return torch.eye(pair.features, dtype=torch.float64)

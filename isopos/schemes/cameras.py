@@ -2,10 +2,13 @@
 
 from typing import Unpack
 
+import torch
+
 from isopos import encodings
 from isopos.contragredient import Beside, Projection
+from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import axial, compose, register
+from isopos.schemes.registry import Layout, axial, compose, laid_out, register
 
 
 @register(
@@ -16,7 +19,13 @@ from isopos.schemes.registry import axial, compose, register
     extends="other groups of matrices, by direct sum",
 )
 def prope(
-    head_dim: int, heads: int | None = None, *, base: float = 100.0, transport: bool = True, **choices: Unpack[Choices]
+    head_dim: int,
+    heads: int | None = None,
+    *,
+    base: float = 100.0,
+    layout: Layout = "interleaved",
+    transport: bool = True,
+    **choices: Unpack[Choices],
 ) -> Scheme:
     """PRoPE: relative projections between cameras, and rope-axial of patches, of queries, keys and values (Li et al. 2025).
 
@@ -27,9 +36,15 @@ def prope(
     Args:
         head_dim: d, a multiple of 8.
         base: Of rope's frequencies on each axis.
+        layout: Of the half that sees patches: "interleaved", pairs (2i, 2i+1), those of rows first; or "half", that of the
+            authors' code: columns first, pairs (i, i + d/8) of each quarter, which turn the other way.
         transport: Whether values, too, are seen from the query's image, as in the paper.
     """
     if head_dim % 8 or head_dim < 8:
         raise ValueError(f"head size: expected a multiple of 8, half of it 4 features a camera's matrix, got {head_dim}")
-    patches = encodings.Rotary(axial([head_dim // 8] * 2, base)[None])
+    patches: Encoding = encodings.Rotary(axial([head_dim // 8] * 2, base)[None])
+    if layout != "interleaved":
+        back, still = -rope_frequencies(head_dim // 8, base), torch.zeros(head_dim // 8, device="cpu", dtype=torch.float64)
+        turned = [torch.stack(rows)[None] for rows in ((still, back), (back, still))]  # of rows and columns
+        patches = encodings.DirectSum([laid_out(encodings.Rotary(w), layout) for w in turned], shared=True)
     return compose(Beside([Projection(head_dim // 2), patches]), heads, choices, transport=transport)

@@ -6,7 +6,7 @@ from isopos import encodings
 from isopos.encodings import rope_frequencies
 from isopos.paths import Turn
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, register
+from isopos.schemes.registry import Layout, compose, even, laid_out, register
 
 
 @register(
@@ -34,11 +34,13 @@ def fox(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
     extends="any group, by tokens between",
     learns="a and b",
 )
-def selective(head_dim: int, heads: int, *, base: float = 10000.0, **choices: Unpack[Choices]) -> Scheme:
+def selective(
+    head_dim: int, heads: int, *, base: float = 10000.0, layout: Layout = "interleaved", **choices: Unpack[Choices]
+) -> Scheme:
     """Selective RoPE: each token turns those after it by angles read from its key (Movahedi et al. 2025). Causal.
 
     At the start every token turns by rope's angles, so that it is rope at consecutive positions; positions that are given
     are not looked at. ``decay="forget"`` adds forget gates, as the paper does.
     """
     turn = Turn(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
-    return compose(encodings.Identity(head_dim), heads, choices, turn=turn)
+    return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=turn)
