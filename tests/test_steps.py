@@ -233,10 +233,10 @@ def test_positions_end_where_the_scheme_does():
     assert steps.length == AHEAD // 2
 
 
-@pytest.mark.parametrize("name", ["rope", "retnet", "sinusoidal", "rope:softmax"])
+@pytest.mark.parametrize("name", ["rope", "retnet", "sinusoidal", "rope:attention=softmax", "horn-clipped:denominator=none"])
 def test_a_decoder_goes_on(name):
-    name, *kind = name.split(":")
-    scheme = schemes.REGISTRY[name](16, 2, attention=kind[0] if kind else "linear")
+    name, *options = name.split(":")
+    scheme = schemes.build(name, 16, 2, dict(option.split("=") for option in options))
     model = Decoder(50, 32, 2, scheme).eval()
     text = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     _, stream = model.prefill(text[:, :5])

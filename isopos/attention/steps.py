@@ -123,7 +123,7 @@ class Steps:
         again: Any = at | {"state": replace(self._state, in_place=True), "causal": True}
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
-        if all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
+        if problem.bare and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
             self._prepared, self._problem = Prepared.of(step) or triton_step.Prepared.of(step), problem
             self._rows = range(self.length, self.length)
             self._decay = None if problem.before is None else problem.before[..., None]
