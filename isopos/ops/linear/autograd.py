@@ -85,6 +85,8 @@ def refusal(sums: Sums, *, streams: bool = False) -> str:
         return "a compiler cannot trace a backward pass that is no graph"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "a trace would keep the chunks of its length"
+    if any(isinstance(x, FakeTensor) for x in sums.inputs):
+        return "a FakeTensor has no numbers, by which it decides"
     if sums.stream is not None and not streams:
         return "it takes and returns no sums of a stream"
     if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:
