@@ -123,13 +123,6 @@ class Problem(NamedTuple):
         return 0 in self.batch or 0 in (self.q.shape[-2], *self.v.shape[-2:])
 
     @property
-    def bare(self) -> bool:
-        """Whether sums of q, k and v and one division are all there is: what is prepared once adds and maps nothing else."""
-        other = (self.window, self.segments, self.path, self.mask, self.outward)
-        divided = self.denominator != "complex" and self.groups == 1 and self.layout == "bhtd"
-        return divided and not self.terms and all(x is None for x in other)
-
-    @property
     def mask_of_keys(self) -> Tensor | None:
         """``[*b 1 s 1]``."""
         return None if self.mask is None else self.mask[..., None, :, None]

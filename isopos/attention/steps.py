@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.attention.linear import linear_attention, sums_of
-from isopos.attention.problem import check_linear
+from isopos.attention.problem import Problem, check_linear
 from isopos.attention.softmax import softmax_attention
 from isopos.ops.linear import torch_step, triton_step
 from isopos.ops.linear.prepared import Prepared
@@ -137,7 +137,7 @@ class Steps:
         again: Any = at | {"state": replace(self._state, in_place=True), "causal": True}
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
-        if problem.bare and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
+        if _bare(problem) and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
             kinds = Prepared, triton_step.Prepared, torch_step.Prepared
             self._prepared, self._problem = next(filter(None, (kind.of(step) for kind in kinds)), None), problem
             self._rows = range(self.length, self.length)
@@ -157,6 +157,13 @@ class Steps:
             self._decay = torch.cat((last, at["decay"].expand(*last.shape[:-1], -1)), -1)
             weights = self._decay.diff().exp().to(dtype).flatten(0, -2).T.contiguous()
         prepared.look_ahead((features[0], features[1]), weights)
+
+
+def _bare(problem: Problem) -> bool:
+    """Whether sums and one division are all there is: what is prepared adds and maps nothing else."""
+    other = (problem.window, problem.segments, problem.path, problem.mask, problem.outward)
+    divided = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
+    return divided and not problem.terms and all(x is None for x in other)
 
 
 class _Ahead:

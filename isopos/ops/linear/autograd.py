@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
-from isopos.ops.library import watched
+from isopos.ops.library import tell, watched
 from isopos.ops.linear.features import Sums
 
 
@@ -30,6 +30,18 @@ class Backend(ABC):
 
         They are in `Sums.dtype`, or in the dtype of all inputs where nothing is left to divide.
         """
+
+
+Choice = TypeVar("Choice", bound=Backend)
+
+
+def chosen(backends: Sequence[Choice], sums: Sums) -> Choice | None:
+    """The first backend that serves a problem; it is told, once, where a kernel would that is not installed."""
+    for backend in backends:
+        if not (why := backend.serves(sums)):
+            return backend
+        tell(why)
+    return None
 
 
 class Kernel(Backend, ABC):
