@@ -9,6 +9,7 @@ import isopos
 from isopos.attention import Steps, explain, linear_attention
 from isopos.feature_maps import FeatureMap
 from isopos.ops import library
+from tools import without_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +79,16 @@ def test_nothing_is_warned_of_where_it_is_installed(monkeypatch):
         pytest.skip(library.libraries()[1])
     monkeypatch.setattr(library.Told, "yet", False)
     assert not told(lambda: (WOULD["causal"](), WOULD["a step"](), WOULD_NOT["float64"]()))
+
+
+def test_the_table_of_what_it_is_worth(monkeypatch):
+    monkeypatch.undo()
+    if not library.libraries()[0]:
+        pytest.skip(library.libraries()[1])
+    monkeypatch.setattr(without_kernel, "SCHEMES", ("rope",))
+    monkeypatch.setattr(without_kernel, "WORKS", dict(list(without_kernel.WORKS.items())[-1:]))
+    ((title, name, ours, other, ratio),) = without_kernel.table(rounds=1)
+    assert (title, name) == ("a step of `isopos.Steps`", "rope")
+    assert ours.endswith(" us")
+    assert other.endswith(" us")
+    assert float(ratio.removesuffix("x")) > 1
