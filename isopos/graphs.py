@@ -13,6 +13,7 @@ from isopos.catalog import at_least
 __all__ = ["edges", "graph"]
 
 DIGITS = 18  # of the number of a node: so many are an int64
+MOST = 1 << 15  # nodes: 8 GiB for their Laplacian
 
 
 def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int = 8, *, nodes: int | None = None) -> Tensor:
@@ -52,6 +53,11 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int
     count = largest + 1 if nodes is None else at_least("nodes", nodes, 2)
     if int(pairs.min()) < 0 or largest >= count:
         raise ValueError(f"graph: expected nodes from 0 to {count - 1}, got {int(pairs.min())} to {largest}")
+    if count > MOST:
+        raise ValueError(
+            f"graph: expected at most {MOST:,} nodes, whose eigenvectors are as many numbers squared, got {count:,}; number "
+            "them from 0 on without gaps, or take parts of the graph"
+        )
     adjacency = torch.zeros(count, count, dtype=torch.float64)
     adjacency[pairs[:, 0], pairs[:, 1]] = adjacency[pairs[:, 1], pairs[:, 0]] = 1
     adjacency.fill_diagonal_(0)

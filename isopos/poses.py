@@ -134,6 +134,8 @@ def _check_pose(pose: Tensor) -> None:
     if not isinstance(pose, Tensor) or pose.ndim < 3 or pose.shape[-2:] != (4, 4) or not pose.is_floating_point():
         got = f"{pose.dtype} {list(pose.shape)}" if isinstance(pose, Tensor) else type(pose).__name__
         raise ValueError(f"pose: expected floats [*b n 4 4], camera to world, got {got}")
+    if not pose.numel():
+        return
     exact = pose.detach().double()
     rotation, corner = exact[..., :3, :3], torch.tensor([0.0, 0, 0, 1], dtype=torch.float64, device=pose.device)
     if not exact.isfinite().all() or not (exact[..., 3, :] - corner).abs().max() < 1e-6:
@@ -146,6 +148,12 @@ def _check_pose(pose: Tensor) -> None:
         raise ValueError(
             f"pose: expected rotations [R t; 0 1] without a scale, got R R^T off the identity by {error.max():.1g} in "
             f"camera {', '.join(f'{int(n)}' for n in where)}"
+        )
+    if (mirrored := torch.linalg.det(rotation) < 0).any():
+        where = ", ".join(map(str, mirrored.nonzero()[0].tolist()))
+        raise ValueError(
+            f"pose: expected rotations, of determinant 1, got a reflection, of determinant -1, in camera {where}; turn an "
+            "axis of its coordinates round, all of them alike"
         )
 
 
@@ -165,9 +173,12 @@ def _in_images(intrinsics: Tensor, size: tuple[float, float] | None) -> Tensor:
         )
     if size is None:
         return K
-    if len(size) != 2 or not min(size) > 0:
+    try:
+        width, height = map(float, size)
+    except (TypeError, ValueError):
+        width = height = math.nan
+    if not (0 < width < math.inf and 0 < height < math.inf):
         raise ValueError(f"size: expected a positive width and height, got {size}")
-    width, height = (float(side) for side in size)
     scale = torch.tensor([[1 / width, 0, -0.5], [0, 1 / height, -0.5], [0, 0, 1]], dtype=torch.float64, device=K.device)
     return scale @ K
 

@@ -90,6 +90,39 @@ def test_padding_changes_nothing():
     assert not clustered_attention(q, k, v, clusters=5, mask=torch.zeros(2, T, dtype=torch.bool)).any()
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_padding_may_hold_anything(broken):
+    given, keys = inputs(), torch.ones(2, T, dtype=torch.bool)
+    keys[1, 31:] = False
+    options = at("rope", isopos.sequence(T)) | {"clusters": 5, "topk": 4, "mask": keys, "query_mask": keys}
+    expected = clustered_attention(*given, **options)
+    q, k, v = (a.masked_fill(~keys[:, None, :, None], broken).requires_grad_() for a in given)
+    found = clustered_attention(q, k, v, **options)
+    real = keys[:, None, :, None].expand_as(found)
+    torch.testing.assert_close(found[real], expected[real], atol=1e-12, rtol=0)
+    for grad in torch.autograd.grad(found[real].sum(), (q, k, v)):
+        assert grad.isfinite().all()
+
+
+def test_an_empty_cluster_keeps_its_centroid():
+    """Of queries that are equal all are in the first cluster; the others stay where they were, and answer nobody."""
+    q = torch.tensor([3.0, 4.0], dtype=torch.float64).expand(6, 2)
+    label, centre = _clusters(q, None, 3, 10)
+    assert label.tolist() == [0] * 6
+    assert torch.equal(centre, q[:3])
+
+
+@pytest.mark.parametrize("axis", ["queries", "keys", "samples", "features of values"])
+def test_nothing_gives_nothing(axis):
+    q, k, v = inputs()
+    if axis == "samples":
+        q, k, v = q[:0], k[:0], v[:0]
+    q = q[:, :, :0] if axis == "queries" else q
+    k, v = (k[:, :, :0], v[:, :, :0]) if axis == "keys" else (k, v[..., :0] if axis.startswith("features") else v)
+    found = clustered_attention(q, k, v, clusters=5)
+    assert torch.equal(found, q.new_zeros(*q.shape[:-1], v.shape[-1]))
+
+
 def test_heads_are_shared_and_layouts_taken():
     q = inputs(heads=6)[0]
     k, v = inputs()[1:]

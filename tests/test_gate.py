@@ -190,3 +190,26 @@ def test_a_model_has_its_positions_beside_its_tokens(name):
     model = Decoder(11, 32, 1, schemes.build(name, 8, 4, {}))
     with pytest.raises(ValueError, match="positions: expected a tensor on cpu as tokens, got one on meta"):
         model(torch.zeros(1, 5, dtype=torch.int64), sequence(5, device="meta"))
+
+
+FAKE = {
+    "mask": lambda: {"mask": torch.ones(1, 8, dtype=torch.bool)},
+    "decay": lambda: {"decay": -torch.arange(8).double()},
+    "segments": lambda: {"segment_ids": torch.zeros(1, 8, dtype=torch.long), "decay": -torch.arange(8).double()},
+    "window": lambda: {"window": 3},
+    "terms": lambda: {"terms": [Clipped(torch.zeros(2, 5, 16), "query", sequence(8), sequence(8), 2)]},
+    "nothing": dict,
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", FAKE)
+def test_tensors_without_numbers_give_shapes(options, causal):
+    with FakeTensorMode():
+        q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+        out = linear_attention(q, k, v, causal=causal, **FAKE[options]())
+        assert out.shape == (1, 2, 8, 16)
+        assert all(x.shape == q.shape for x in torch.autograd.grad(out.sum(), (q, k, v)))
+        if causal and options == "nothing":
+            _, state = linear_attention(q, k, v, causal=True, return_state=True)
+            assert linear_attention(q, k, v, causal=True, state=state).shape == q.shape

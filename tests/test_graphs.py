@@ -158,6 +158,8 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
         ),
         (lambda: graph([[0, 1]], nodes=3), "expected a connected one, got 1 of 3 nodes"),
         (lambda: graph([[0, 3]], nodes=3), "expected nodes from 0 to 2, got 0 to 3"),
+        (lambda: graph([[0, 10**12]]), "expected at most 32,768 nodes, .*, got 1,000,000,000,001; number them from 0 on"),
+        (lambda: graph([[0, 1]], nodes=10**12), "expected at most 32,768 nodes"),
         (lambda: graph([[0, -1]]), "expected nodes from 0 to 0, got -1 to 0"),
         (lambda: graph([[0.0, 1.0]]), r"expected edges as integers \[m 2\] or \[2 m\], .* got torch.float32"),
         (lambda: graph([[0, 1, 2]]), r"expected edges as integers \[m 2\] or \[2 m\], .* got torch.int64 \[1, 3\]"),

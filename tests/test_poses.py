@@ -217,7 +217,12 @@ def test_half_precision_keeps_what_cancels(kind):
         close(out, scheme(*(a.double() for a in half), x), roundings=16)
 
 
-ONE = GROUP.origin(3)
+ONE, MIRROR = GROUP.origin(3), torch.tensor([1.0, 1, -1, 1], dtype=torch.float64).diag()
+
+
+def test_no_cameras_have_no_positions():
+    assert cameras(torch.empty(0, 4, 4), K, size=(640, 480)).shape == (0, 16)
+    assert cameras(torch.empty(2, 0, 4, 4), patches=(2, 3)).shape == (2, 0, 18)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,11 @@ ONE = GROUP.origin(3)
         (lambda: cameras(poses(), torch.eye(4)), r"intrinsics: expected \[\*b n 3 3\] or \[3 3\], got \[4, 4\]"),
         (lambda: cameras(poses(), K.expand(2, 3, 3)), r"intrinsics: expected \[3 3\] or \[3, 3, 3\], got \[2, 3, 3\]"),
         (lambda: cameras(poses(), size=(640, 480)), "size: expected none without intrinsics"),
-        (lambda: cameras(poses(), K, size=(0, 480)), "size: expected a positive width and height"),
+        *(
+            (lambda size=size: cameras(poses(), K, size=size), "size: expected a positive width and height, got")
+            for size in ((0, 480), (torch.inf, 480), (640, torch.nan), (640,), 640, ("wide", 480))
+        ),
+        (lambda: cameras(poses() @ MIRROR), "pose: expected rotations, of determinant 1, got a reflection, .* in camera 0;"),
         (lambda: cameras(poses(), patches=(0, 2)), "patches: expected an integer of at least 1, got 0"),
         (lambda: GROUP.check(torch.zeros(3, 16)), "positions: expected invertible 4 x 4 matrices .* got inf in row 0"),
         (lambda: GROUP.check(ONE + 1e6 * torch.eye(16)[3]), "put the world's origin near the cameras"),

@@ -327,3 +327,15 @@ def test_what_cannot_be_updated_in_place_is_refused():
         linear_attention(q, k, v, causal=True, state=State(in_place=True), return_state=True)
     with pytest.raises(ValueError, match="softmax"), torch.no_grad():
         softmax_attention(q, k, v, causal=True, state=State(in_place=True), return_state=True)
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_a_stream_goes_on_with_as_many_samples(kind):
+    """None of them is another number, too; no tokens are none."""
+    q, k, v = inputs(2, t=3)
+    _, state = ATTENTION[kind](q, k, v, causal=True, return_state=True)
+    with pytest.raises(ValueError, match=r"state: expected one of \[0, 2\] samples and heads, got one of \[2, 2\]"):
+        ATTENTION[kind](q[:0], k[:0], v[:0], state=state, causal=True, return_state=True)
+    out, after = ATTENTION[kind](q[:, :, :0], k[:, :, :0], v[:, :, :0], state=state, causal=True, return_state=True)
+    assert out.shape == (2, 2, 0, HEAD_DIM)
+    assert all(torch.equal(x, after[name]) for name, x in state.tensors.items())

@@ -146,6 +146,20 @@ def test_what_is_broken_outside_a_window_is_not_seen(kind, causal, dtype):
     torch.testing.assert_close(out[0, 1], whole[0, 1], atol=1e-5, rtol=1e-4)
 
 
+@causality
+@pytest.mark.parametrize("broken", range(6, 12))
+def test_what_decayed_to_nothing_within_a_window_is_not_seen(causal, broken):
+    """Wherever the borders of blocks are, its weight is zero, and zero times NaN is NaN."""
+    q, k, v = inputs(t=T, dtype=torch.float32)
+    options = {"decay": -200.0 * torch.arange(T, dtype=torch.float64), "causal": causal, "window": 5, "feature_map": elu1}
+    expected = linear_attention(q, k, v, **options)
+    v[:, broken] = torch.nan
+    found = linear_attention(q, k, v, **options)
+    rows = torch.arange(T) != broken
+    torch.testing.assert_close(found[:, rows], expected[:, rows])
+    assert found[:, broken].isnan().all()
+
+
 @both
 def test_under_a_compiler(kind):
     options = isopos.rope(HEAD_DIM, HEADS, attention=kind, decay="retnet").at(sequence(T)) | {"causal": True, "window": 5}

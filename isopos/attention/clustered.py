@@ -50,7 +50,8 @@ def clustered_attention(
         isometry: rho at the positions of q and k; a pair for cross-attention.
         scale: d^-1/2 by default.
         mask: Keys that take part, bool ``[*b s]``.
-        query_mask: Queries that shape clusters, bool ``[*b t]``: all but padding. Outputs of the others mean nothing.
+        query_mask: Queries that shape clusters, bool ``[*b t]``: all but padding, which may hold anything. Outputs of
+            the others mean nothing.
         layout: Of `softmax_attention`.
 
     Returns:
@@ -87,7 +88,8 @@ def clustered_attention(
             raise ValueError(f"query_mask: expected bool [*b t], got {query_mask.dtype} {list(query_mask.shape)}")
     with full_precision(q.device):
         factor = float(problem.q.shape[-1] ** -0.5 if scale is None else scale)
-        out = _attend(problem, query_mask, factor, clusters, topk, iterations)
+        empty = problem.q.new_zeros(*problem.batch, problem.q.shape[-2], problem.v.shape[-1])
+        out = empty if problem.empty else _attend(problem, query_mask, factor, clusters, topk, iterations)
     return restored(out, problem).to(q.dtype)
 
 
@@ -95,6 +97,8 @@ def _attend(problem: Problem, query_mask: Tensor | None, scale: float, clusters:
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     mapped = problem.rho_q(problem.q.to(wide)), problem.rho_k(problem.k.to(wide)), problem.v.to(wide)
     q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in mapped)
+    if query_mask is not None:
+        q = torch.where(query_mask[..., None, :, None], q, 0)  # whatever it holds: zero times NaN would reach centroids
     takes_part = (
         torch.ones((), dtype=torch.bool, device=q.device) if problem.mask is None else problem.mask[..., None, None, :]
     )

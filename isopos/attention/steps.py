@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from isopos.attention.linear import linear_attention, sums_of
-from isopos.attention.problem import check_linear
+from isopos.attention.problem import Problem, check_linear
 from isopos.attention.softmax import softmax_attention
-from isopos.ops.linear import triton_step
+from isopos.ops.linear import torch_step, triton_step
 from isopos.ops.linear.prepared import Prepared
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State, expect_state
@@ -17,6 +17,9 @@ from isopos.state import State, expect_state
 __all__ = ["Steps"]
 
 AHEAD = 64  # tokens whose tables are made at once
+MOST = 1 << 24  # numbers of these, as dense matrices
+
+AnyPrepared = Prepared | triton_step.Prepared | torch_step.Prepared
 
 
 class Steps:
@@ -24,12 +27,15 @@ class Steps:
 
     A call is ``linear_attention(q, k, v, **scheme.at([[length]], state=state), causal=True, return_state=True)``, or
     `softmax_attention`, without its checks: they are made once, tables of 64 tokens at once, and sums are written over in
-    place. That is so for float32 on a CPU with what its kernel serves (`isopos.attention.explain`), and on a CUDA device
-    where Triton's kernel is asked for (`isopos.ops.gpu`), without gradients; other tokens, and those laid out otherwise than
-    the one before, go the long way, to the same numbers.
+    place. That is so for linear attention of sums and one division, without gradients: in one call of the CPU's kernel for
+    what it serves (`isopos.attention.explain`), of Triton's where it is asked for (`isopos.ops.gpu`), and otherwise in a few
+    operations of PyTorch. Relative terms, steps read from keys, complex denominators, grouped heads, softmax attention,
+    gradients and options go the long way, to the same numbers up to roundings, which an encoded denominator near zero
+    magnifies in every way of summing.
 
     What the scheme learns is taken to stay as it is. `Attention` and `Block` take steps for `at`, and `Decoder.steps` are
-    those of a whole model.
+    those of a whole model. Copies and pickles go on by themselves from the token where they were made. Steps beside each
+    other may run in several threads; one stream is called by one thread at a time.
 
     Args:
         scheme: What sees positions, on a line or on a ring.
@@ -71,7 +77,7 @@ class Steps:
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
         self._ahead = _Ahead(scheme) if beside is None else beside._ahead
         self._learns = any(parameter.requires_grad for parameter in scheme.parameters())
-        self._prepared: Prepared | triton_step.Prepared | None = None
+        self._prepared: AnyPrepared | None = None
         self._served = True  # until the kernel refuses a step
         self._rows = range(0)  # positions whose tables are prepared
         self._decay: Tensor | None = None  # log decays there and at the one before, [*b h 1+n]
@@ -101,6 +107,14 @@ class Steps:
             after["decay"] = self._decay[..., self.length - self._rows.start].clone()
         return self._state.next(self._state.kind, **after)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles, which go on by themselves; steps beside each other that are copied together stay so."""
+        return {"scheme": self.scheme, "state": self.state, "length": self.length, "ahead": self._ahead}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["scheme"], state["state"], length=state["length"])
+        self._ahead = state["ahead"]
+
     def _differentiable(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         wanted = torch.is_grad_enabled()
         return wanted and (self._learns or q.requires_grad or k.requires_grad or v.requires_grad)
@@ -123,38 +137,57 @@ class Steps:
         again: Any = at | {"state": replace(self._state, in_place=True), "causal": True}
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
-        if all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
-            self._prepared, self._problem = Prepared.of(step) or triton_step.Prepared.of(step), problem
+        if _bare(problem) and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
+            kinds = Prepared, triton_step.Prepared, torch_step.Prepared
+            self._prepared, self._problem = next(filter(None, (kind.of(step) for kind in kinds)), None), problem
             self._rows = range(self.length, self.length)
             self._decay = None if problem.before is None else problem.before[..., None]
         self._served = self._prepared is not None
 
-    def _look_ahead(self, prepared: Prepared | triton_step.Prepared) -> None:
+    def _look_ahead(self, prepared: AnyPrepared) -> None:
         """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
         self._state.stamped(self.scheme.fingerprint, None)
-        self._rows, at = self._ahead(self.length, prepared.inputs[0].device)
+        dtype = prepared.sums[0].dtype
+        self._rows, at = self._ahead(self.length, dtype, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
         rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)
         features = sums_of(self._problem._replace(rho_q=rho_q, rho_k=rho_k)).features
         if self._decay is not None:
             last = self._decay[..., -1:]
             self._decay = torch.cat((last, at["decay"].expand(*last.shape[:-1], -1)), -1)
-            weights = self._decay.diff().exp().to(torch.float32).flatten(0, -2).T.contiguous()
+            weights = self._decay.diff().exp().to(dtype).flatten(0, -2).T.contiguous()
         prepared.look_ahead((features[0], features[1]), weights)
 
 
+def _bare(problem: Problem) -> bool:
+    """Whether sums and one division are all there is: what is prepared adds and maps nothing else."""
+    other = (problem.window, problem.segments, problem.path, problem.mask, problem.outward)
+    divided = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
+    return divided and not problem.terms and all(x is None for x in other)
+
+
 class _Ahead:
-    """A scheme at the next positions, for all layers that share it."""
+    """A scheme at the next positions, for all layers that share it, in whichever threads they are."""
 
     def __init__(self, scheme: Scheme):
-        self.scheme, self.rows, self.at, self.device = scheme, range(0), Arguments(), torch.device("cpu")
+        self.scheme, self.known = scheme, {}
+        dense = scheme.heads * scheme.encoding.features * scheme.encoding.out_features
+        self.most = max(1, min(AHEAD, MOST // dense))
 
-    def __call__(self, length: int, device: torch.device) -> tuple[range, Arguments]:
+    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[range, Arguments]:
         """Positions from `length` on, and the scheme there."""
-        if self.rows.start != length or not self.rows or self.device != device:
-            most = self.scheme.max_length
-            count = AHEAD if most is None else min(AHEAD, max(1, most - length))
-            self.rows, self.device = range(length, length + count), device
+        found = self.known.get(key := (length, dtype, device))
+        if found is None:
+            limit = self.scheme.max_length
+            count = self.most if limit is None else min(self.most, max(1, limit - length))
             with torch.no_grad():
-                self.at = self.scheme.at(torch.arange(length, length + count, device=device)[:, None])
-        return self.rows, self.at
+                at = self.scheme.at(torch.arange(length, length + count, device=device)[:, None], dtype=dtype)
+            found = range(length, length + count), at
+            self.known = {key: found}  # one assignment: another thread has the old tables or these
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scheme": self.scheme}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["scheme"])

@@ -7,6 +7,8 @@ sums.
 import ctypes
 import functools
 import importlib.machinery
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu.c coun
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
 PLAIN = (Tensor, torch.nn.Parameter)
+ABSENT = "no library is installed"
 OUT_OF_RANGE, NOT_FINITE = 1, 2  # what cpu.c finds on the way
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
@@ -100,9 +103,35 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
     return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"
 
 
+def absent() -> str:
+    """Why there is no library at all, or ""."""
+    return "" if libraries()[0] else f"{ABSENT} ({libraries()[1]})"
+
+
+class Told:
+    """Whether this process was told that linear attention goes without its library, where nothing else is in the way."""
+
+    yet = False
+
+
+def tell(why: str) -> None:
+    """Warn once in a process, in the name of the line that called isopos, where a refusal is for want of a library alone."""
+    if Told.yet or not why.startswith(ABSENT):
+        return
+    Told.yet, level, frame = True, 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("isopos", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"linear attention on a CPU goes without its compiled kernel, several times slower: {why}. On Linux, on a processor "
+        "with AVX2, install gcc and then isopos again: pip install --force-reinstall --no-deps --no-cache-dir isopos",
+        RuntimeWarning,
+        stacklevel=level,
+    )
+
+
 def lanes() -> int:
     """Numbers of a vector, of the library that has the longest; sums take features up to whole vectors."""
-    return max(libraries()[0])
+    return max(libraries()[0], default=min(LANES.values()))
 
 
 def whole(width: int) -> int:
@@ -130,8 +159,6 @@ def unreadable(*tensors: Tensor) -> str:
 
     This is the one gate: what it lets pass is read by its address, layout and bits.
     """
-    if not libraries()[0]:
-        return f"no library is installed ({libraries()[1]})"
     if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     for x in tensors:

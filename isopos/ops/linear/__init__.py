@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isopos.ops.linear.autograd import Backend
+from isopos.ops.linear.autograd import Backend, chosen
 from isopos.ops.linear.division import Clamped, divide, divide_complex
 from isopos.ops.linear.features import Stream, Sums
 from isopos.ops.linear.graph import GRAPH
@@ -79,4 +79,6 @@ def linear(sums: Sums) -> Tensor:
 
 def stream(sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`linear` of the next tokens of a stream, and its sums after them."""
-    return next(backend for backend in BACKENDS if not backend.serves(sums)).run(sums)
+    backend = chosen(BACKENDS, sums)
+    assert backend is not None  # the last one serves everything
+    return backend.run(sums)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
-from isopos.ops.library import watched
+from isopos.ops.library import tell, watched
 from isopos.ops.linear.features import Sums
 
 
@@ -30,6 +30,18 @@ class Backend(ABC):
 
         They are in `Sums.dtype`, or in the dtype of all inputs where nothing is left to divide.
         """
+
+
+Choice = TypeVar("Choice", bound=Backend)
+
+
+def chosen(backends: Sequence[Choice], sums: Sums) -> Choice | None:
+    """The first backend that serves a problem; it is told, once, where a kernel would that is not installed."""
+    for backend in backends:
+        if not (why := backend.serves(sums)):
+            return backend
+        tell(why)
+    return None
 
 
 class Kernel(Backend, ABC):
@@ -85,6 +97,8 @@ def refusal(sums: Sums, *, streams: bool = False) -> str:
         return "a compiler cannot trace a backward pass that is no graph"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "a trace would keep the chunks of its length"
+    if any(isinstance(x, FakeTensor) for x in sums.inputs):
+        return "a FakeTensor has no numbers, by which it decides"
     if sums.stream is not None and not streams:
         return "it takes and returns no sums of a stream"
     if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:

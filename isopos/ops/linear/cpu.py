@@ -292,6 +292,11 @@ class Cpu(Walking):
     name = "cpu"
 
     def serves(self, sums: Sums) -> str:
+        why = library.absent()
+        return why if why and library.Told.yet else self._refuses(sums) or why
+
+    def _refuses(self, sums: Sums) -> str:
+        """Why it would not serve a problem, were it installed."""
         if sums.dtype != torch.float32:
             return f"it sums up float32, not {sums.dtype}"
         if sums.stream is not None:
@@ -346,7 +351,7 @@ class Cpu(Walking):
             return f"a step needs contiguous float32 sums {shapes}, for queries and keys alike"
         if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
             return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
-        lib = library.libraries()[0][library.lanes()]
+        lib = library.libraries()[0].get(library.lanes())
         sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, 1, d, e, own)
         return ""
 

@@ -53,7 +53,7 @@ def count(denominator: Tensor) -> None:
 def clamp(denominator: Tensor) -> Tensor:
     """The denominator with a magnitude of at least 1e-6 and its own sign."""
     count(denominator)
-    eager = not torch.compiler.is_compiling() and denominator.device.type == "cpu"
+    eager = not torch.compiler.is_compiling() and type(denominator) is Tensor and denominator.device.type == "cpu"
     if eager and not denominator.requires_grad and denominator.amin() >= EPS:
         return denominator  # the usual case, in one pass
     return torch.where(denominator.abs() < EPS, torch.full_like(denominator, EPS).copysign(denominator), denominator)

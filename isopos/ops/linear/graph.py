@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.exact import full_precision
-from isopos.ops.linear.autograd import Backend, Kernel
+from isopos.ops.linear.autograd import Backend, Kernel, chosen
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
@@ -19,13 +19,9 @@ from isopos.ops.linear.step import carry
 __all__ = ["GRAPH"]
 
 
-def _kernel(sums: Sums) -> Kernel | None:
-    return next((kernel for kernel in KERNELS if not kernel.serves(sums)), None)
-
-
 def _ready(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> tuple[Kernel, Sums]:
     sums = Sums(q, k, v, ALL_READY, None if g_q is None or g_k is None else (g_q, g_k), causal)
-    return _kernel(sums) or CHUNKS, sums
+    return chosen(KERNELS, sums) or CHUNKS, sums
 
 
 @torch.library.custom_op("isopos::linear_sum", mutates_args=())
@@ -131,7 +127,7 @@ class Graph(Backend):
         """By the first kernel that serves, if one does."""
         if sums.q.ndim == 3:
             return self._alone(sums.lifted())[0]
-        backend = _kernel(sums) or self
+        backend = chosen(KERNELS, sums) or self
         return isolated(sums, backend.run(sums)[0], lambda clean: backend.run(clean)[0])
 
     def _sum(self, sums: Sums) -> Tensor:

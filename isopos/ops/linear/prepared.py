@@ -39,7 +39,10 @@ class Prepared:
     @classmethod
     def of(cls, sums: Sums) -> "Prepared | None":
         """The steps after this one, if cpu.c serves them."""
-        return cls(sums) if sums.stream is not None and not CPU.serves(sums) else None
+        if sums.stream is None:
+            return None
+        library.tell(why := CPU.serves(sums))
+        return None if why else cls(sums)
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
         """Take the tables of the next n tokens.

@@ -71,7 +71,7 @@ def _beside(
     That block's key at `border` is the nearest. Of the block before, these are keys of later places in it than the query's;
     of the block after, of earlier ones. A decay is a factor of the query and one of the key, as far as the border.
     """
-    q, k, v = q[..., rows, :, :], k[..., columns, :, :], v[..., columns, :, :]
+    q, k, v, of_q = q[..., rows, :, :], k[..., columns, :, :], v[..., columns, :, :], None
     if g is not None:
         g_q, g_k = g[0][..., rows, :], g[1][..., columns, :]
         edge = g_k[..., border, None]
@@ -81,4 +81,5 @@ def _beside(
         q, k, v = (x.flip(-2) for x in (q, k, v))
     k, v = (F.pad(x[..., :-1, :], (0, 0, 1, 0)) for x in (k, v))  # a query does not see the key of its own place
     total = linear(Sums(q, k, v, ALL_READY, None, True))
-    return total.flip(-2) if border else total
+    total = total.flip(-2) if border else total
+    return total if of_q is None else torch.where(of_q == 0, 0, total)  # zero times what the border holds

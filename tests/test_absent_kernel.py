@@ -1,0 +1,94 @@
+"""Where the compiled kernel is not installed: one warning, where it would have served, and everything goes on."""
+
+import warnings
+
+import pytest
+import torch
+
+import isopos
+from isopos.attention import Steps, explain, linear_attention
+from isopos.feature_maps import FeatureMap
+from isopos.ops import library
+from tools import without_kernel
+
+
+@pytest.fixture(autouse=True)
+def _absent(monkeypatch):
+    """No library, and nobody was told."""
+    monkeypatch.setattr(library, "libraries", lambda: ({}, "installation builds AVX2 on Linux, where it finds gcc"))
+    monkeypatch.setattr(library.Told, "yet", False)
+
+
+def drawn(dtype=torch.float32, d=16, **kw):
+    return torch.randn(3, 1, 2, 8, d, dtype=dtype, **kw)
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return found
+
+
+def step_of(dtype=torch.float32):
+    steps, (q, k, v) = Steps(isopos.rope(16, 2)), drawn(dtype)
+    for i in range(3):
+        steps(*(x[..., i : i + 1, :] for x in (q, k, v)))
+
+
+WOULD = {
+    "causal": lambda: linear_attention(*drawn(), causal=True),
+    "gradients": lambda: linear_attention(*drawn(requires_grad=True), causal=True).sum().backward(),
+    "all keys": lambda: linear_attention(*drawn()),
+    "bfloat16": lambda: linear_attention(*drawn(torch.bfloat16), causal=True),
+    "a stream's chunk": lambda: linear_attention(*drawn(), causal=True, return_state=True),
+    "a step": step_of,
+    "a window": lambda: linear_attention(*drawn(), causal=True, window=3),
+}
+WOULD_NOT = {
+    "float64": lambda: linear_attention(*drawn(torch.float64), causal=True),
+    "a feature map of one's own": lambda: linear_attention(*drawn(), causal=True, feature_map=FeatureMap("own", torch.exp)),
+    "features too wide": lambda: linear_attention(*drawn(d=320), causal=True),
+    "products alone": lambda: linear_attention(*drawn(), denominator=None),
+    "another device": lambda: linear_attention(*drawn(device="meta"), causal=True),
+    "a question": lambda: explain(*drawn(), causal=True),
+    "softmax attention": lambda: isopos.softmax_attention(*drawn(), causal=True),
+}
+
+
+@pytest.mark.parametrize("call", WOULD)
+def test_the_first_call_that_it_would_have_served_says_so_once(call):
+    found = told(lambda: (WOULD[call](), WOULD[call]()))
+    assert [warning.category for warning in found] == [RuntimeWarning]
+    message = str(found[0].message)
+    assert message.startswith("linear attention on a CPU goes without its compiled kernel")
+    assert "where it finds gcc" in message
+    assert "pip install --force-reinstall" in message
+    assert found[0].filename == __file__  # the line that called isopos, whatever was between
+
+
+@pytest.mark.parametrize("call", WOULD_NOT)
+def test_what_it_would_not_have_served_says_nothing(call):
+    assert not told(WOULD_NOT[call])
+    assert len(told(WOULD["causal"])) == 1
+
+
+def test_nothing_is_warned_of_where_it_is_installed(monkeypatch):
+    monkeypatch.undo()
+    if not library.libraries()[0]:
+        pytest.skip(library.libraries()[1])
+    monkeypatch.setattr(library.Told, "yet", False)
+    assert not told(lambda: (WOULD["causal"](), WOULD["a step"](), WOULD_NOT["float64"]()))
+
+
+def test_the_table_of_what_it_is_worth(monkeypatch):
+    monkeypatch.undo()
+    if not library.libraries()[0]:
+        pytest.skip(library.libraries()[1])
+    monkeypatch.setattr(without_kernel, "SCHEMES", ("rope",))
+    monkeypatch.setattr(without_kernel, "WORKS", dict(list(without_kernel.WORKS.items())[-1:]))
+    ((title, name, ours, other, ratio),) = without_kernel.table(rounds=1)
+    assert (title, name) == ("a step of `isopos.Steps`", "rope")
+    assert ours.endswith(" us")
+    assert other.endswith(" us")
+    assert float(ratio.removesuffix("x")) > 1

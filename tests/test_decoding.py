@@ -1,0 +1,138 @@
+"""Every way of decoding beside the definition: schemes by what attention sees of them, crossed with the other choices."""
+
+import itertools
+
+import pytest
+import torch
+from cases import DEFINITIONS, HEADS, PRESETS, SCHEMES, SchemeCase, perturb, stream
+
+from isopos.attention import Steps
+from isopos.maps import TokenMap
+from isopos.positions import sequence
+
+FEATURES, LENGTH, SAMPLES = 16, 5, 2
+DTYPES = torch.float64, torch.float32, torch.bfloat16
+DENOMINATORS = "plain", "encoded", "complex", "none"
+FEATURE_MAPS = "elu+1", "identity", "favor"  # a kernel's own, none, and one that no kernel of steps has
+ALL_FEATURE_MAPS = (*FEATURE_MAPS, "relu", "relu2", "exp")
+DECAYS = "none", "retnet", "forget"
+NOISE = 64  # times what roundings of the inputs do to the definition
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def streams_of(case: SchemeCase) -> list[str]:
+    """Kinds of attention that have steps: of positions that go on by one."""
+    return [kind for kind in case.kinds if case.group.columns == 1 and case.streams(kind)]
+
+
+def structure(value):
+    """What attention sees of an argument: types all the way down, and which options there are."""
+    if isinstance(value, tuple):
+        return tuple(map(structure, value))
+    if isinstance(value, TokenMap):
+        return type(value).__name__, *(structure(x) for x in vars(value).values() if isinstance(x, TokenMap | tuple))
+    return type(value).__name__
+
+
+def structures() -> list[SchemeCase]:
+    """The first row of each structure of arguments, by the kinds of attention that it has."""
+    found = {}
+    for case in SCHEMES:
+        for kind in streams_of(case):
+            scheme = case.build(FEATURES, HEADS, attention=kind)
+            at = scheme.at(sequence(2))
+            seen = ((name, structure(x)) for name, x in at.items() if x is not None and name != "feature_map")
+            found.setdefault((kind, scheme.inside, *seen), (case, kind))
+    return list(found.values())
+
+
+ROWS = structures()
+ALL_ROWS = [(case, kind) for case in PRESETS for kind in streams_of(case)]
+
+
+def choices_of(kind, feature_maps):
+    """Options beside a scheme; feature maps are crossed with denominators, denominators with decays."""
+    if kind == "softmax":
+        yield from ({"attention": kind, "decay": decay} for decay in DECAYS)
+        return
+    for denominator in DENOMINATORS:
+        pairs = {(feature_maps[0], decay) for decay in DECAYS} | {(phi, "none") for phi in feature_maps}
+        pairs = itertools.product(feature_maps, DECAYS) if feature_maps is ALL_FEATURE_MAPS else sorted(pairs)
+        for phi, decay in pairs:
+            yield {"attention": kind, "denominator": denominator, "feature_map": phi, "decay": decay}
+
+
+def built(case, options):
+    """A scheme with these options in the place of its own; None where it cannot have them."""
+    try:
+        return perturb(case.build(FEATURES, HEADS, **options))
+    except ValueError as error:
+        if str(error).split(":")[0] not in options:  # no refusal of one of these
+            raise
+        return None
+
+
+def definition(scheme, given):
+    at = scheme.at(sequence(LENGTH), dtype=torch.float64)
+    return DEFINITIONS[scheme.attention](*given, **at, causal=True)
+
+
+def tolerance(scheme, given, expected, dtype):
+    """Many times what roundings of the inputs to float32 do, where sums may vanish, and few roundings of the output."""
+    draw, eps = torch.Generator().manual_seed(1), torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    moved = 0.0
+    for _ in range(2):
+        near = [x * (1 + eps * torch.randn(x.shape, generator=draw, dtype=x.dtype)) for x in given]
+        moved = max(moved, (definition(scheme, near) - expected).abs().max().item())
+    return NOISE * (moved + eps * expected.abs().max().item()) + 2 * torch.finfo(dtype).eps * expected.abs().max().item()
+
+
+def ways(scheme, given):
+    """Outputs of all tokens, by the way in which they are decoded."""
+    steps, x = Steps(scheme), sequence(LENGTH)
+    yield "steps", torch.cat([steps(*(a[..., i : i + 1, :] for a in given)) for i in range(LENGTH)], -2)
+    yield "chunks", stream(scheme, given, x, (0, 1, 3, LENGTH))[0]
+    if given[0].dtype == torch.float32:
+        yield "states", stream(scheme, given, x, range(LENGTH + 1))[0]
+        start, state = stream(scheme, given, x, (0, 2))
+        middle = Steps(scheme, state, length=2)
+        outs = [middle(*(a[..., i : i + 1, :] for a in given)) for i in (2, 3)]
+        yield "between states", torch.cat((start, *outs, stream(scheme, given, x, (4, 5), state=middle.state)[0]), -2)
+
+
+def decodes(case, options, dtype):
+    """Compare all ways; whether the scheme has these options."""
+    if (scheme := built(case, options)) is None:
+        return False
+    width, draw = scheme.encoding.features, torch.Generator().manual_seed(0)
+    widths = width, width, width // scheme.width
+    drawn = [torch.randn(SAMPLES, HEADS, LENGTH, e, generator=draw, dtype=torch.float64) for e in widths]
+    drawn[0] += 0.5  # denominators of other signs vanish less often
+    drawn[1] += 0.5
+    given = [x.to(dtype) for x in drawn]
+    exact = [x.double() for x in given]
+    expected = definition(scheme, exact)
+    most = tolerance(scheme, exact, expected, dtype)
+    for name, out in ways(scheme, given):
+        assert out.dtype == dtype
+        error = (out.double() - expected).abs().max().item()
+        assert error <= most, f"{case.id}, {options}, {dtype}, {name}: {error} beside {most}"
+    return True
+
+
+@pytest.mark.parametrize(("case", "kind"), ROWS, ids=[f"{case.id}-{kind}" for case, kind in ROWS])
+def test_every_structure(case, kind):
+    served = [decodes(case, o, dtype) for o in choices_of(kind, FEATURE_MAPS) for dtype in DTYPES]
+    assert any(served)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "kind"), ALL_ROWS, ids=[f"{case.id}-{kind}" for case, kind in ALL_ROWS])
+def test_every_combination(case, kind):
+    served = [decodes(case, o, dtype) for o in choices_of(kind, ALL_FEATURE_MAPS) for dtype in DTYPES]
+    assert any(served)
