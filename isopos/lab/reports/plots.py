@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -178,5 +179,5 @@ def plain(axes: Axes) -> None:
     """Without a frame at the top and the right, on a faint grid; ticks are whole numbers where those of the lines are."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
-    if all(float(x).is_integer() for line in axes.get_lines() for x in line.get_xdata()):
+    if all((np.asarray(line.get_xdata(), float) % 1 == 0).all() for line in axes.get_lines()):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
