@@ -81,6 +81,7 @@ def test_nobody_is_highlighted_at_chance_level(tmp_path, monkeypatch, accuracies
     found = ranking(tmp_path)
     assert found.leads == leads
     assert any("No row is above chance, 50.0%" in note for note in found.notes()) != leads
+    assert ("Chance is 50.0%, the share of the most frequent class." in found.notes()) == leads
     assert ('<tr class="best">' in page.write(tmp_path).read_text()) == leads
 
 

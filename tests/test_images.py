@@ -208,7 +208,10 @@ def test_sizes_that_differ_need_one_and_are_cut_around_their_middle(tmp_path):
     pixels = np.zeros((8, 24), np.uint8)
     pixels[:, 8:16] = 250
     Image.fromarray(pixels).save(tmp_path / "bars" / "lying" / "wide.png")
-    with pytest.raises(ValueError, match=r"^height: expected one .* 8 x 8 in .* and 24 x 8 in .*wide.png; give both sides$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^height: expected one, and a width, .* 8 x 8 in .* and 24 x 8 in .*wide.png; --height 8 --width 8",
+    ):
         read(source)
     found = read(source, 8, 8)
     assert any((image == 250).all() for image in found.pixels)

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from isopos.lab.recipes import split_spec
 from isopos.lab.reports.kernels import panels, paths
-from isopos.lab.reports.plots import draw, draw_heat, draw_tree, line_style, show
+from isopos.lab.reports.plots import draw, draw_heat, draw_tree, line_style, plain, show
 from isopos.schemes import REGISTRY, build
 
 
@@ -149,6 +149,28 @@ def test_a_tree_is_drawn_with_the_scores_of_one_of_its_nodes():
     edges = {(tuple(zip(*line.get_data(), strict=True))) for line in axes.get_lines()}
     assert edges == {(places[parent], places[n]) for n, (parent, _) in enumerate(position) if parent >= 0}
     assert [text.get_text() for text in axes.texts] == [str(branch) for _, branch in position[1:]]
+
+
+def test_ticks_of_steps_and_positions_are_whole_numbers():
+    """Without more, matplotlib writes 10.0 and 12.5 beside 16 positions, and parts of a step beside a curve of few."""
+
+    def ticks(axis):
+        low, high = sorted(axis.get_view_interval())
+        return [
+            text.get_text() for text in axis.get_ticklabels() if low <= text.get_position()[axis.axis_name == "y"] <= high
+        ]
+
+    figure = Figure()
+    heat, short, long, single, shares = figure.subplots(1, 5)
+    draw_heat(heat, torch.rand(16, 16), "linear")
+    for axes, steps in ((short, [1, 2, 3]), (long, range(16)), (single, [10]), (shares, [0, 0.5])):
+        axes.plot(steps, [0.5] * len(steps))
+        plain(axes)
+    figure.draw_without_rendering()
+    for axis in (heat.xaxis, heat.yaxis, short.xaxis, long.xaxis, single.xaxis):
+        assert ticks(axis)
+        assert all(tick.isdecimal() for tick in ticks(axis)), ticks(axis)
+    assert any("." in tick for tick in ticks(shares.xaxis))
 
 
 def test_styles_of_lines_are_all_different():

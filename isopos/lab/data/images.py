@@ -130,7 +130,10 @@ def read(
     survey = _Survey(**kept)
     if not (height and width):
         if survey.differs:
-            raise ValueError(f"height: expected one beside images that differ in size, {survey.differs}; give both sides")
+            raise ValueError(
+                f"height: expected one, and a width, beside images that differ in size, {survey.differs}; --height "
+                f"{survey.height} --width {survey.width} brings all to the size of the first"
+            )
         height, width = survey.height, survey.width
     shape = (1 if grey else survey.channels, height, width)
     folder = cache.prepared(

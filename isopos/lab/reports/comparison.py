@@ -182,12 +182,11 @@ class Ranking:
             )
         else:
             yield f"to best: {'one seed' if seeds == 1 else f'{seeds} seeds'}, so no interval; --seeds {LEAST} gives one."
-        if not self.above_chance and self.chance is not None:
+        if self.chance is not None:
             share, count = self.chance
-            yield (
-                f"No row is above chance, {self.task.metrics[0].text(share)}, the share of the most frequent class, by more "
-                f"than the noise of {count:,} samples: this shows nothing of the schemes."
-            )
+            level = f"{self.task.metrics[0].text(share)}, the share of the most frequent class"
+            nothing = f"by more than the noise of {count:,} samples: this shows nothing of the schemes"
+            yield f"Chance is {level}." if self.above_chance else f"No row is above chance, {level}, {nothing}."
         first = [row.results[0] for row in self.rows]
         words = [word for what, word in WORDS.items() if len({result.choices[what] for result in first}) > 1]
         words += ["parameters"] * (len({result.parameters for result in first}) > 1)

@@ -6,9 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from isopos.catalog import CATALOG
@@ -124,6 +126,8 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
     """A table of scores, query by key; colours diverge from zero where there are scores of both signs."""
     image = axes.imshow(score.numpy(), extent=extent, **_colours(score))  # pyright: ignore[reportArgumentType]
     axes.set(xlabel="key position", ylabel="query position")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     figure = axes.get_figure()
     assert figure is not None
     figure.colorbar(image, ax=axes, label=WHAT[attention], shrink=0.9)
@@ -172,6 +176,8 @@ def literal(name: str) -> str:
 
 
 def plain(axes: Axes) -> None:
-    """Without a frame at the top and the right, on a faint grid."""
+    """Without a frame at the top and the right, on a faint grid; ticks are whole numbers where those of the lines are."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
+    if all((np.asarray(line.get_xdata(), float) % 1 == 0).all() for line in axes.get_lines()):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
