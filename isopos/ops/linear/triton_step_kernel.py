@@ -80,7 +80,6 @@ def _own(
     key,
     masked,
     rows,
-    after,
     weight,
     W: tl.constexpr,
     WP: tl.constexpr,
@@ -88,13 +87,13 @@ def _own(
     OF_K: tl.constexpr,
     DECAYS: tl.constexpr,
 ):
-    """A denominator of phi's own features."""
+    """A denominator of phi's own features, whose sums stand at the first of `rows` and are stored at the second."""
     place = tl.arange(0, WP)
     of_query = _at(query[0], query[2], 0.0, place, (place < W) & query[4], OF_Q, False)
     of_key = _at(key[0], key[2], 0.0, place, (place < W) & key[4] & masked, OF_K, False)
-    total = _weighed(rows, place, place < W, weight, DECAYS) + of_key
+    total = _weighed(rows[0], place, place < W, weight, DECAYS) + of_key
     tl.debug_barrier()
-    tl.store(after + place, total, mask=place < W)
+    tl.store(rows[1] + place, total, mask=place < W)
     return tl.sum(of_query * total)
 
 
@@ -136,9 +135,7 @@ def step(
     query = _row(q, sample, head, n, OF_Q, W, WP)
     key = _row(k, sample, head, n, OF_K, W, WP)
     value = _row(v, sample, head, n, OF_V, E, EP)
-    weight = 1.0
-    if DECAYS:
-        weight = tl.load(weights + n * across + pid)
+    weight = tl.load(weights + n * across + pid) if DECAYS else 1.0
     added = _features(value, values, E, E, OF_V)
     total, denominator = tl.zeros([EP], tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, D, C):
@@ -159,8 +156,8 @@ def step(
             denominator += tl.sum(of_query * column)
     if DENOMINATED:
         if OWN:
-            rows, rows_after = before[1] + pid * W, after[1] + pid * W
-            denominator = _own(query, key, value[4], rows, rows_after, weight, W, WP, OF_Q, OF_K, DECAYS)
+            rows = before[1] + pid * W, after[1] + pid * W
+            denominator = _own(query, key, value[4], rows, weight, W, WP, OF_Q, OF_K, DECAYS)
         if COUNTED:
             tl.store(denominators + pid, denominator)
         least = tl.where(denominator.to(tl.int32, bitcast=True) < 0, -eps, eps)  # of its sign, that of -0, too
