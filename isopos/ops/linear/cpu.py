@@ -292,7 +292,7 @@ class Cpu(Walking):
     name = "cpu"
 
     def serves(self, sums: Sums) -> str:
-        why = library.absent()
+        why = "" if torch.compiler.is_compiling() else library.absent()
         return why if why and library.Told.yet else self._refuses(sums) or why
 
     def _refuses(self, sums: Sums) -> str:
