@@ -251,11 +251,11 @@ DECLARED = """
     lra-retrieval paper: task=text scheme=lrpe-orthogonal data=lra_release/tsv_data column=4 pair=5 label=1 classes=0
         longest=4000 pairs=towers pooling=mean validation_rows=0 layers=4 model_dim=64 norm=batch steps=45964 batch=64
         learning_rate=0.001 validate_every=500 save_every=500 device=auto
-    lra-pathfinder tiny: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=400
+    lra-pathfinder tiny: task=pathfinder scheme=lrpe-orthogonal side=24 dashes=12 distractors=0 pictures=400
         validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002 device=auto
-    lra-pathfinder small: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=6000
+    lra-pathfinder small: task=pathfinder scheme=lrpe-orthogonal side=24 dashes=12 distractors=0 pictures=6000
         validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32 learning_rate=0.002 device=auto
-    lra-pathfinder paper: task=pathfinder scheme=lrpe-orthogonal side=32 dashes=6 distractors=3 pictures=200000
+    lra-pathfinder paper: task=pathfinder scheme=lrpe-orthogonal side=32 dashes=14 distractors=5 pictures=200000
         validation_rows=0 layers=4 model_dim=32 norm=batch steps=250000 batch=128 learning_rate=0.0005
         validate_every=500 save_every=500 device=auto
     permuteformer-text tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair= label=label classes=0
@@ -278,13 +278,13 @@ DECLARED = """
         column=4 pair=5 label=1 classes=0 longest=4000 pairs=towers pooling=first validation_rows=0 layers=4
         model_dim=128 hidden_dim=512 steps=45964 batch=32 optimizer=adam learning_rate=0.0002 schedule=inverse-sqrt
         warmup=1000 weight_decay=0.0 validate_every=500 save_every=500 device=auto
-    permuteformer-pathfinder tiny: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+    permuteformer-pathfinder tiny: task=pathfinder scheme=permuteformer-2d:decay=none side=24 dashes=12 distractors=0
         pictures=400 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32 optimizer=adam
         learning_rate=0.002 device=auto
-    permuteformer-pathfinder small: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+    permuteformer-pathfinder small: task=pathfinder scheme=permuteformer-2d:decay=none side=24 dashes=12 distractors=0
         pictures=6000 validation_rows=0 layers=2 model_dim=64 steps=500 batch=32 optimizer=adam learning_rate=0.002
         device=auto
-    permuteformer-pathfinder paper: task=pathfinder scheme=permuteformer-2d:decay=none side=32 dashes=6 distractors=3
+    permuteformer-pathfinder paper: task=pathfinder scheme=permuteformer-2d:decay=none side=32 dashes=14 distractors=5
         pictures=200000 validation_rows=0 layers=1 model_dim=128 hidden_dim=128 dropout=0.2 steps=50000 batch=256
         optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
         save_every=500 device=auto

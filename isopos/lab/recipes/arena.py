@@ -26,7 +26,7 @@ __all__ = [
 TEXT = {"data": "aclImdb_v1.tar.gz", "longest": 4000}
 RETRIEVAL = {"data": "lra_release/tsv_data", "label": "1", "column": "4", "pair": "5", "pairs": "towers", "longest": 4000}
 LISTOPS = {"depth": 9, "arguments": 10, "shortest": 501, "longest": 1999, "expressions": 100_000}
-PATHFINDER = {"side": 32, "dashes": 6, "distractors": 3, "pictures": 200_000}
+PATHFINDER = {"side": 32, "dashes": 14, "distractors": 5, "pictures": 200_000}
 
 
 def lra_text(scale: str) -> Recipe:
