@@ -42,7 +42,7 @@ def dots(picture):
     return filled[first], filled[second]
 
 
-@pytest.mark.parametrize(("side", "dashes", "distractors"), [(16, 4, 1), (16, 5, 0), (24, 12, 0), (32, 14, 5)])
+@pytest.mark.parametrize(("side", "dashes", "distractors"), [(16, 5, 0), (16, 6, 1), (24, 12, 0), (32, 14, 5)])
 def test_every_picture_has_one_right_answer(side, dashes, distractors):
     """Gaps within a path span at most one dark pixel, those between paths more: the dots' pieces tell the class."""
     random = np.random.default_rng((side, dashes))
@@ -120,7 +120,7 @@ def test_simple_classifiers_do_not_tell_the_classes(side, dashes, distractors, p
 
 def test_a_run_is_not_resumed_on_pictures_of_another_format(isopos, monkeypatch):
     """Pictures in the cache of before have another key, and the run knows the sha256 of its own."""
-    options = ("--name=a", "--pictures=20", "--side=16", "--dashes=4", *TINY)
+    options = ("--name=a", "--pictures=20", "--side=16", "--dashes=5", *TINY)
     assert isopos("train", "pathfinder", *options)[0] == 0
     assert pathfinder.FORMAT == 2
     monkeypatch.setattr(pathfinder, "FORMAT", 3)
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
 
 
 def test_every_command_knows_it(isopos, tmp_path):
-    options = ("--pictures=40", "--side=16", "--dashes=4", *TINY)
+    options = ("--pictures=40", "--side=16", "--dashes=5", *TINY)
     code, out, err = isopos("compare", "--task=pathfinder", "--schemes=rope,ape-grid", "--name=a", *options)
     assert code == 0, err
     assert "32 + 4 + 4 pictures, half of them connected" in out

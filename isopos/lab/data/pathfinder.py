@@ -43,6 +43,7 @@ BLUR = 2  # Pixels on either side that a picture out of focus averages.
 SHORT = 400  # Random distractors from which one that fits is chosen.
 ATTEMPTS = 4  # To find room for the distractors of a picture.
 BATCHES = 500  # Of random paths before the picture counts as too full.
+CROWDED = 40  # Long paths without room for distractors before that.
 AT_ONCE = 500  # Pictures written together, an even number.
 
 LIT = np.linspace(GAP / 2 / STEP, 1 - GAP / 2 / STEP, 4)[:, None]  # where a dash lies between two corners of a path
@@ -84,6 +85,7 @@ def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) 
         >>> pair.shape, pair.dtype, sorted({*pair.flatten().tolist()})
         ((2, 16, 16), dtype('uint8'), [0, 255])
     """
+    crowded = 0
     for _ in range(BATCHES):
         for stubs in _stubs(random, side, dashes):
             if (long := _long(random, stubs, side, dashes)) is None:
@@ -91,6 +93,9 @@ def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) 
             pictures = [found for one in long if (found := _distract(random, one, dashes // 3, distractors)) is not None]
             if len(pictures) == 2:
                 return np.stack(pictures).astype(np.uint8) * 255
+            crowded += 1
+        if crowded > CROWDED:
+            break
     raise ValueError(
         f"dashes: expected paths that fit into a picture of {side} x {side}, got {dashes} dashes and {distractors} "
         "distractors; choose fewer, or a larger side"
