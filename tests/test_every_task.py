@@ -22,7 +22,7 @@ SMALL = {  # data that come with isopos, as little as each task has, and a schem
     "trees": ["--scheme=ape-tree", "--validation-rows=20"],
     "listops": ["--scheme=ape-tree", "--expressions=300", "--longest=40"],
     "images": ["--scheme=ape-grid", "--validation-rows=20"],
-    "pathfinder": ["--scheme=permuteformer-2d", "--side=16", "--dashes=3", "--pictures=100"],
+    "pathfinder": ["--scheme=permuteformer-2d", "--side=16", "--dashes=5", "--pictures=100"],
     "series": ["--scheme=clock", "--context=16", "--horizon=4", "--validation-rows=4"],
     "transduction": ["--scheme=ape-sequence:attention=softmax", "--samples=60", "--held-out=10", "--length=6"],
     "tree-transduction": ["--scheme=ape-tree:attention=softmax", "--samples=60", "--held-out=10", "--depth=3"],

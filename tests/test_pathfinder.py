@@ -35,53 +35,103 @@ def pieces(picture, reach):
 
 
 def dots(picture):
-    """Squares of three by three pixels: the centres of those that are filled."""
-    filled = [
-        (y, x)
-        for y in range(1, len(picture) - 1)
-        for x in range(1, len(picture) - 1)
-        if picture[y - 1 : y + 2, x - 1 : x + 2].all()
-    ]
-    return pieces(_marked(picture, filled), 1)
+    """The centres of the squares of three by three lit pixels that are furthest apart."""
+    filled = np.argwhere(np.lib.stride_tricks.sliding_window_view(picture > 0, (3, 3)).all((-1, -2))) + 1
+    apart = ((filled[:, None] - filled) ** 2).sum(-1)
+    first, second = np.unravel_index(apart.argmax(), apart.shape)
+    return filled[first], filled[second]
 
 
-def _marked(picture, places):
-    marked = np.zeros_like(picture)
-    for place in places:
-        marked[place] = 1
-    return marked
-
-
-@pytest.mark.parametrize(("side", "dashes", "distractors"), [(16, 3, 0), (32, 6, 2)])
-def test_dots_are_at_the_ends_of_one_path_or_of_two(side, dashes, distractors):
-    for seed in range(8):
-        for connected in (True, False):
-            picture = draw(np.random.default_rng((seed, side)), connected, side, dashes, distractors)
+@pytest.mark.parametrize(("side", "dashes", "distractors"), [(16, 5, 0), (16, 6, 1), (24, 12, 0), (32, 14, 5)])
+def test_every_picture_has_one_right_answer(side, dashes, distractors):
+    """Gaps within a path span at most one dark pixel, those between paths more: the dots' pieces tell the class."""
+    random = np.random.default_rng((side, dashes))
+    for _ in range(3):
+        pair = draw(random, side, dashes, distractors)
+        for picture, connected in zip(pair, (False, True), strict=True):
             assert not picture[[0, -1]].any()
             assert not picture[:, [0, -1]].any()
-            assert len(dots(picture)) == 2
-    rows = {
-        connected: [draw(np.random.default_rng(n), connected, side, dashes, distractors) for n in range(30)]
-        for connected in (True, False)
-    }
-    assert abs(np.mean(rows[True]) / np.mean(rows[False]) - 1) < 0.05  # the same number of pixels
+            found = pieces(picture, 2)
+            assert len(found) == 2 + distractors
+            first, second = (next(n for n, piece in enumerate(found) if tuple(dot) in piece) for dot in dots(picture))
+            assert (first == second) == connected
+        assert np.array_equal(*(np.stack(dots(picture)) for picture in pair)), "a pair has its dots at the same pixels"
 
 
-def test_what_is_connected_is_connected():
-    """Both ends of a path of one dash are dots: they lie in one piece, or in two that do not touch."""
-    for seed in range(30):
-        for connected in (True, False):
-            picture = draw(np.random.default_rng(seed), connected, 24, 1, 0)
-            first, second = (min(dot) for dot in dots(picture)) if len(dots(picture)) == 2 else ((0, 0), (0, 0))
-            if (first, second) == ((0, 0), (0, 0)):
-                assert connected  # two dots that run into each other
-                continue
-            piece = next(piece for piece in pieces(picture, 1) if first in piece)
-            assert (second in piece) == connected
+def statistics(picture):
+    """Distances, counts and directions in a picture that say nothing of what is connected."""
+    (a, b), side, lit = dots(picture), len(picture), np.argwhere(picture)
+    middle, length = (a + b) / 2, np.hypot(*(b - a))
+    unit = (b - a) / length
+    along, beside = (lit - middle) @ unit, (lit - middle) @ (-unit[1], unit[0])
+    far, between = np.hypot(along, beside), np.abs(along) < length / 2 - 2
+    toward = []
+    for dot, sense in ((a, 1), (b, -1)):
+        reach = np.abs(lit - dot).max(1)
+        step = lit[(reach >= 2) & (reach <= 3)] - dot
+        toward.append(sense * step.mean(0) @ unit if len(step) else 0.0)
+    edges = [min(*dot, *(side - 1 - dot)) for dot in (a, b)]
+    touching = (picture[1:] * picture[:-1] > 0).sum(), (picture[:, 1:] * picture[:, :-1] > 0).sum()
+    return [
+        *(length, *np.abs(b - a), min(edges), max(edges), len(lit), *lit.std(0), *touching),
+        *((far <= reach).sum() for reach in (2, 3, 4)),
+        *((between & (np.abs(beside) <= reach)).sum() for reach in (1, 3, 5)),
+        *(far.min(), (along**2).mean(), (beside**2).mean(), abs(along.mean()), sum(toward), min(toward)),
+    ]
+
+
+def guesses(known, classes, unknown):
+    """Classes that simple classifiers guess: the tenths of each statistic, and a logistic regression of all of them."""
+    for column, other in zip(known.T, unknown.T, strict=True):
+        cuts = np.quantile(column, np.arange(1, 10) / 10)
+        tenths = np.searchsorted(cuts, column)
+        yield np.bincount(tenths, classes - 0.5, minlength=10)[np.searchsorted(cuts, other)] > 0
+    centre, width = known.mean(0), known.std(0) + 1e-9
+    known, unknown = ((rows - centre) / width for rows in (known, unknown))
+    known, unknown = (np.concatenate((rows, rows**2, np.ones((len(rows), 1))), 1) for rows in (known, unknown))
+    weights = np.zeros(known.shape[1])
+    for _ in range(10):  # Newton's steps, with a ridge
+        chance = 1 / (1 + np.exp(-known @ weights))
+        curvature = (known.T * chance * (1 - chance)) @ known + 3 * np.eye(len(weights))
+        weights += np.linalg.solve(curvature, known.T @ (classes - chance) - 3 * weights)
+    yield unknown @ weights > 0
+
+
+@pytest.mark.parametrize(
+    ("side", "dashes", "distractors", "pairs", "most"),
+    [
+        (24, 12, 0, 100, 0.6),
+        pytest.param(24, 12, 0, 1000, 0.55, marks=pytest.mark.slow),
+        pytest.param(32, 14, 5, 1000, 0.55, marks=pytest.mark.slow),
+    ],
+)
+def test_simple_classifiers_do_not_tell_the_classes(side, dashes, distractors, pairs, most):
+    """Pictures as first drawn gave 90% by the distance of the dots. Few pairs are enough to see that, not to see 55%."""
+    random = np.random.default_rng(7)
+    rows = [[statistics(picture) for picture in draw(random, side, dashes, distractors)] for _ in range(pairs)]
+    half = (
+        np.array(rows)[: pairs // 2].reshape(pairs // 2 * 2, -1),
+        np.array(rows)[pairs // 2 :].reshape(-1, len(rows[0][0])),
+    )
+    classes = [np.arange(len(part)) % 2 for part in half]
+    right = [(guess == classes[1]).mean() for guess in guesses(half[0], classes[0], half[1])]
+    assert max(right) < most, np.round(right, 2)
+
+
+def test_a_run_is_not_resumed_on_pictures_of_another_format(isopos, monkeypatch):
+    """Pictures in the cache of before have another key, and the run knows the sha256 of its own."""
+    options = ("--name=a", "--pictures=20", "--side=16", "--dashes=5", *TINY)
+    assert isopos("train", "pathfinder", *options)[0] == 0
+    assert pathfinder.FORMAT == 2
+    monkeypatch.setattr(pathfinder, "FORMAT", 3)
+    monkeypatch.setattr(pathfinder, "draw", lambda *given: draw(*given)[:, ::-1])
+    code, _, err = isopos("train", "pathfinder", "--resume", *options)
+    assert code != 0
+    assert "expected the data of" in err, err
 
 
 def test_pictures_are_prepared_once_and_are_those_of_their_seed(monkeypatch):
-    recipe = Recipe(task=Pathfinder(pictures=60, distractors=0)).edit(batch=8, layers=1, model_dim=16, heads=2)
+    recipe = Recipe(task=Pathfinder(side=16, dashes=5, pictures=60)).edit(batch=8, layers=1, model_dim=16, heads=2)
     data = recipe.task.load(recipe)
     assert [len(sizes) for sizes in data.sizes.values()] == [48, 6, 6]
     assert [data.arrays[f"{split}-labels"].mean() for split in data.sizes] == [0.5] * 3
@@ -103,8 +153,8 @@ def test_pictures_are_prepared_once_and_are_those_of_their_seed(monkeypatch):
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(pathfinder, "PICTURES", 2)
-    recipe = Recipe(task=Pathfinder(dashes=40, pictures=20)).edit(model_dim=16, heads=2)
+    monkeypatch.setattr(pathfinder, "BATCHES", 2)
+    recipe = Recipe(task=Pathfinder(side=16, dashes=40, pictures=20)).edit(model_dim=16, heads=2)
     with pytest.raises(ValueError, match="dashes: expected paths that fit into a picture of 16 x 16, got 40 dashes"):
         recipe.task.load(recipe)
     for scheme in ("ape-tree:branches=2", "ape-ring:period=9", "ape-grid:axes=3"):
@@ -113,10 +163,12 @@ def test_what_does_not_fit_is_refused(monkeypatch):
             own.task.check(own)
     with pytest.raises(ValueError, match="side: expected a number from 8 to 1,024, got 4"):
         recipe.edit(side=4).check()
+    with pytest.raises(ValueError, match="dashes: expected a number from 4 to 1,000, got 3"):
+        recipe.edit(dashes=3).check()
 
 
 def test_every_command_knows_it(isopos, tmp_path):
-    options = ("--pictures=40", "--distractors=0", *TINY)
+    options = ("--pictures=40", "--side=16", "--dashes=5", *TINY)
     code, out, err = isopos("compare", "--task=pathfinder", "--schemes=rope,ape-grid", "--name=a", *options)
     assert code == 0, err
     assert "32 + 4 + 4 pictures, half of them connected" in out

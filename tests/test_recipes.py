@@ -8,6 +8,7 @@ import pytest
 from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
+from isopos.lab.tables.loader import load_table
 from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.images import Images
@@ -251,11 +252,11 @@ DECLARED = """
     lra-retrieval paper: task=text scheme=lrpe-orthogonal data=lra_release/tsv_data column=4 pair=5 label=1 classes=0
         longest=4000 pairs=towers pooling=mean validation_rows=0 layers=4 model_dim=64 norm=batch steps=45964 batch=64
         learning_rate=0.001 validate_every=500 save_every=500 device=auto
-    lra-pathfinder tiny: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=400
+    lra-pathfinder tiny: task=pathfinder scheme=lrpe-orthogonal side=24 dashes=12 distractors=0 pictures=400
         validation_rows=0 layers=1 model_dim=32 heads=2 norm=batch steps=50 batch=32 learning_rate=0.002 device=auto
-    lra-pathfinder small: task=pathfinder scheme=lrpe-orthogonal side=16 dashes=3 distractors=0 pictures=6000
+    lra-pathfinder small: task=pathfinder scheme=lrpe-orthogonal side=24 dashes=12 distractors=0 pictures=6000
         validation_rows=0 layers=2 model_dim=64 norm=batch steps=500 batch=32 learning_rate=0.002 device=auto
-    lra-pathfinder paper: task=pathfinder scheme=lrpe-orthogonal side=32 dashes=6 distractors=3 pictures=200000
+    lra-pathfinder paper: task=pathfinder scheme=lrpe-orthogonal side=32 dashes=14 distractors=5 pictures=200000
         validation_rows=0 layers=4 model_dim=32 norm=batch steps=250000 batch=128 learning_rate=0.0005
         validate_every=500 save_every=500 device=auto
     permuteformer-text tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair= label=label classes=0
@@ -265,8 +266,9 @@ DECLARED = """
         classes=0 longest=512 pairs=joined pooling=first validation_rows=0 layers=2 model_dim=64 steps=500 batch=32
         optimizer=adam learning_rate=0.002 device=auto
     permuteformer-text paper: task=text scheme=permuteformer:width=4,decay=none data=aclImdb_v1.tar.gz column=text
-        pair= label=label classes=0 longest=4000 pairs=joined pooling=first validation_rows=0 layers=4 model_dim=256
-        hidden_dim=1024 steps=15625 batch=16 optimizer=adam learning_rate=1e-05 schedule=inverse-sqrt warmup=4000
+        pair= label=label classes=0 longest=4000 pairs=joined pooling=first validation_rows=0 layers=6 model_dim=512
+        heads=8 hidden_dim=2048 activation=gelu dropout=0.1 clip=0.0 steps=15625 batch=16
+        optimizer=adam learning_rate=1e-05 schedule=inverse-sqrt warmup=4000
         weight_decay=0.0 validate_every=500 save_every=500 device=auto
     permuteformer-retrieval tiny: task=text scheme=permuteformer:width=4,decay=none column=text pair=other label=label
         classes=0 longest=512 pairs=towers pooling=first validation_rows=0 layers=1 model_dim=32 heads=2 steps=50
@@ -276,18 +278,33 @@ DECLARED = """
         batch=32 optimizer=adam learning_rate=0.002 device=auto
     permuteformer-retrieval paper: task=text scheme=permuteformer:width=4,decay=none data=lra_release/tsv_data
         column=4 pair=5 label=1 classes=0 longest=4000 pairs=towers pooling=first validation_rows=0 layers=4
-        model_dim=128 hidden_dim=512 steps=45964 batch=32 optimizer=adam learning_rate=0.0002 schedule=inverse-sqrt
+        model_dim=128 hidden_dim=512 activation=gelu dropout=0.1 clip=0.0 steps=45964
+        batch=32 optimizer=adam learning_rate=0.0002 schedule=inverse-sqrt
         warmup=1000 weight_decay=0.0 validate_every=500 save_every=500 device=auto
-    permuteformer-pathfinder tiny: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+    permuteformer-pathfinder tiny: task=pathfinder scheme=permuteformer-2d:decay=none side=24 dashes=12 distractors=0
         pictures=400 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50 batch=32 optimizer=adam
         learning_rate=0.002 device=auto
-    permuteformer-pathfinder small: task=pathfinder scheme=permuteformer-2d:decay=none side=16 dashes=3 distractors=0
+    permuteformer-pathfinder small: task=pathfinder scheme=permuteformer-2d:decay=none side=24 dashes=12 distractors=0
         pictures=6000 validation_rows=0 layers=2 model_dim=64 steps=500 batch=32 optimizer=adam learning_rate=0.002
         device=auto
-    permuteformer-pathfinder paper: task=pathfinder scheme=permuteformer-2d:decay=none side=32 dashes=6 distractors=3
-        pictures=200000 validation_rows=0 layers=1 model_dim=128 hidden_dim=128 dropout=0.2 steps=50000 batch=256
+    permuteformer-pathfinder paper: task=pathfinder scheme=permuteformer-2d:decay=none side=32 dashes=14 distractors=5
+        pictures=200000 validation_rows=0 layers=4 model_dim=128 hidden_dim=128
+        heads=8 activation=gelu dropout=0.1 clip=0.0 steps=50000 batch=256
         optimizer=adam learning_rate=0.0005 schedule=inverse-sqrt warmup=4000 weight_decay=0.0 validate_every=500
         save_every=500 device=auto
+    permuteformer-image tiny: task=images scheme=permuteformer-2d:decay=none height=0 width=0 margin=0
+        tokenizer=patches patch=4 pooling=mean augment=none policy=none erasing=0.0 mixup=0.0 cutmix=0.0
+        repeats=1 smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 steps=50
+        batch=32 optimizer=adam learning_rate=0.005 device=auto
+    permuteformer-image small: task=images scheme=permuteformer-2d:decay=none height=0 width=0 margin=0
+        tokenizer=patches patch=4 pooling=mean augment=none policy=none erasing=0.0 mixup=0.0 cutmix=0.0
+        repeats=1 smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=2 model_dim=48 steps=600 batch=32
+        optimizer=adam learning_rate=0.005 device=auto
+    permuteformer-image paper: task=images scheme=permuteformer-2d:decay=none data=cifar10 height=0 width=0
+        margin=0 tokenizer=patches patch=1 pooling=mean augment=none policy=none erasing=0.0 mixup=0.0
+        cutmix=0.0 repeats=1 smoothing=0.0 channels=1 classes=0 validation_rows=0 model_dim=64 hidden_dim=128
+        activation=gelu dropout=0.3 steps=9765 batch=256 optimizer=adam learning_rate=0.01 schedule=inverse-sqrt
+        warmup=200 weight_decay=0.0 clip=0.0 validate_every=500 save_every=500 device=auto
     cct tiny: task=images scheme=ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean height=0 width=0
         margin=0 tokenizer=convolution patch=4 pooling=sequence augment=crop policy=none erasing=0.0 mixup=0.0 cutmix=0.0
         repeats=1 smoothing=0.0 channels=0 classes=0 validation_rows=0 layers=1 model_dim=32 heads=2 hidden_dim=64
@@ -371,6 +388,42 @@ def test_a_name_keeps_its_meaning():
     written = {name.strip(): {*rest.split()} for name, _, rest in (line.partition(": ") for line in lines)}
     found = {name: {"".join(f"{field}={value}".split()) for field, value in values.items()} for name, values in _declared()}
     assert {name: words for name, words in found.items() if words} == written
+
+
+PERMUTEFORMER = {  # layers, width, feed-forward, heads, dropout; batch, epochs, learning rate, warm-up
+    "text": (6, 512, 2048, 8, 0.1, 16, 10, 1e-5, 4000),
+    "retrieval": (4, 128, 512, 4, 0.1, 32, 10, 2e-4, 1000),
+    "image": (3, 64, 128, 4, 0.3, 256, 50, 1e-2, 200),
+    "pathfinder": (4, 128, 128, 8, 0.1, 256, 80, 5e-4, 4000),
+}
+SAMPLES = {"text": 25_000, "retrieval": 147_086, "image": 50_000, "pathfinder": 160_000}
+
+
+@pytest.mark.parametrize("name", PERMUTEFORMER)
+def test_sizes_of_permuteformer_are_its_authors(name):
+    """Sizes: long_range_arena/configs/performer_*relative_*.json of github.com/cpcp1998/PermuteFormer; the rest: Table 5."""
+    recipe = preset(f"permuteformer-{name}", "paper")
+    m, t = recipe.model, recipe.training
+    sizes = (m.layers, m.model_dim, m.hidden_dim, m.heads, m.dropout)
+    *expected, batch, epochs, learning_rate, warmup = PERMUTEFORMER[name]
+    assert sizes == tuple(expected)
+    assert (t.batch, t.learning_rate, t.warmup) == (batch, learning_rate, warmup)
+    assert t.steps == epochs * SAMPLES[name] // batch
+    assert (m.activation, t.optimizer, t.schedule, t.weight_decay, t.clip) == ("gelu", "adam", "inverse-sqrt", 0, 0)
+    for table, fields in (("permuteformer-1", ()), ("permuteformer-2", expected[:4]), ("permuteformer-3", expected[:4])):
+        found = load_table(table).recipe_at("paper", load_table(table).corpus(name)).model
+        assert (
+            found == m
+            if table == "permuteformer-1"
+            else [found.layers, found.model_dim, found.hidden_dim, found.heads] == fields
+        )
+
+
+def test_the_arenas_pathfinder_has_the_settings_of_its_data():
+    """`curv_contour_length_14` of Linsley et al.'s generator: contours of 14 dashes, distractors of a third, here 5."""
+    for name in ("lra-pathfinder", "permuteformer-pathfinder"):
+        task = preset(name, "paper").task
+        assert (task.side, task.dashes, task.dashes // 3, task.distractors) == (32, 14, 4, 5)
 
 
 @pytest.mark.parametrize("spec", ["rope", "rope:decay=retnet", "lrpe-unitary:basis=fourier,learned=true"])

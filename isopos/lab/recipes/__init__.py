@@ -46,6 +46,7 @@ RECIPES = {
     "permuteformer-text": "arena:permuteformer_text",
     "permuteformer-retrieval": "arena:permuteformer_retrieval",
     "permuteformer-pathfinder": "arena:permuteformer_pathfinder",
+    "permuteformer-image": "arena:permuteformer_image",
     "cct": "images:cct",
     "deit": "images:deit",
     "transduction": "transduction:transduction",
