@@ -225,7 +225,7 @@ SCHEMES = [
     *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
     *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long", "length": 2})),
     *_rows("wire", ("", {}), ("fixed", {"axes": 3, "learned": False})),
-    *_rows("prope", ("", {}), ("scores", {"transport": False})),
+    *_rows("prope", ("", {}), ("scores", {"transport": False}), ("half", {"layout": "half"})),
     *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
     *_rows("transformer-xl", ("", {}), ("width", {"model_dim": 6})),
     *_rows("t5", ("", {}), ("causal", {"buckets": 8, "max_distance": 20, "bidirectional": False}), directed=False),
@@ -236,12 +236,15 @@ SCHEMES = [
     *_rows("alibi", ("", {}), directed=False),
     *_rows("clock", ("", {})),
     *_rows("string", ("", {}), ("grid", {"axes": 2}), ("circulant", {"variant": "circulant", "axes": 2})),
-    *_rows("comrope", ("", {}), ("axial", {"variant": "axial"}), ("pairs", {"axes": 3, "block": 2})),
-    *_rows("grape", ("", {}), ("grid", {"axes": 2, "planes": 2})),
+    *_rows("string", ("fixed", {"learned": False})),
+    *_rows("comrope", ("", {}), ("axial", {"variant": "axial"}), ("pairs-fixed", {"axes": 3, "block": 2, "learned": False})),
+    *_rows("grape", ("", {}), ("grid", {"axes": 2, "planes": 2}), ("fixed", {"learned": False})),
     *_rows("pope", ("", {}), ("softmax", {"attention": "softmax"})),
-    *_rows("liere", ("", {}), ("axes", {"axes": 3}), relative=False),
+    *_rows("liere", ("", {}), ("fixed", {"axes": 3, "learned": False}), relative=False),
     *_rows("fox", ("", {}), ("encoded", {"denominator": "encoded", "feature_map": "relu"}), directed=False),
-    *_rows("selective", ("", {}), ("forget", {"decay": "forget", "base": 100.0}), directed=False),
+    *_rows(
+        "selective", ("", {}), ("forget", {"decay": "forget", "base": 100.0}), ("half", {"layout": "half"}), directed=False
+    ),
     *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
@@ -287,6 +290,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "ape-tree": {"encoding.generator"},
 }
 STORED = {  # of options
+    **dict.fromkeys(("string-fixed", "comrope-pairs-fixed", "grape-fixed", "liere-fixed"), set()),
     "wire": {"encoding.frequency"},
     "rope-learned": {"encoding.frequency"},
     "string-circulant": {"encoding.generator"},

@@ -11,6 +11,7 @@ import isopos
 LEARN = {("Exponential", "learned"), ("TreePath", "learned"), ("T5", "bidirectional"), ("Finding", "is_law")}
 LEARN |= {
     ("Circulant", "learned"),
+    ("Lie", "learned"),
     ("Commuting", "learned"),
     ("RankTwo", "learned"),
     ("Finding", "measured"),
