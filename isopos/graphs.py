@@ -75,7 +75,7 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int
 
 def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
     """Edges as integers ``[m 2]``, and how many nodes there are, where that is known."""
-    if hasattr(source, "nodes") and hasattr(source, "edges"):  # networkx
+    if hasattr(source, "nodes") and hasattr(source, "adjacency"):  # networkx
         rows = {node: row for row, node in enumerate(source.nodes())}
         if nodes not in (None, len(rows)):
             raise ValueError(f"nodes: expected {len(rows)}, as many as the graph has, got {nodes}")

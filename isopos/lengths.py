@@ -53,8 +53,8 @@ class Extension(ABC):
         return type(self).__name__.lower()
 
     @property
-    def said(self) -> dict[str, Any]:
-        """Its name and values, as JSON has them: ``extension(**said)``, or `Scheme.extend` with them, makes it again."""
+    def arguments(self) -> dict[str, Any]:
+        """Its name and values as JSON has them, which `extension` and `Scheme.extend` take as keywords."""
         values = {own.name: getattr(self, own.name) for own in fields(self)}
         return {"name": self.name} | {key: list(a) if isinstance(a, tuple) else a for key, a in values.items()}
 

@@ -292,6 +292,9 @@ class Scheme(nn.Module):
         encoded, whatever its length, since frequencies do not move with it; a state from before is refused, because its keys
         have turned by other frequencies. Rings and trees in a product stay as they are, as does what is no rotation.
 
+        YaRN and LongRoPE also have an attention factor, which `at` applies. With ``encoding(x)`` alone multiply the scale of
+        logits by `sharpness` and the rotated features by `rotary_factor`; one of the two is 1.
+
         Args:
             name: "linear", "dynamic", "yarn", "longrope" or "llama3"; see `isopos.lengths`.
             factor: s, how many times longer sequences are, at least 1.

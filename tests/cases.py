@@ -290,7 +290,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "ape-tree": {"encoding.generator"},
 }
 STORED = {  # of options
-    **dict.fromkeys(("string-fixed", "comrope-pairs-fixed", "grape-fixed", "liere-fixed"), set()),
+    **{name: set() for name in ("string-fixed", "comrope-pairs-fixed", "grape-fixed", "liere-fixed")},
     "wire": {"encoding.frequency"},
     "rope-learned": {"encoding.frequency"},
     "string-circulant": {"encoding.generator"},

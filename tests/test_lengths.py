@@ -266,7 +266,7 @@ def test_streams_and_steps_of_an_extended_scheme_are_whole_calls(name, options):
 @RULES
 def test_what_an_extension_says_makes_it_again(name):
     first = extension(name, np.float64(4), np.int64(6), **OPTIONS.get(name, {}))
-    again = extension(**json.loads(json.dumps(first.said)))
+    again = extension(**json.loads(json.dumps(first.arguments)))
     assert (again, repr(again)) == (first, repr(first))
     assert repr(first) == repr(extension(name, 4, 6, **OPTIONS.get(name, {})))
 

@@ -68,7 +68,7 @@ def test_time_goes_on_evenly_where_clocks_are_put_back(tmp_path):
     night = "2024-10-27T01:30+02:00,1\n2024-10-27T02:30+02:00,2\n2024-10-27T02:30+01:00,3\n"
     found = read(written(tmp_path, night))
     assert np.diff(found.seconds).tolist() == [3600, 3600]
-    assert np.diff(found.shown).tolist() == [3600, 0]
+    assert np.diff(found.clock_seconds).tolist() == [3600, 0]
     assert found.sha256 != replace(found, offsets=None).sha256
     assert (
         read(written(tmp_path, night.replace("+01:00", "+02:00").replace("02:30+02:00,3", "03:30+02:00,3"))).offsets is None
@@ -335,3 +335,25 @@ def test_a_series_of_ones_own_is_compared(isopos, tmp_path):
     assert [*example] == ["from", "load", "other"]
     assert example["from"].startswith("1970-01-13")
     assert example["load"] in (tmp_path / "runs" / "own" / "report.html").read_text()
+
+
+def test_a_run_is_not_scored_on_a_series_with_other_columns(isopos, tmp_path):
+    rows = [f"2024-01-{1 + n // 24:02}T{n % 24:02}:00,{n % 24},{n % 7}" for n in range(400)]
+    file = tmp_path / "load.csv"
+    file.write_text("\n".join(["time,a,b", *rows]))
+    sizes = (
+        "--context=8",
+        "--horizon=2",
+        "--layers=1",
+        "--model-dim=16",
+        "--heads=2",
+        "--batch=4",
+        "--steps=2",
+        "--device=cpu",
+    )
+    assert isopos("compare", "--task=series", f"--data={file}", "--schemes=rope", "--name=one", *sizes)[0] == 0
+    file.write_text("\n".join(["time,a,b", *(row.rpartition(",")[0] + ",0.1" for row in rows)]))
+    (run,) = (path.parent for path in (tmp_path / "runs" / "one").glob("*/recipe.json"))
+    code, _, err = isopos("eval", str(run), "--other-data")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "channels: expected 0, or the 1 of the data, got 2" in err

@@ -66,7 +66,7 @@ def test_a_folder_keeps_a_scheme_its_extension_and_what_it_learned(hf, tmp_path,
     assert "UNEXPECTED" not in caplog.text
     assert type(again) is hf.LlamaForCausalLM
     assert logits(again).equal(expected)
-    assert json.loads((tmp_path / "config.json").read_text())["isopos"]["extension"] == (rule and scheme.extension.said)
+    assert json.loads((tmp_path / "config.json").read_text())["isopos"]["extension"] == (rule and scheme.extension.arguments)
     assert logits(load(tmp_path, hf.AutoModelForCausalLM)).equal(expected)
 
 

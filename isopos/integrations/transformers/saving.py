@@ -21,7 +21,7 @@ VALUES = r"(^|\.)(scheme|isopos)\."
 def described(scheme: Scheme) -> dict[str, Any]:
     """Name, options (a seed among them), extension and fingerprint; no name where no function of `REGISTRY` makes it."""
     rule = scheme.extension
-    found: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.said}
+    found: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.arguments}
     found["fingerprint"] = scheme.fingerprint
     if scheme.origin is None:
         return found
@@ -49,7 +49,7 @@ def rebuilt(entry: Any) -> Scheme:
 
 
 def made(name: str, options: Mapping[str, Any], extended: Mapping[str, Any] | None) -> Scheme:
-    """A named scheme, extended by what `Extension.said` says."""
+    """A named scheme, extended by what `Extension.arguments` has."""
     scheme = REGISTRY[resolve(name)](**options)
     return scheme if extended is None else scheme.extend(**extended)
 

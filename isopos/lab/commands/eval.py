@@ -12,7 +12,7 @@ from isopos.lab.reports import grids
 from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import read_json, write_json
 from isopos.lab.runs.folders import fingerprint, read_rows
-from isopos.lab.tasks.task import Task, View, expect
+from isopos.lab.tasks.task import Data, Task, View, expect
 
 __all__ = ["Options", "run"]
 
@@ -52,8 +52,9 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     views = _views(options, recipe.task)
     for view in views:
         _extend(options.extend, model, recipe.task, view)  # what cannot be is said before any work
+    data, other = _data(options, console, folder, recipe)
     trained, last = folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
-    done, before = read_rows(folder / "metrics.jsonl"), fingerprint(folder)
+    done = read_rows(folder / "metrics.jsonl")
     if trained.exists():
         checkpoints.read_weights(model, trained)
         source, step = trained.name, max((row["step"] for row in done), default=0)
@@ -62,12 +63,6 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
-    data = recipe.task.load(recipe, console, run=folder)
-    if (other := before not in ("", data.sha256)) and not options.other_data:
-        raise ValueError(
-            f"data: expected what {folder / 'data.json'} says, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}, "
-            "which changed since; give the run back its data, or score this with --other-data"
-        )
     expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)
@@ -93,6 +88,21 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     if lacking and (options.length or len(lacking) == len(rows)):
         raise ValueError(lacking[0])
     return 0
+
+
+def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> tuple[Data, bool]:
+    """The data of a run, which its model can read, and whether it is other data than the run was trained on."""
+    before = fingerprint(folder)
+    data = recipe.task.load(recipe, console, run=folder)
+    if (other := before not in ("", data.sha256)) and not options.other_data:
+        raise ValueError(
+            f"data: expected what {folder / 'data.json'} says, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}, "
+            "which changed since; give the run back its data, or score this with --other-data"
+        )
+    found, had = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
+    for name in recipe.task.settled:
+        expect(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
+    return data, other
 
 
 def _views(options: Options, task: Task) -> list[View]:

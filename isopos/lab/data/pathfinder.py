@@ -20,6 +20,7 @@ References:
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from isopos.lab.data.prepare import SPLITS, Progressing
 __all__ = ["draw", "prepare"]
 
 FORMAT = 2
+FEWEST = 4  # Dashes of a long path.
 STEP, GAP = 2.5, 1.75  # Pixels from one dash to the next along a path, of which the gap takes this many.
 REACH = 2  # Pixels of one path are at most so far from its next dash; pixels of two paths are further apart.
 TURN = 1.2  # Radians by which the next dash turns at most.
@@ -85,6 +87,10 @@ def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) 
         >>> pair.shape, pair.dtype, sorted({*pair.flatten().tolist()})
         ((2, 16, 16), dtype('uint8'), [0, 255])
     """
+    if dashes < FEWEST:
+        raise ValueError(
+            f"dashes: expected {FEWEST} or more, of which some in the middle can be joined in two ways, got {dashes}"
+        )
     crowded = 0
     for _ in range(BATCHES):
         for stubs in _stubs(random, side, dashes):
@@ -158,11 +164,10 @@ def _alike(some: np.ndarray, others: np.ndarray) -> np.ndarray | None:
 
 
 def _blurred(masks: np.ndarray) -> np.ndarray:
-    for axis in (1, 2):
-        width = [(0, 0), (0, 0), (0, 0)]
-        width[axis] = (BLUR, BLUR)
-        masks = np.lib.stride_tricks.sliding_window_view(np.pad(masks, width), 2 * BLUR + 1, axis).sum(-1, dtype=np.float32)
-    return masks
+    side, by = masks.shape[-1], BLUR
+    rows = np.pad(masks.astype(np.float32), [(0, 0), (by, by), (0, 0)])
+    columns = np.pad(reduce(np.add, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
+    return reduce(np.add, (columns[..., n : n + side] for n in range(2 * by + 1)))
 
 
 def _half(random: np.random.Generator, stub: np.ndarray, more: int, side: int) -> np.ndarray:
@@ -266,8 +271,7 @@ def _apart(some: np.ndarray, others: np.ndarray, reach: int) -> np.ndarray:
 
 def _widened(masks: np.ndarray, by: int) -> np.ndarray:
     """Masks ``[n side side]`` and all pixels at most so far from them, along either axis."""
-    for axis in (1, 2):
-        width = [(0, 0), (0, 0), (0, 0)]
-        width[axis] = (by, by)
-        masks = np.asarray(np.lib.stride_tricks.sliding_window_view(np.pad(masks, width), 2 * by + 1, axis).any(-1))
-    return masks
+    side = masks.shape[-1]
+    rows = np.pad(masks, [(0, 0), (by, by), (0, 0)])
+    columns = np.pad(reduce(np.logical_or, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
+    return reduce(np.logical_or, (columns[..., n : n + side] for n in range(2 * by + 1)))

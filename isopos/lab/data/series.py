@@ -46,7 +46,7 @@ class Series:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     @property
-    def shown(self) -> np.ndarray:
+    def clock_seconds(self) -> np.ndarray:
         """What the rows' clocks show, in seconds since 1970: float64 ``[n]``."""
         return self.seconds if self.offsets is None else self.seconds + self.offsets
 

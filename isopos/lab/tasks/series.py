@@ -181,7 +181,7 @@ class Spans(Samples):
 
         chosen = self.begins[split][rows][:, None] + np.arange(-self.task.context, self.task.horizon)
         values = torch.from_numpy(self.values[chosen]).float()
-        seconds, shown = self.series.seconds[chosen], self.series.shown[chosen]
+        seconds, shown = self.series.seconds[chosen], self.series.clock_seconds[chosen]
         positions = _places(recipe, self.task.positions, seconds, shown, float(self.series.seconds[0]), self.step)
         answers = values[:, self.task.context :].clone()
         values[:, self.task.context :] = torch.nan
