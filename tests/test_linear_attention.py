@@ -17,6 +17,7 @@ from cases import (
     quadratic,
     same_everywhere,
     softmax_by_definition,
+    with_edges,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,7 +100,7 @@ def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, ca
     monkeypatch.setattr(walk, "LEAST", 1)
     monkeypatch.setattr(walk, "MOST", 1)
     t, encoding = 130, ENCODINGS[encoding]() if ENCODINGS[encoding] else None
-    q, k, v = leaves = inputs(2, t=t, e=5, requires_grad=True)
+    q, k, v = leaves = with_edges(*inputs(2, t=t, e=5, requires_grad=True))
     x = ascending(2, t)
     rate = RATES.clone().requires_grad_()
     arguments = {
@@ -145,7 +146,7 @@ def test_without_positions_a_complex_denominator_divides_by_pairs():
 @both
 @pytest.mark.parametrize("t", [1, 2, 63, 64, 65, 200])
 def test_awkward_lengths(attention, t, causal):
-    leaves = inputs(2, t=t, requires_grad=True)
+    leaves = with_edges(*inputs(2, t=t, requires_grad=True))
     arguments = {"isometry": rotary(t), "decay": decay(t), "causal": causal}
     arguments |= {"feature_map": elu1} if attention is linear_attention else {}
     same_everywhere(attention(*leaves, **arguments), definition_of(attention)(*leaves, **arguments), leaves)
@@ -177,7 +178,7 @@ def test_masks(attention, denominator, decayed, causal):
 @pytest.mark.parametrize(("t", "s"), [(1, 7), (7, 1), (70, 130), (130, 70)])
 @pytest.mark.parametrize("decayed", [False, True], ids=["", "decay"])
 def test_causal_cross_attention_aligns_the_last_tokens(attention, decayed, t, s):
-    leaves = inputs(2, t=t, s=s, e=3, requires_grad=True)
+    leaves = with_edges(*inputs(2, t=t, s=s, e=3, requires_grad=True))
     x = sequence(max(t, s))
     x, y = x[max(t, s) - t :], x[max(t, s) - s :]
     arguments = {"isometry": (rotary(x=x), rotary(x=y)), "causal": True, "mask": torch.rand(2, s) < 0.8}
@@ -192,7 +193,7 @@ def test_causal_cross_attention_aligns_the_last_tokens(attention, decayed, t, s)
 @both
 @pytest.mark.parametrize(("t", "s"), [(3, 100), (100, 3)])
 def test_bidirectional_cross_attention(attention, t, s):
-    leaves = inputs(2, t=t, s=s, e=3, requires_grad=True)
+    leaves = with_edges(*inputs(2, t=t, s=s, e=3, requires_grad=True))
     x, y = ascending(2, t), ascending(2, s)
     arguments = {"isometry": (rotary(x=x), rotary(x=y)), "mask": torch.rand(2, s) < 0.8}
     arguments |= {"feature_map": elu1} if attention is linear_attention else {}
