@@ -61,6 +61,18 @@ def test_a_difference_whose_interval_includes_0_is_in_brackets(tmp_path, other, 
         f"{len(other)} {'differences' if len(other) > 2 else 'seeds, so no interval'}" in note for note in found.notes()
     )
     assert found.leads == (not shown.startswith("("))
+    assert _cells(found)[0]["to best"] == ("best" if found.leads else "first")
+    assert any(note.startswith("first: the best figure") for note in found.notes()) != found.leads
+
+
+def test_intervals_to_the_best_are_wider_the_more_rows_it_is_picked_from(tmp_path):
+    """0.15, 0.2 and 0.25: half of the interval is 0.124 for one pair, and 0.287 for each of five (t 9.925)."""
+    bits = {("rope", seed): 2.5 for seed in range(3)}
+    bits |= {(name, seed): 2.65 + 0.05 * seed for name in ("none", "alibi", "t5", "shaw", "learned") for seed in range(3)}
+    found = _folder(tmp_path, bits)
+    assert {row["to best"] for row in _cells(found)[1:]} == {"(+0.200 [-0.087, +0.487])"}
+    assert not found.leads
+    assert "for all the other rows at once: 5% are divided by their number" in " ".join(found.notes())
 
 
 def test_differences_are_paired_by_seed(tmp_path):
@@ -81,6 +93,7 @@ def test_nobody_is_highlighted_at_chance_level(tmp_path, monkeypatch, accuracies
     found = ranking(tmp_path)
     assert found.leads == leads
     assert any("No row is above chance, 50.0%" in note for note in found.notes()) != leads
+    assert _cells(found)[0]["to best"] == ("best" if leads else "first")
     assert ("Chance is 50.0%, the share of the most frequent class." in found.notes()) == leads
     assert ('<tr class="best">' in page.write(tmp_path).read_text()) == leads
 

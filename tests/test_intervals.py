@@ -30,6 +30,27 @@ def test_intervals_of_known_figures():
     assert Difference.unpaired((5.0, 0.0, 3), (3.0, 0.0, 3)).shown
 
 
+def test_a_picked_pair_shares_the_5_percent_with_all_others():
+    """Student's t of two degrees of freedom is p (2 / (1 - p^2))^1/2; of one, a tangent."""
+    for pairs in (1, 5, 20, 190):
+        inside = 1 - 0.05 / pairs
+        assert student(2, pairs) == pytest.approx(inside * (2 / (1 - inside**2)) ** 0.5, rel=1e-6)
+    assert student(1, 20) == pytest.approx(math.tan(math.pi / 2 * (1 - 0.05 / 20)), rel=1e-6)
+    assert Difference.paired([1, 2, 3]).shown is False
+    assert Difference.paired([1, 1.1, 1.2], 5).shown
+    assert Difference.paired([1, 1.1, 1.2], 5).words == "95% interval for 5 pairs at once, 3 seeds"
+
+
+def test_a_row_as_good_as_any_is_seldom_shown_to_differ_from_the_picked_best():
+    draw, times, fires = random.Random(2), 1000, {1: 0, 5: 0}
+    for _ in range(times):
+        rows = [[draw.gauss(0, 1) for _ in range(3)] for _ in range(6)]
+        apart = [a - b for a, b in zip(rows[0], min(rows, key=sum), strict=True)]
+        for pairs in fires:
+            fires[pairs] += Difference.paired(apart, pairs).shown
+    assert fires[5] < 0.025 * times < 0.05 * times < fires[1]
+
+
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], [-3.0, -3.1]])
 def test_fewer_than_three_seeds_show_nothing(values):
     found = Difference.paired(values)

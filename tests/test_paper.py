@@ -80,6 +80,16 @@ def test_figures_are_means_with_standard_deviations_of_seeds(write):
     assert any(text.startswith("Machine time: 6.0 minutes, 12 cells") for text in said)
 
 
+@pytest.mark.parametrize(("worst", "marks"), [(1.3, 0), (9.0, 3)])
+def test_nobody_is_marked_where_no_row_differs_from_the_best(write, worst, marks):
+    """Alone is behind by worst, two others by 0.2, with an interval that leaves out 0 for one pair, and not for three."""
+    noise = {"Base": (0, 0, 0), "Rope": (0.14, 0.2, 0.26), "Both | more": (0.14, 0.2, 0.26), "Alone": (-1.0, 0.0, 1.0)}
+    means = {"Base": 1.0, "Rope": 1.0, "Both | more": 1.0, "Alone": worst}
+    _, page = write("lower", more="marked = true", seeds=3, figure=lambda name, _, seed: means[name] + noise[name][seed])
+    assert page.count(" * |") == marks
+    assert "no row differs from the best, none is" in page
+
+
 @pytest.mark.parametrize(("scale", "token"), [("small", "byte"), ("paper", "token")])
 def test_figures_are_of_the_scale_s_tokens(write, scale, token):
     _, page = write("lower", more='figure = "perplexity"\n[edits]\ntokenizer = "words"', scale=scale)

@@ -60,7 +60,9 @@ def test_leaders_pairs_and_ranks(shown):
     lines = results_page.findings(shown()).splitlines()
     assert lines[1] == "### `toy`: Which?"
     assert lines[3:] == [
-        "- left; right: Rope is best, ahead of PER by 0.1 [-0.58, 0.78], 0.1 [-0.58, 0.78] (95% interval, unpaired, "
+        "- left: Rope is best, ahead of PER by 0.1 [-1.03, 1.23] (95% interval for 5 pairs at once, unpaired, "
+        "3 seeds: no difference shown).",
+        "- right: Rope is best, ahead of PER by 0.1 [-0.87, 1.07] (95% interval for 3 pairs at once, unpaired, "
         "3 seeds: no difference shown).",
         "- left: rank correlation with the paper -0.40 over 4 rows, -1.00 without Base.",
         "- left: of 6 pairs of rows 2 in the paper's order, 0 not, 4 without a difference shown.",
@@ -73,7 +75,9 @@ def test_leaders_pairs_and_ranks(shown):
 def test_higher_is_better_turns_every_order(shown):
     lines = results_page.findings(shown("higher")).splitlines()
     assert lines[3] == "- left: Type1 with fixed angles is best, ahead of Type1 by 0.5 (one seed)."
-    assert lines[4] == ("- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval, unpaired, 3 seeds).")
+    assert lines[4] == (
+        "- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval for 3 pairs at once, unpaired, 3 seeds)."
+    )
     assert lines[-1].endswith(" (one seed): Type1, left -0.500.")
 
 
@@ -86,6 +90,24 @@ def test_two_seeds_have_no_interval(shown):
     assert not any("shown" in line or "95%" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("said", "seeds", "words"),
+    [
+        ("Missing: PER on wikitext-103, seeds 2; Type1 on books, seeds 1, 2.", 3, "2 seeds: no interval"),
+        ("Missing: PER on books, seeds 2.", 3, "95% interval, unpaired, 3 seeds: no difference shown"),
+        ("Missing: PER on wikitext-103, seeds 2.", 4, "95% interval, unpaired, 3 seeds: no difference shown"),
+        ("PER, WikiText-103 val: diverged at step 3.", 3, "2 seeds: no interval"),
+    ],
+)
+def test_seeds_that_are_missing_are_not_counted(tmp_path, said, seeds, words):
+    text = TABLE.format(better="lower", more=PAIRED).replace("left", "WikiText-103 val").replace("3 seeds", f"{seeds} seeds")
+    path = tmp_path / "table.md"
+    path.write_text(text.replace("Missing: Type1 on two, seeds 1, 2.", said))
+    assert results_page.read(path).ahead("WikiText-103 val", "a|b", "PER").words == words
+    paired = results_page.read(path).ahead("WikiText-103 val", "Rope", "PER")  # by the distance
+    assert paired.shown == ("no interval" not in words)
+
+
 def test_percentages_and_marks_are_figures():
     assert results_page._figure("56.90% ± 1.20% *") == (56.9, 1.2)
     assert results_page._figure("**-2.50% ± 1.20%**") == (-2.5, 1.2)
@@ -94,8 +116,10 @@ def test_percentages_and_marks_are_figures():
 
 def test_distances_paired_by_seed_decide_where_there_are_some(shown):
     lines = results_page.findings(shown(more=PAIRED)).splitlines()
-    assert lines[3] == "- left: Rope is best, ahead of PER by 0.1 [0.0752, 0.125] (95% interval, 3 seeds)."
-    assert lines[4].startswith("- right: Rope is best, ahead of PER by 0.1 [-0.58, 0.78] (95% interval, unpaired, 3 seeds: ")
+    assert (
+        lines[3] == "- left: Rope is best, ahead of PER by 0.1 [0.0427, 0.157] (95% interval for 5 pairs at once, 3 seeds)."
+    )
+    assert lines[4].endswith("(95% interval for 3 pairs at once, unpaired, 3 seeds: no difference shown).")
 
 
 def test_figures_by_seed_pair_every_two_rows(shown, tmp_path):

@@ -3,7 +3,8 @@
 Intervals of differences are Student's at 95% (`isopos.lab.reports.intervals`): of pairs of figures of the same seed where
 figures.json is beside the table, or where one of two rows is that to which the table has distances. Else they are unpaired,
 from the deviations of both rows' distances to that row, which share its noise, so that the interval is rather too wide; or,
-without distances, from those of the columns. Each row with a deviation is read as one of all seeds of its table.
+without distances, from those of the columns. A row has all seeds of its table but those that the table says are missing.
+The interval of the best row and the next, a pair that is picked from the figures, holds for the best and all others at once.
 """
 
 import itertools
@@ -39,6 +40,7 @@ class Shown:
     ours: Mapping[str, Mapping[str, tuple[float, float]]]  # the spread is not a number where there is one seed
     reference: str  # from which distances are, paired by seed; empty where the table has none
     apart: Mapping[str, Mapping[str, tuple[float, float]]]
+    lacking: Mapping[str, Mapping[str, frozenset[int]]]  # by column, seeds of rows that have not all of them
     each: Mapping[str, Mapping[str, Mapping[str, float]]]  # ours by seed, where the table has figures.json
     fixed: Mapping[str, str]  # by rows that learn angles, those that stay where these start
     said: Sequence[str]
@@ -51,8 +53,8 @@ class Shown:
 
     @property
     def seeds(self) -> int:
-        """Of each row with a spread."""
-        return int(found[1]) if (found := re.search(r"of up to (\d+) seeds", " ".join(self.said))) else 1
+        """Of each row with a spread that lacks none."""
+        return _most(self.said)
 
     def sort(self, column: str, figures: Mapping[str, float]) -> list[str]:
         """Names of rows, the best in a column first."""
@@ -62,27 +64,33 @@ class Shown:
         """1 where lower figures of a column are better, -1 where higher ones are."""
         return 1 if (self.better == "lower") is (column not in self.others) else -1
 
-    def ahead(self, column: str, first: str, second: str) -> Difference:
-        """By how much a row is better than another: paired by seed where it is known how, else by the columns' spreads."""
+    def ahead(self, column: str, first: str, second: str, pairs: int = 1) -> Difference:
+        """By how much a row is better than another: paired by seed where it is known how, else by the columns' spreads.
+
+        pairs is the number of those from which this one is picked.
+        """
         sign, each, apart = self.sign(column), self.each.get(column, {}), self.apart.get(column, {})
         own, others = each.get(first, {}), each.get(second, {})
         if shared := [seed for seed in own if seed in others]:
-            return Difference.paired([(others[seed] - own[seed]) * sign for seed in shared])
+            return Difference.paired([(others[seed] - own[seed]) * sign for seed in shared], pairs)
         for row, other, turn in ((first, second, -1), (second, first, 1)):
             if other == self.reference and row in apart:
                 mean, spread = apart[row]
-                return Difference.of(turn * mean * sign, spread, self._seeds(spread))
-        known = apart if first in apart and second in apart else self.ours[column]
-        figures = [(mean * sign, spread, self._seeds(spread)) for mean, spread in (known[second], known[first])]
-        return Difference.unpaired(*figures)
+                return Difference.of(turn * mean * sign, spread, self._count(column, spread, row, other), pairs)
+        known, by = (apart, (self.reference,)) if first in apart and second in apart else (self.ours[column], ())
+        one, two = ((known[row][0] * sign, known[row][1], row) for row in (second, first))
+        figures = [(mean, spread, self._count(column, spread, row, *by)) for mean, spread, row in (one, two)]
+        return Difference.unpaired(*figures, pairs)
 
-    def _seeds(self, spread: float) -> int:
-        return 1 if math.isnan(spread) else self.seeds
+    def _count(self, column: str, spread: float, *rows: str) -> int:
+        """Of how many seeds, which all of these rows have, a spread is."""
+        lacking = frozenset().union(*(self.lacking.get(column, {}).get(row, frozenset()) for row in rows))
+        return 1 if math.isnan(spread) else self.seeds - len(lacking)
 
-    def beside(self, column: str, first: str, second: str) -> str:
+    def beside(self, column: str, first: str, second: str, pairs: int = 1) -> str:
         """What there is to say of a difference beside the number."""
         if not self.timed:
-            return self.ahead(column, first, second).words
+            return self.ahead(column, first, second, pairs).words
         (a, a_half), (b, b_half) = self.ours[column][first], self.ours[column][second]
         return APART if abs(a - b) > a_half + b_half else "quartiles overlap"
 
@@ -114,6 +122,7 @@ def read(path: Path) -> Shown:
         ours={title: {row[0]: found for row in rows if (found := _figure(row[n]))} for title, n in ours.items()},
         reference=next((line.removeprefix(f"{PAIRED} ") for line in lines if line.startswith(PAIRED)), ""),
         apart={title: {row[0]: found for row in distances if (found := _figure(row[n]))} for title, n in apart.items()},
+        lacking={one.title: _lacking(said, one.title, one.corpus) for one in table.columns},
         each={
             title: {
                 row: {seed: (100 if percents[title] else 1) * one for seed, one in own.items()} for row, own in by.items()
@@ -124,6 +133,21 @@ def read(path: Path) -> Shown:
         said=said,
         commands=commands,
     )
+
+
+def _lacking(said: Sequence[str], column: str, corpus: str) -> dict[str, frozenset[int]]:
+    """By row, the seeds without a figure in a column. A reason names none: where there is one, two have figures at least."""
+    missing = next((text for text in said if text.startswith("Missing: ")), "").removeprefix("Missing: ").removesuffix(".")
+    on = re.escape(f" on {corpus}") if corpus else ""
+    found = [re.fullmatch(rf"(.*){on}, seeds ([\d, ]+)", part) for part in missing.split("; ")]
+    lacking = {one[1]: frozenset(map(int, one[2].split(", "))) for one in found if one}
+    reasons = [text.partition(f", {column}: ")[0] for text in said if f", {column}: " in text]
+    return lacking | {row: frozenset(range(2, _most(said))) for row in reasons}
+
+
+def _most(said: Sequence[str]) -> int:
+    """How many seeds a row of a table has, if it lacks none."""
+    return int(found[1]) if (found := re.search(r"of up to (\d+) seeds", " ".join(said))) else 1
 
 
 def _cells(line: str) -> list[str]:
@@ -189,8 +213,9 @@ def _first(shown: Shown) -> Iterator[str]:
     for column, figures in shown.ours.items():
         order = shown.sort(column, {row: figure for row, (figure, _) in figures.items()})
         if len(order) > 1 and figures[order[0]][0] != figures[order[1]][0]:
-            text = shown.ahead(column, *order[:2]).text(".3g") if not shown.timed else f"{_gap(figures, *order[:2]):.3g}"
-            found.setdefault((*order[:2], shown.beside(column, *order[:2])), {})[column] = text
+            pair, pairs = order[:2], len(order) - 1
+            text = shown.ahead(column, *pair, pairs).text(".3g") if not shown.timed else f"{_gap(figures, *pair):.3g}"
+            found.setdefault((*pair, shown.beside(column, *pair, pairs)), {})[column] = text
     for (first, second, beside), by in found.items():
         yield f"{'; '.join(by)}: {first} is best, ahead of {second} by {', '.join(by.values())} ({beside})."
 

@@ -103,7 +103,7 @@ def ranking(folder: Path) -> "Ranking":
         pairs = [(results[seed].scores[main.title], best[seed].scores[main.title]) for seed in seeds]
         difference = [a - b for a, b in pairs if a is not None and b is not None]
         paired = [results[seed] for seed in seeds]
-        apart = Difference.paired(difference) if difference else None
+        apart = Difference.paired(difference, max(1, len(ordered) - 1)) if difference else None
         rows.append(Row(scheme, [*results.values()], paired, apart, speed.get(scheme)))
     return Ranking(task, rows, said.get("chance"))
 
@@ -153,7 +153,9 @@ class Ranking:
             "scheme": row.scheme if len(set(of_layers(row.scheme))) > 1 else _short(row.scheme, first.choices),
             **first.choices,
             "features": first.choices["feature_map"],
-            "to best": "best" if row is self.rows[0] and row.difference else _difference(row.difference, main.style),
+            "to best": ("best" if self.leads else "first")
+            if row is self.rows[0] and row.difference
+            else _difference(row.difference, main.style),
             f"{self.task.unit}/s": f"{statistics.mean(result.rate for result in row.results):,.0f}",
             "speed": "-" if row.speed is None else f"{row.speed:.2f}",
             "parameters": f"{first.parameters:,}",
@@ -182,6 +184,8 @@ class Ranking:
             )
         else:
             yield f"to best: {'one seed' if seeds == 1 else f'{seeds} seeds'}, so no interval; --seeds {LEAST} gives one."
+        if self.rows and not self.leads:
+            yield "first: the best figure, by which no row is shown to be the best."
         if self.chance is not None:
             share, count = self.chance
             level = f"{self.task.metrics[0].text(share)}, the share of the most frequent class"

@@ -222,13 +222,21 @@ def _less(row: Found, other: Found, column: Column) -> list[float]:
 
 
 def _leads(table: PaperTable, rows: Sequence[Found], row: Found, column: Column) -> bool:
-    """Whether a row's mean is the best, or no difference to it is shown; never with fewer seeds than an interval takes."""
+    """Whether a row's mean is the best, or no difference to it is shown; never with fewer seeds than an interval takes.
+
+    Nor is any where no row of the column is shown to differ from the best.
+    """
     rank, found = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= LEAST]
     if row not in found:
         return False
     best = min(found, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
-    apart = _less(row, best, column)
-    return len(apart) >= LEAST and not Difference.paired(apart).shown
+    apart = {one.line.name: _less(one, best, column) for one in found}
+    level = {
+        name: not Difference.paired(values, max(1, len(found) - 1)).shown
+        for name, values in apart.items()
+        if len(values) >= LEAST
+    }
+    return level.get(row.line.name, False) and not all(level.values())
 
 
 def _finer(metric: Metric) -> Metric:
@@ -303,7 +311,8 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     if table.marked:
         yield (
             "Marked (*) are the best figure and those of which no difference to it is shown: the 95% interval of the "
-            f"differences paired by seed includes 0. With fewer than {LEAST} seeds none is."
+            "differences paired by seed, for all rows at once (5% divided by the number of the others), includes 0. Where "
+            f"no row differs from the best, none is, nor with fewer than {LEAST} seeds."
         )
     yield from _ranks(table, rows, about)
     yield from _settling(table, rows, about)

@@ -102,7 +102,7 @@ class PaperTable:
     columns: Sequence[Column]  # the figures
     rows: Sequence[Line]  # in the paper's order, then ours
     kind: str = "scores"  # of trained models; or one of `TIMED`
-    marked: bool = False  # whether the best figure is marked, and those of which no difference to it is shown
+    marked: bool = False  # whether the best figures are, where some differ from them
     reference: str = ""  # the row from which the others' distance is shown; by default the baseline
     figure: str = ""  # of the columns that name none; by default the task's first
     along: str = ""  # one of the task's own choices, by which the picture shows the columns; by default validations
