@@ -131,10 +131,16 @@ def test_the_report_s_curves_are_switched_on_and_off(visit, report):
 
 
 @pytest.fixture(scope="module")
-def site():
-    """The site as it is served."""
+def files():
+    """The address of the site as files."""
     if not (SITE / "index.html").exists():
         pytest.skip("no site is built: make docs")
+    return SITE.as_uri()
+
+
+@pytest.fixture(scope="module")
+def site(files):
+    """The site as it is served."""
     handler = partial(
         type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None}), directory=SITE
     )
@@ -167,9 +173,9 @@ def test_formulas_are_drawn(visit, site):
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["served", "as files"])
-def test_the_site_is_searched(visit, site, served):
+def test_the_site_is_searched(visit, site, files, served):
     """What is typed is searched for, letters that are shortcuts included; a result leads to its page."""
-    page = visit(f"{site if served else SITE.as_uri()}/algebra.html")
+    page = visit(f"{site if served else files}/algebra.html")
     page.locator("dialog").wait_for(state="attached")
     page.keyboard.press("Control+k")
     page.keyboard.type("permutation n p s f")
@@ -185,17 +191,17 @@ def test_the_site_is_searched(visit, site, served):
     assert "PermuteFormer" in page.locator("article").inner_text()
 
 
-def test_letters_turn_no_pages(visit):
+def test_letters_turn_no_pages(visit, files):
     """As where someone types before the search is there."""
-    page = visit(f"{SITE.as_uri()}/algebra.html")
+    page = visit(f"{files}/algebra.html")
     for key in "np,.":
         page.keyboard.press(key)
         page.wait_for_timeout(200)
         assert page.url.endswith("/algebra.html")
 
 
-def test_the_site_s_links_lead_to_pages_without_a_server(visit):
-    page = visit(f"{SITE.as_uri()}/index.html")
+def test_the_site_s_links_lead_to_pages_without_a_server(visit, files):
+    page = visit(f"{files}/index.html")
     page.locator("article a[href*='tutorials/rope']").first.click()
-    page.wait_for_url(f"{SITE.as_uri()}/tutorials/rope.html*")
+    page.wait_for_url(f"{files}/tutorials/rope.html*")
     assert page.locator("h1").count() == 1
