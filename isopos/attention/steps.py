@@ -17,7 +17,7 @@ from isopos.state import State, expect_state
 __all__ = ["Steps"]
 
 AHEAD = 64  # tokens whose tables are made at once
-MOST = 1 << 24  # numbers of these, as dense matrices
+MOST = 1 << 24  # numbers that these may hold
 
 AnyPrepared = Prepared | triton_step.Prepared | torch_step.Prepared
 
@@ -148,7 +148,9 @@ class Steps:
         """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
         self._state.stamped(self.scheme.fingerprint, None)
         dtype = prepared.sums[0].dtype
-        self._rows, at = self._ahead(self.length, dtype, prepared.inputs[0].device)
+        numbers = sum(rho.numbers_a_token for rho in {self._problem.rho_q, self._problem.rho_k})
+        most = max(1, min(AHEAD, MOST // max(1, numbers)))
+        self._rows, at = self._ahead(self.length, most, dtype, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
         rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)
         features = sums_of(self._problem._replace(rho_q=rho_q, rho_k=rho_k)).features
@@ -171,15 +173,13 @@ class _Ahead:
 
     def __init__(self, scheme: Scheme):
         self.scheme, self.known = scheme, {}
-        dense = scheme.heads * scheme.encoding.features * scheme.encoding.out_features
-        self.most = max(1, min(AHEAD, MOST // dense))
 
-    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[range, Arguments]:
-        """Positions from `length` on, and the scheme there."""
+    def __call__(self, length: int, most: int, dtype: torch.dtype, device: torch.device) -> tuple[range, Arguments]:
+        """At most so many positions from `length` on, and the scheme there."""
         found = self.known.get(key := (length, dtype, device))
         if found is None:
             limit = self.scheme.max_length
-            count = self.most if limit is None else min(self.most, max(1, limit - length))
+            count = most if limit is None else min(most, max(1, limit - length))
             with torch.no_grad():
                 at = self.scheme.at(torch.arange(length, length + count, device=device)[:, None], dtype=dtype)
             found = range(length, length + count), at
