@@ -125,22 +125,22 @@ class Steps:
         place = torch.tensor([[self.length]], device=q.device)
         at = self.scheme.at(place, state=self._state, dtype=torch.promote_types(q.dtype, torch.float32))
         attend: Any = linear_attention if linear else softmax_attention
-        out, self._state = attend(q, k, v, **at | options, causal=True, return_state=True)
-        self.length += 1
+        out, after = attend(q, k, v, **at | options, causal=True, return_state=True)
         simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.path or torch.compiler.is_compiling())
         if simple and self._served and not options and not self._differentiable(q, k, v):
-            self._prepare(q, k, v, at)
+            self._prepare(q, k, v, at, after)  # may warn, and a warning may be an error: the token counts after it
+        self._state, self.length = after, self.length + 1
         return out
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, at: Arguments) -> None:
-        """Prepare what comes after a step, whose sums nobody else has."""
-        again: Any = at | {"state": replace(self._state, in_place=True), "causal": True}
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, at: Arguments, after: State) -> None:
+        """Prepare what comes after a step that leaves `after`, whose sums nobody else has."""
+        again: Any = at | {"state": replace(after, in_place=True), "causal": True}
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
         if _bare(problem) and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
             kinds = Prepared, triton_step.Prepared, torch_step.Prepared
             self._prepared, self._problem = next(filter(None, (kind.of(step) for kind in kinds)), None), problem
-            self._rows = range(self.length, self.length)
+            self._rows = range(self.length + 1, self.length + 1)
             self._decay = None if problem.before is None else problem.before[..., None]
         self._served = self._prepared is not None
 
