@@ -151,6 +151,13 @@ class TokenMap(ABC):
         return next((size for size in sizes if size is not None), None)
 
     @property
+    def numbers_a_token(self) -> int:
+        """Numbers that it holds for each of its tokens, not counting those that all tokens share."""
+        tensors = ((own.tokens, getattr(self, name)) for name, own in self._tensors)
+        each = (x.numel() // max(1, x.shape[axis]) for axis, x in tensors if axis is not None and isinstance(x, Tensor))
+        return sum(each) + sum(part.numbers_a_token for part in self._parts())
+
+    @property
     def leading(self) -> torch.Size:
         """Axes ``[*b h]`` of its own, which broadcast to those of what it maps."""
         values = ((own, getattr(self, name)) for name, own in self._tensors)

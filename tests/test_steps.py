@@ -252,6 +252,26 @@ def test_layers_share_tables(monkeypatch):
         Steps(isopos.rope(32, 3), length=first.length, beside=first)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "width", "most", "count"),
+    [
+        pytest.param("rope", 64, 256, None, AHEAD, id="an angle a pair"),
+        pytest.param("lrpe-orthogonal", 64, 256, None, AHEAD, id="angles and a matrix that all tokens share"),
+        pytest.param("spe-sine", 3, 32, 5 * 2 * 3 * 32 * 32, 5, id="two matrices a token"),
+    ],
+)
+def test_tables_reach_as_far_as_what_they_hold_for_a_token_allows(monkeypatch, name, heads, width, most, count):
+    scheme, calls = schemes.REGISTRY[name](width, heads), []
+    if most is not None:
+        monkeypatch.setattr(steps_module, "MOST", most)
+    at = type(scheme).at
+    monkeypatch.setattr(type(scheme), "at", lambda self, x, *args, **kw: calls.append(len(x)) or at(self, x, *args, **kw))
+    steps = Steps(scheme)
+    for token in tokens(content(scheme, 3)):
+        steps(*token)
+    assert calls[-1] == count
+
+
 @NEEDED
 def test_a_state_given_or_taken_stays_as_it_is():
     scheme = isopos.retnet(32, 3)

@@ -75,7 +75,7 @@ def table(rounds: int = ROUNDS) -> list[tuple[str, ...]]:
 def _race(make: Callable[[], Callable[[], object]], rounds: int) -> tuple[float, float]:
     """The least seconds of a call with the library, and without."""
     absent = mock.patch.object(library, "libraries", return_value=({}, "hidden for a comparison"))
-    told = mock.patch.object(library.Told, "yet", True)
+    told = mock.patch.object(library, "warned", True)
     ours, best = make(), [float("inf")] * 2
     with absent, told:
         other = make()

@@ -17,7 +17,7 @@ from isopos.state import State, expect_state
 __all__ = ["Steps"]
 
 AHEAD = 64  # tokens whose tables are made at once
-MOST = 1 << 24  # numbers of these, as dense matrices
+MOST = 1 << 24  # numbers that these may hold
 
 AnyPrepared = Prepared | triton_step.Prepared | torch_step.Prepared
 
@@ -125,22 +125,22 @@ class Steps:
         place = torch.tensor([[self.length]], device=q.device)
         at = self.scheme.at(place, state=self._state, dtype=torch.promote_types(q.dtype, torch.float32))
         attend: Any = linear_attention if linear else softmax_attention
-        out, self._state = attend(q, k, v, **at | options, causal=True, return_state=True)
-        self.length += 1
+        out, after = attend(q, k, v, **at | options, causal=True, return_state=True)
         simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.path or torch.compiler.is_compiling())
         if simple and self._served and not options and not self._differentiable(q, k, v):
-            self._prepare(q, k, v, at)
+            self._prepare(q, k, v, at, after)  # may warn, and a warning may be an error: the token counts after it
+        self._state, self.length = after, self.length + 1
         return out
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, at: Arguments) -> None:
-        """Prepare what comes after a step, whose sums nobody else has."""
-        again: Any = at | {"state": replace(self._state, in_place=True), "causal": True}
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, at: Arguments, after: State) -> None:
+        """Prepare what comes after a step that leaves `after`, whose sums nobody else has."""
+        again: Any = at | {"state": replace(after, in_place=True), "causal": True}
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
         if _bare(problem) and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
             kinds = Prepared, triton_step.Prepared, torch_step.Prepared
             self._prepared, self._problem = next(filter(None, (kind.of(step) for kind in kinds)), None), problem
-            self._rows = range(self.length, self.length)
+            self._rows = range(self.length + 1, self.length + 1)
             self._decay = None if problem.before is None else problem.before[..., None]
         self._served = self._prepared is not None
 
@@ -148,7 +148,9 @@ class Steps:
         """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
         self._state.stamped(self.scheme.fingerprint, None)
         dtype = prepared.sums[0].dtype
-        self._rows, at = self._ahead(self.length, dtype, prepared.inputs[0].device)
+        numbers = sum(rho.numbers_a_token for rho in {self._problem.rho_q, self._problem.rho_k})
+        most = max(1, min(AHEAD, MOST // max(1, numbers)))
+        self._rows, at = self._ahead(self.length, most, dtype, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
         rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)
         features = sums_of(self._problem._replace(rho_q=rho_q, rho_k=rho_k)).features
@@ -171,15 +173,13 @@ class _Ahead:
 
     def __init__(self, scheme: Scheme):
         self.scheme, self.known = scheme, {}
-        dense = scheme.heads * scheme.encoding.features * scheme.encoding.out_features
-        self.most = max(1, min(AHEAD, MOST // dense))
 
-    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[range, Arguments]:
-        """Positions from `length` on, and the scheme there."""
+    def __call__(self, length: int, most: int, dtype: torch.dtype, device: torch.device) -> tuple[range, Arguments]:
+        """At most so many positions from `length` on, and the scheme there."""
         found = self.known.get(key := (length, dtype, device))
         if found is None:
             limit = self.scheme.max_length
-            count = self.most if limit is None else min(self.most, max(1, limit - length))
+            count = most if limit is None else min(most, max(1, limit - length))
             with torch.no_grad():
                 at = self.scheme.at(torch.arange(length, length + count, device=device)[:, None], dtype=dtype)
             found = range(length, length + count), at

@@ -108,17 +108,15 @@ def absent() -> str:
     return "" if libraries()[0] else f"{ABSENT} ({libraries()[1]})"
 
 
-class Told:
-    """Whether this process was told that linear attention goes without its library, where nothing else is in the way."""
-
-    yet = False
+warned = False  # whether this process was warned that there is no library
 
 
-def tell(why: str) -> None:
+def warn_if_absent(why: str) -> None:
     """Warn once in a process, in the name of the line that called isopos, where a refusal is for want of a library alone."""
-    if Told.yet or not why.startswith(ABSENT):
+    global warned
+    if warned or not why.startswith(ABSENT):
         return
-    Told.yet, level, frame = True, 1, sys._getframe()
+    warned, level, frame = True, 1, sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("isopos", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
 from isopos.feature_maps import FeatureMap
-from isopos.ops.library import tell, watched
+from isopos.ops.library import warn_if_absent, watched
 from isopos.ops.linear.features import Sums
 
 
@@ -40,7 +40,7 @@ def chosen(backends: Sequence[Choice], sums: Sums) -> Choice | None:
     for backend in backends:
         if not (why := backend.serves(sums)):
             return backend
-        tell(why)
+        warn_if_absent(why)
     return None
 
 

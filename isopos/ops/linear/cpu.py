@@ -292,8 +292,7 @@ class Cpu(Walking):
     name = "cpu"
 
     def serves(self, sums: Sums) -> str:
-        why = "" if torch.compiler.is_compiling() else library.absent()
-        return why if why and library.Told.yet else self._refuses(sums) or why
+        return self._refuses(sums) or ("" if torch.compiler.is_compiling() else library.absent())
 
     def _refuses(self, sums: Sums) -> str:
         """Why it would not serve a problem, were it installed."""

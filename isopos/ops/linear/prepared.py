@@ -41,7 +41,7 @@ class Prepared:
         """The steps after this one, if cpu.c serves them."""
         if sums.stream is None:
             return None
-        library.tell(why := CPU.serves(sums))
+        library.warn_if_absent(why := CPU.serves(sums))
         return None if why else cls(sums)
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:

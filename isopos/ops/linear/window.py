@@ -17,6 +17,7 @@ from isopos.exact import narrow
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Sums, with_ones
 from isopos.ops.linear.graph import aligned
+from isopos.ops.linear.isolation import looks
 from isopos.ops.linear.step import weighed
 
 __all__ = ["windowed"]
@@ -82,4 +83,6 @@ def _beside(
     k, v = (F.pad(x[..., :-1, :], (0, 0, 1, 0)) for x in (k, v))  # a query does not see the key of its own place
     total = linear(Sums(q, k, v, ALL_READY, None, True))
     total = total.flip(-2) if border else total
-    return total if of_q is None else torch.where(of_q == 0, 0, total)  # zero times what the border holds
+    if of_q is None or (looks(of_q) and bool((of_q != 0).all())):
+        return total
+    return torch.where(of_q == 0, 0, total)  # zero times what the border holds
