@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from isopos.lab.commands import compare
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports.comparison import ranking
 from isopos.lab.runs import folders
@@ -156,6 +157,13 @@ def test_softmax_only_schemes_and_wide_ones_beside_linear_ones(isopos, tmp_path)
     speed = json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["speed"]
     assert speed["none"] == 1
     assert len(speed) == 10
+
+
+def test_speeds_are_relative_to_no_positions_with_the_same_attention(monkeypatch):
+    rounds = [{"none": 1.0, "rope": step, "t5": 3.0, "none:attention=softmax": 6.0} for step in (2.0, 4.0, 5.0)]
+    monkeypatch.setattr(training, "step_times", lambda *_: iter(rounds))
+    recipes = [Recipe(scheme=scheme) for scheme in ("none", "rope", "t5")]
+    assert compare._speeds(recipes, None) == {"none": 1.0, "rope": 0.25, "t5": 2.0}
 
 
 def test_positions_that_a_scheme_does_not_have_are_not_evaluated(isopos, tmp_path):

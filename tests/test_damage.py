@@ -167,7 +167,7 @@ def test_weights_of_which_a_bit_was_changed(isopos, runs):
         lambda state: state | {"optimizer": {}},
         lambda state: state | {"optimizer": {"state": {}, "param_groups": [{"params": [1]}]}},
         lambda state: state | {"best": ["a"]},
-        lambda state: state | {"model": state["model"] | {"head.weight": torch.full((19, 8), np.inf)}},
+        lambda state: state | {"model": {name: torch.full_like(value, np.inf) for name, value in state["model"].items()}},
         lambda state: state | {"model": {name: value[:1] for name, value in state["model"].items()}},
         lambda state: state | {"model": {}},
     ],

@@ -61,6 +61,7 @@ def test_bad_calls(run, tmp_path):
     if model.scheme.max_length is not None:
         with pytest.raises(ValueError, match="tokens: expected at most 61 after this prompt"):
             generate(Options(str(folder), "abc", 62))
+        assert "".join(generate(Options(str(folder), "abc", 61)))
 
 
 @torch.no_grad()

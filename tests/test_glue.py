@@ -309,6 +309,7 @@ def test_a_comparison_of_what_several_runs_learn_ranks_by_the_tasks_own_figure(i
         ),
         (("--schemes=none", "--start=runs/pre/rope-seed0"), "got scheme none; give --scheme rope"),
         (("--schemes=none", "--start=runs/pre/none-seed0", "--hidden-dim=8"), "got hidden_dim 8; give --hidden-dim 64"),
+        (("--schemes=none", "--activation=gelu"), "got activation gelu; give --activation relu"),
         (("--schemes=none", "--start=runs/c/none-seed0"), "start: expected a run of the task masked, got one of Glue"),
         (("--schemes=none", "--start=runs/nowhere"), "in runs/nowhere, got none; isopos train lrpe-blm makes one"),
         (("--schemes=none", "--subset=rte"), "subset: expected one of CoLA"),

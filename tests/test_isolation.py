@@ -38,7 +38,7 @@ def seen(which, *, causal, packed):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
-@pytest.mark.parametrize(("causal", "packed"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("causal", "packed"), [(True, False), (True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("path", ["compiled", "float32", "float64", "function"])
 @pytest.mark.parametrize(("kind", "name"), [*(("linear", x) for x in ("rope", "retnet", "products")), ("softmax", "rope")])
 def test_rows_do_not_hold_what_they_do_not_see(monkeypatch, kind, name, path, causal, packed, which, value):

@@ -120,6 +120,14 @@ def test_division_keeps_signs_and_clamps():
     close(ops.divide(total)[:, 0], 1 / clamp(denominator), roundings=2)
 
 
+def test_complex_division_clamps_magnitudes_below_1e_6():
+    above, least = torch.tensor(3 + 4j, dtype=torch.complex128), 1e-6
+    below = torch.tensor([3e-4 - 4e-4j, -5e-4, 2e-6j, -2e-6, 1e-7j, -1e-7, 0], dtype=torch.complex128)
+    total = torch.view_as_real(torch.stack((above.expand(7), below), -1)).movedim(-1, 0)
+    expected = (above * below.conj()).real / below.abs().clamp_min(least).square()
+    close(ops.divide_complex(total)[:, 0], expected, roundings=2)
+
+
 @pytest.mark.parametrize("t", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("decay", [None, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
@@ -160,6 +168,15 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
         outs[-1] = [outs[-1], *gradients(outs[-1], leaves)]
     for one_group, several in zip(*outs, strict=True):
         close(several, one_group)
+
+
+def test_groups_of_the_same_queries_decays_have_the_weights_of_their_own_keys(monkeypatch):
+    for name, size in {"CHUNK": 2, "GROUP": 1, "LEAST": 2, "MOST": 2}.items():
+        monkeypatch.setattr(walk, name, size)
+    leaves, ahead = tensors(16), torch.rand(3, 16, dtype=torch.float64)
+    ahead[..., 3::4] = 0  # of the last key of a group, from which the next one counts
+    queries = -torch.arange(16.0, dtype=torch.float64).expand(3, 16)
+    agree(ops.Sums(*leaves, ALL_READY, (queries, queries - ahead)), leaves)
 
 
 def test_groups_are_large_where_launches_cost():

@@ -432,6 +432,8 @@ def test_the_best_and_what_is_not_shown_to_differ_from_it_are_marked(own, isopos
     page = marked(0.75, 0.85, 0.95)
     assert "| 90.00% ± 10.00% * |" in page
     assert "| 85.00% ± 10.00% |" in page
+    assert isopos(*command, "1")[0] == 0  # what there is of more seeds stays in the table
+    assert "| 90.00% ± 10.00% * |" in (folder / "table.md").read_text()
 
 
 @pytest.mark.parametrize(

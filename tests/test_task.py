@@ -58,6 +58,15 @@ def test_patience_waits_for_a_higher_one(own, isopos, tmp_path):
     assert len([row for row in read_rows(tmp_path / "runs" / "a" / "metrics.jsonl") if "loss" in row]) == 4
 
 
+def test_the_list_shows_the_highest_validation_of_a_run_that_has_not_ended(own, isopos, tmp_path):
+    assert isopos("train", "toy_task:Order", "--steps=2", "--name=a", *TINY)[0] == 0
+    run = tmp_path / "runs" / "a"
+    (run / "result.json").unlink()
+    rows = [{"step": step, "validation": value} for step, value in enumerate((0.5, 0.75, 0.625), 1)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert "75.0% accuracy" in " ".join(isopos("runs")[1].split())
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -111,6 +111,15 @@ def test_scores_count_every_token_once_however_they_are_batched(scheme, monkeypa
     assert data.score(model, recipe, View(split="train")).reason.startswith("split: expected one of validation, test")
 
 
+def test_the_loss_is_the_mean_of_pairs_however_long_they_are():
+    recipe, data = ready()
+    model, batch = recipe.task.model(recipe).double().eval(), data.batch(recipe, 1)
+    *sample, answers = batch
+    nats = [torch.nn.functional.cross_entropy(*pair, ignore_index=-1) for pair in zip(model(*sample), answers, strict=True)]
+    assert len({*(answers >= 0).sum(1).tolist()}) > 1
+    close(data.loss(model, *batch), torch.stack(nats).mean())
+
+
 def test_a_decoded_target_is_right_only_if_it_ends_where_it_should():
     recipe, data = ready(vocabulary=9, operation="copy")
 
@@ -163,6 +172,17 @@ def test_formats_of_texts_agree(tmp_path):
     found.append(gathered(str(tmp_path), "en,de"))
     assert all(one.splits == found[0].splits for one in found)
     assert sorted(chain(*found[0].splits.values())) == sorted(ROWS)
+
+
+def test_endings_in_the_other_order_are_pairs_the_other_way_round(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for ending, side in (("en", 0), ("de", 1)):
+        lines(tmp_path / "texts" / f"train.{ending}", *(row[side] for row in ROWS))
+    for languages, way in (("en,de", 1), ("de,en", -1)):
+        _, data = ready(data=str(tmp_path / "texts"), languages=languages, tokenizer="words")
+        assert {data.shown(name, n) for name, rows in data.pairs.items() for n in range(len(rows))} == {
+            row[::way] for row in ROWS
+        }
 
 
 def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path):

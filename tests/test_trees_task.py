@@ -104,9 +104,11 @@ def test_formats_agree(tmp_path):
 
 
 def test_labels_of_inner_nodes_are_hidden_or_seen(tmp_path):
-    (tmp_path / "train.txt").write_text("(3 (2 not) (4 (1 so) (0 bad)))\n(2 x)\n" * 2)
-    (tmp_path / "dev.txt").write_text("(2 (3 never) (4 (1 so) (0 bad)))\n")
-    hidden, seen = treebank.load(str(tmp_path)), treebank.load(str(tmp_path), inner=True)
+    folder = tmp_path / "trees"  # beside the cache
+    folder.mkdir()
+    (folder / "train.txt").write_text("(3 (2 not) (4 (1 so) (0 bad)))\n(2 x)\n" * 2)
+    (folder / "dev.txt").write_text("(2 (3 never) (4 (1 so) (0 bad)))\n")
+    hidden, seen = treebank.load(str(folder)), treebank.load(str(folder), inner=True)
     assert read(hidden, "train")[:2] == [("(not (so bad))", "3"), ("x", "2")]
     assert read(hidden, "validation") == [("(<unk> (so bad))", "2")]
     assert read(seen, "train")[:2] == [("((2 not) (4 (1 so) (0 bad)))", "3"), ("(x)", "2")]
