@@ -99,9 +99,10 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
             f"data: expected what {folder / 'data.json'} says, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}, "
             "which changed since; give the run back its data, or score this with --other-data"
         )
-    found, had = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
-    for name in recipe.task.settled:
-        expect(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
+    if other:
+        found, had = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
+        for name in recipe.task.settled:
+            expect(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
     return data, other
 
 

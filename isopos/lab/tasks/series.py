@@ -142,6 +142,8 @@ class Spans(Samples):
                 f"{task.horizon}, got {count} in {series.name}; shorten both"
             )
         self.series, constant = _varying(series, ends[0])
+        there = len(self.series.titles)
+        expect("channels", task.channels, f"0, or the {there} of the data", task.channels in (0, there))
         series, train = self.series, self.series.values[: ends[0]]
         self.values = (series.values - np.nanmean(train, axis=0)) / np.nanstd(train, axis=0)
         if (far := np.argwhere(np.abs(self.values) > FAR)).size:
@@ -169,9 +171,7 @@ class Spans(Samples):
         )
 
     def settle(self, recipe: "Recipe") -> "Recipe":
-        there, given = len(self.series.titles), self.task.channels
-        expect("channels", given, f"0, or the {there} of the data", given in (0, there))
-        recipe = recipe.edit(channels=there)
+        recipe = recipe.edit(channels=len(self.series.titles))
         recipe.task.check(recipe)
         return super().settle(recipe)
 
