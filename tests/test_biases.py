@@ -220,14 +220,17 @@ def test_kerples_power_of_one_is_alibi():
     close(softmax_attention(q, k, v, terms=bias(X, X, torch.float64)), softmax_attention(q, k, v, **at))
 
 
-def test_fire_is_a_network_of_shares():
-    """psi(|i - j|) / psi(max(L, i)), query by query; psi(n) = log(c n + 1), f one hidden layer of ReLU."""
+@pytest.mark.parametrize("factor", [1.3, -0.1])
+def test_fire_is_a_network_of_shares(factor):
+    """psi(|i - j|) / psi(max(L, i)), query by query; psi(n) = log(c n + 1), f one hidden layer of ReLU; L is at least 1."""
     x, (q, k, v) = torch.tensor([[-3], [0], [2], [5], [8], [40]]), inputs(2, t=T, s=S)
     bias = perturb(Fire(HEADS, width=3, length=4.0), 0.5)
-    (c, factor), (u, w), out = (bias.rate.weight.item(), bias.threshold.weight.item()), bias.into.weight, bias.out.weight
+    with torch.no_grad():
+        bias.threshold.weight.fill_(factor)
+    c, (u, w), out = bias.rate.weight.item(), bias.into.weight, bias.out.weight
 
     def score(b, h, i, j):
-        distance, last = abs((Y[j] - x[i]).item()), max(4 * abs(factor), x[i].item())
+        distance, last = abs((Y[j] - x[i]).item()), max(4 * abs(factor), 1, x[i].item())
         share = math.log(abs(c) * distance + 1) / math.log(abs(c) * last + 1)
         return q[b, h, i] @ k[b, h, j] / HEAD_DIM**0.5 + out[h] @ (share * u + w).clamp_min(0)
 

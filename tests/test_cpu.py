@@ -39,7 +39,7 @@ SHAPES = [
     (2, 1, 70, 6, 1),
 ]
 SOME = ["no denominator", "masked decay, encoded", "drawn decay, plain"]
-WITH_TABLES = ["", "plain", "reflected", "masked", "packed", "decay", "both ways", "all keys", "identity"]
+WITH_TABLES = ["", "plain", "reflected", "masked", "masked, encoded", "packed", "decay", "both ways", "all keys", "identity"]
 
 
 @NEEDED
@@ -111,11 +111,12 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
         torch.randn(3, 2, 3, t, d, generator=draw),
     )
     (inputs,) = with_edges(inputs)
+    angles = angles / 8 if "encoded" in more else angles  # no denominator near zero
     table, normal = torch.stack((angles.cos(), angles.sin()), -1), F.normalize(torch.randn(3, 1, d, generator=draw), dim=-1)
     given = {"causal": "ways" not in more and "keys" not in more}
     given["feature_map"] = FEATURE_MAPS["identity" if more == "identity" else "elu+1"]
-    given["denominator"] = "plain" if more in ("plain", "all keys") else None
-    given |= {"mask": torch.arange(2 * t).view(2, t) % 3 > 0} if more == "masked" else {}
+    given["denominator"] = "plain" if more in ("plain", "all keys") else "encoded" if "encoded" in more else None
+    given |= {"mask": torch.arange(2 * t).view(2, t) % 3 > 0} if "masked" in more else {}
     given |= {"segment_ids": (torch.arange(t) // 50).expand(2, t)} if more == "packed" else {}
     if more in ("decay", "both ways"):
         given["decay"] = torch.arange(t) * torch.linspace(-0.01, -0.1, 3, dtype=torch.float64)[:, None]
@@ -419,7 +420,7 @@ def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_libra
 
 @NEEDED
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 20.0, 95.0, "jump", "drawn"])
+@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 1.7, 20.0, 95.0, "jump", "drawn"])
 def test_each_weight_is_as_exact_as_float32(each_library, fall, causal):
     t = 200
     rate = torch.full((t,), 0.01 if isinstance(fall, str) else fall, dtype=torch.float64)

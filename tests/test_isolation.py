@@ -144,17 +144,17 @@ def test_fewer_queries_than_keys_of_packed_sequences_both_ways(name, dtype, t):
 
 @pytest.mark.skipif(not library.libraries()[0], reason=library.libraries()[1])
 @pytest.mark.parametrize("form", ["plain", "encoded"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_compiled_sums_clamp_as_the_definition_does(form, stream):
+@pytest.mark.parametrize("way", ["causal", "stream", "all keys"])
+def test_compiled_sums_clamp_as_the_definition_does(form, way):
     """Denominators of about 1e-7 on both sides of zero: their signs stay, and no gradient passes the clamped ones."""
     q, k, v = (torch.zeros(1, HEADS, 8, D), torch.zeros(1, HEADS, 8, D), drawn(torch.float32, 8)[2][:1])
     q[..., 0] = torch.tensor([1.0, -1.0, -1e-7, 1e-7, -1e-8, 1e-8, -2.0, 2.0])
     k[..., 0, 0] = 1  # and all other keys are zero: a denominator is its query
     leaves = [x.requires_grad_() for x in (q, k, v)]
     rho = schemes.rope(D, HEADS, feature_map="identity").at(torch.zeros(8, 1))["isometry"] if form == "plain" else None
-    options = {"isometry": rho, "denominator": form, "causal": True}
+    options = {"isometry": rho, "denominator": form, "causal": way != "all keys"}
     expected = reference.linear(*leaves, **options)
-    if stream:
+    if way == "stream":
         with torch.no_grad():
             state, found = State(), []
             for i in range(8):

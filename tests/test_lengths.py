@@ -103,6 +103,15 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones(truncate):
     assert rule("yarn", factor, trained, sharpness=1.5).attention_factor == 1.5
 
 
+def test_yarn_counts_on_beyond_the_last_pair():
+    """Where the slowest pair turns more than once, it is kept in part, by its turns as any other."""
+    w, trained, factor = rope_frequencies(4), 1 << 16, 8.0
+    kept = (rule("yarn", factor, trained, truncate=False)(w[None, None])[0, 0] / w - 1 / factor) / (1 - 1 / factor)
+    turns = trained * w / (2 * math.pi)
+    assert 1 < turns[-1] < 32
+    close(kept, (turns.log() / math.log(32)).clamp(max=1))
+
+
 def test_llama3_is_linear_in_turns():
     w, trained, factor = rope_frequencies(32), 512, 8.0
     found = rule("llama3", factor, trained)(w[None, None])[0, 0]

@@ -102,6 +102,24 @@ def test_longer_than_tables_reach(prepared, name, denominator):
     assert same(steps.state, state)
 
 
+class Hastening(Decay):
+    """g(x) = -rate * x^2: every token decays by more than the one before it."""
+
+    def forward(self, x):
+        return super().forward(x.double().square())
+
+
+@NEEDED
+@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
+def test_each_step_has_the_decay_of_its_own_token(prepared, denominator):
+    scheme = isopos.rope(32, 3, decay=Hastening(torch.full((3,), 0.01)), denominator=denominator)
+    given, steps = content(scheme, 12, 2), Steps(scheme)
+    expected, state = by_states(scheme, given)
+    assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
+    assert len(prepared) == 11
+    assert same(steps.state, state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 @pytest.mark.parametrize("name", PREPARED)

@@ -49,6 +49,7 @@ OURS = {  # what no cosines and sines can express, with the heads that it is bui
     "permutation": (isopos.permuteformer, KEY_HEADS, {}),
     "retnet": (isopos.retnet, HEADS, {}),
     "xpos": (isopos.xpos, None, {}),
+    "scale": (isopos.rope, None, {"scale": 0.2}),
 }
 ALL_OURS = pytest.mark.parametrize("name", OURS)
 
