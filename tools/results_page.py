@@ -78,9 +78,12 @@ class Shown:
                 mean, spread = apart[row]
                 return Difference.of(turn * mean * sign, spread, self._count(column, spread, row, other), pairs)
         known, by = (apart, (self.reference,)) if first in apart and second in apart else (self.ours[column], ())
-        one, two = ((known[row][0] * sign, known[row][1], row) for row in (second, first))
-        figures = [(mean, spread, self._count(column, spread, row, *by)) for mean, spread, row in (one, two)]
-        return Difference.unpaired(*figures, pairs)
+
+        def figure(row: str) -> tuple[float, float, int]:
+            mean, spread = known[row]
+            return mean * sign, spread, self._count(column, spread, row, *by)
+
+        return Difference.unpaired(figure(second), figure(first), pairs)
 
     def _count(self, column: str, spread: float, *rows: str) -> int:
         """Of how many seeds, which all of these rows have, a spread is."""
@@ -213,9 +216,10 @@ def _first(shown: Shown) -> Iterator[str]:
     for column, figures in shown.ours.items():
         order = shown.sort(column, {row: figure for row, (figure, _) in figures.items()})
         if len(order) > 1 and figures[order[0]][0] != figures[order[1]][0]:
-            pair, pairs = order[:2], len(order) - 1
-            text = shown.ahead(column, *pair, pairs).text(".3g") if not shown.timed else f"{_gap(figures, *pair):.3g}"
-            found.setdefault((*pair, shown.beside(column, *pair, pairs)), {})[column] = text
+            best, second, pairs = order[0], order[1], len(order) - 1
+            apart = f"{_gap(figures, best, second):.3g}" if shown.timed else ""
+            apart = apart or shown.ahead(column, best, second, pairs).text(".3g")
+            found.setdefault((best, second, shown.beside(column, best, second, pairs)), {})[column] = apart
     for (first, second, beside), by in found.items():
         yield f"{'; '.join(by)}: {first} is best, ahead of {second} by {', '.join(by.values())} ({beside})."
 
