@@ -46,9 +46,8 @@ class Options:
     """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary. Joined
     by + they are of layers, in a pattern that repeats: rope*3+none has positions in three layers of four."""
     attention: Literal["linear", "softmax"] = "linear"  # Of every scheme that does not choose its own with attention=...
-    seeds: int = (
-        1  # Repeat with seeds 0, 1, ... and report means, and differences with 95% intervals, for which 3 are the least.
-    )
+    seeds: int = 1
+    """Repeat with seeds 0, 1, ... and report means, and differences with 95% intervals, for which 3 are the least."""
     name: str = ""  # Folder under runs/; by default compare- and the time.
     overwrite: bool = False  # Replace runs/NAME if it exists.
     settings: tyro.conf.OmitArgPrefixes[Task] = field(default_factory=Language)

@@ -37,7 +37,7 @@ __all__ = [
 
 RESULT, EXAMPLES = "result.json", "examples.json"
 ROWS = 1 << 30  # bytes of metrics.jsonl
-BEGUN = '{"step": '  # how its rows begin
+ROW_START = '{"step": '  # how its rows begin
 REMEDY = "put it right, or remove this run and train it again"
 LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were called
 
@@ -182,7 +182,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         steps.append(row["step"])
         if steps[-1] < steps[-2]:
             damaged(f"{path}, line {n}", f"expected a step from {steps[-2]} on, got {steps[-1]}", remedy)
-    if last and (ended or not last.startswith(BEGUN[: len(last)])):
+    if last and (ended or not last.startswith(ROW_START[: len(last)])):
         damaged(f"{path}, line {len(lines) + 1}", "expected a row, got the part of one", remedy)
     if steps[-1] < reached:
         got = f"got them up to step {steps[-1]}" if rows else "got none"
