@@ -282,3 +282,8 @@ def test_what_raises_could_not_be_measured(isopos, raising, subject, said):
 def test_a_module_that_exits_is_a_failure(isopos, raising):
     assert isopos("check", "exits:Good") == (2, "", "isopos: subject: cannot import exits: SystemExit: 0\n")
     assert isopos("compare", "--task", "exits:Good")[::2] == (2, "isopos: task: cannot import exits: SystemExit: 0\n")
+
+
+def test_options_of_a_comparison_say_what_they_do(isopos):
+    text = " ".join(isopos("compare", "--help")[1].split())
+    assert "--seeds INT Repeat with seeds" in text
