@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from isopos.lab.recipes import Recipe, split_spec
+from isopos.lab.recipes import Recipe
 from isopos.lab.tables.loader import load_table
 from isopos.lab.tasks.attentions import LONGEST, OTHERS, PACKAGED, Linformer
 from isopos.lab.tasks.bidirectional import Bidirectional
@@ -15,6 +15,7 @@ from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.text import TextClasses
 from isopos.lab.tasks.transduction import Transduction
+from isopos.spec import split_spec
 
 LENGTH, T = 37, 21
 

@@ -14,7 +14,8 @@ import isopos
 ROOT = Path(isopos.__file__).parent
 # From the bottom up: a room knows those of earlier lines, and none beside it; a longer name is a room of its own.
 LAYERS = """
-exact trees catalog
+exact trees catalog deprecation
+spec
 graphs times
 lengths
 feature_maps
@@ -34,7 +35,9 @@ integrations
 __init__
 lab.bench.timing lab.runs.files
 lab.data
-lab.tasks+lab.recipes
+lab.tasks.task
+lab.tasks
+lab.recipes
 lab.runs lab.tables
 lab.training
 lab.reports

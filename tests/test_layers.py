@@ -8,10 +8,11 @@ import torch
 
 import isopos
 from isopos.attention import Steps
-from isopos.lab.recipes import Recipe, map_spec, of_layers, split_spec
+from isopos.lab.recipes import Recipe
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.build import build_scheme
 from isopos.models import Decoder, PerLayer, Seq2Seq, Vision
+from isopos.spec import map_spec, of_layers, split_spec
 
 PATTERNS = {  # of four layers
     "nope": "rope*3+none",
@@ -132,7 +133,7 @@ def test_layers_without_positions_are_among_those_of_a_grid():
             "^scheme: expected an embedding, .* in the first",
         ),
         (lambda: layered("rope*3+none", 6), "^layers: expected a multiple of the 4 of rope.3.none, got 6"),
-        (lambda: of_layers("rope*0+none"), "expected a number of layers after ., got '0'"),
+        (lambda: of_layers("rope*0+none"), "expected a number of layers after .* got '0' at character 6 of 'rope.0.none'"),
         (
             lambda: split_spec("rope*3+none"),
             "^scheme: expected one, not one a layer as in rope.3.none; .* rope, none",

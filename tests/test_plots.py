@@ -3,10 +3,10 @@ import torch
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from isopos.lab.recipes import split_spec
 from isopos.lab.reports.kernels import panels, paths
 from isopos.lab.reports.plots import draw, draw_heat, draw_tree, line_style, plain, show
 from isopos.schemes import REGISTRY, build
+from isopos.spec import split_spec
 
 
 @pytest.fixture(autouse=True)

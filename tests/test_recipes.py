@@ -7,7 +7,7 @@ import pytest
 
 from isopos.cli import COMMANDS
 from isopos.lab.commands.compare import Options
-from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, join_spec, preset, split_spec
+from isopos.lab.recipes import RECIPES, SCALES, Recipe, Training, preset
 from isopos.lab.tables.loader import load_table
 from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.glue import Glue
@@ -17,6 +17,7 @@ from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.transduction import Transduction
 from isopos.lab.tasks.tree_transduction import TreeTransduction
+from isopos.spec import join_spec, split_spec
 
 
 def test_recipes_of_one_seed_differ_in_the_scheme_only():

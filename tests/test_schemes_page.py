@@ -5,8 +5,8 @@ import re
 import pytest
 
 from isopos.catalog import CATALOG
-from isopos.lab.recipes import split_spec
 from isopos.schemes.registry import build, options_of
+from isopos.spec import split_spec
 from tools import generate, peers_page, schemes_page
 from tools.authors import AUTHORS
 

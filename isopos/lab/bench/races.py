@@ -22,10 +22,10 @@ from isopos.lab.bench import ceilings
 from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
-from isopos.lab.recipes import split_spec
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.schemes import build
+from isopos.spec import split_spec
 from isopos.state import State
 
 __all__ = [

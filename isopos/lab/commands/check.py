@@ -8,8 +8,8 @@ from rich.console import Console
 
 from isopos.catalog import CATALOG, own_module
 from isopos.lab.commands import bounded
-from isopos.lab.recipes import split_spec
 from isopos.lab.runs.files import printable
+from isopos.spec import split_spec
 
 if TYPE_CHECKING:
     from isopos.encodings import Encoding

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from isopos.lab import tasks
 from isopos.lab.commands import bounded
-from isopos.lab.recipes import Model, Recipe, Training, join_spec, map_spec, parse_schemes, split_spec
+from isopos.lab.recipes import Model, Recipe, Training
 from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
@@ -25,6 +25,7 @@ from isopos.lab.runs.folders import run_place
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
+from isopos.spec import join_spec, map_spec, parse_schemes, split_spec
 
 __all__ = ["Options", "default", "run"]
 

@@ -121,8 +121,8 @@ def _views(options: Options, task: Task) -> list[View]:
 
 def _extend(spec: str, model: Any, task: Task, view: View) -> None:
     """Give the schemes of a model the frequencies of a rule for the lengths of a view."""
-    from isopos.lab.recipes import split_spec
     from isopos.scheme import Scheme
+    from isopos.spec import split_spec
 
     if not spec:
         return

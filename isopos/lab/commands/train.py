@@ -1,6 +1,5 @@
 """`isopos train`: check everything, train or go on with one run, and say what it came to."""
 
-import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from isopos.catalog import expect
-from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset
+from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, recipe_function
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 
@@ -19,12 +18,7 @@ __all__ = ["Options", "default", "run"]
 
 def _recipes() -> str:
     """What each recipe is, by the first line that its function says of itself."""
-    texts = []
-    for name, home in RECIPES.items():
-        module, _, function = home.partition(":")
-        made = getattr(importlib.import_module(f"isopos.lab.recipes.{module}"), function)
-        texts.append(f"{name}: {(made.__doc__ or name).splitlines()[0]}")
-    return " ".join(texts)
+    return " ".join(f"{name}: {(recipe_function(name).__doc__ or name).splitlines()[0]}" for name in RECIPES)
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,16 @@
 """Recipes: what a run is, and functions of a scale that return complete ones, a file a task. No torch here."""
 
 import importlib
+from collections.abc import Callable
 
 from isopos.catalog import expect
-from isopos.lab import tasks
-from isopos.lab.recipes.recipe import (
-    PLACEMENT,
-    SCALES,
-    Model,
-    Recipe,
-    Training,
-    join_spec,
-    map_spec,
-    of_layers,
-    parse_schemes,
-    split_spec,
-)
+from isopos.deprecation import renamed
+from isopos.lab.tasks.task import PLACEMENT, SCALES, TASKS, Model, Recipe, Training, find
 
-__all__ = [
-    "PLACEMENT",
-    "RECIPES",
-    "SCALES",
-    "Model",
-    "Recipe",
-    "Training",
-    "join_spec",
-    "map_spec",
-    "of_layers",
-    "parse_schemes",
-    "preset",
-    "split_spec",
-]
+__all__ = ["PLACEMENT", "RECIPES", "SCALES", "Model", "Recipe", "Training", "preset", "recipe_function"]
+
+GRAMMAR = ("join_spec", "map_spec", "of_layers", "parse_schemes", "split_spec")
+__getattr__ = renamed(__name__, {name: f"isopos.spec.{name}" for name in GRAMMAR})
 
 RECIPES = {
     "quickstart": "language:quickstart",
@@ -58,9 +38,14 @@ RECIPES = {
 def preset(name: str, scale: str) -> Recipe:
     """The recipe of a name of `RECIPES`; or of a task by its name, or MODULE:NAME, with the edits that it has for itself."""
     if name in RECIPES:
-        module, _, function = RECIPES[name].partition(":")
-        return getattr(importlib.import_module(f"{__name__}.{module}"), function)(scale)
-    if name not in tasks.TASKS and ":" not in name:
+        return recipe_function(name)(scale)
+    if name not in TASKS and ":" not in name:
         expect("recipe", name, (*RECIPES, "MODULE:NAME of a task"))
-    task = tasks.find(name)()
+    task = find(name)()
     return Recipe(task=task).edit(**task.edits)
+
+
+def recipe_function(name: str) -> Callable[[str], Recipe]:
+    """The function of a scale that a name of `RECIPES` stands for."""
+    module, _, function = RECIPES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), function)

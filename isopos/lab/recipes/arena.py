@@ -12,11 +12,10 @@ a token for the class, whose features go through a linear layer and a tanh, and 
 from collections.abc import Mapping
 from typing import Any
 
-from isopos.lab.recipes.recipe import Recipe
 from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.pathfinder import Pathfinder
-from isopos.lab.tasks.task import Task
+from isopos.lab.tasks.task import Recipe, Task
 from isopos.lab.tasks.text import TextClasses
 
 __all__ = [

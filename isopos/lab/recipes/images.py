@@ -1,7 +1,7 @@
 """Recipes of classifiers of images."""
 
-from isopos.lab.recipes.recipe import Recipe
 from isopos.lab.tasks.images import Images
+from isopos.lab.tasks.task import Recipe
 
 __all__ = ["cct", "deit"]
 

@@ -1,6 +1,6 @@
 """Recipes of language models."""
 
-from isopos.lab.recipes.recipe import Recipe
+from isopos.lab.tasks.task import Recipe
 
 __all__ = ["lrpe_alm", "permuteformer_lm", "quickstart"]
 

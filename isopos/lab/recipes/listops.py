@@ -1,7 +1,7 @@
 """Recipes of ListOps."""
 
-from isopos.lab.recipes.recipe import Recipe
 from isopos.lab.tasks.listops import ListOps
+from isopos.lab.tasks.task import Recipe
 
 __all__ = ["listops"]
 

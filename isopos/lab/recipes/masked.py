@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from isopos.lab.recipes.recipe import Recipe
 from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.masked import Masked
+from isopos.lab.tasks.task import Recipe
 
 __all__ = ["lrpe_blm", "lrpe_glue"]
 

@@ -1,6 +1,6 @@
 """Recipes of encoder-decoders: of sequences and of trees."""
 
-from isopos.lab.recipes.recipe import Recipe
+from isopos.lab.tasks.task import Recipe
 from isopos.lab.tasks.transduction import Transduction
 from isopos.lab.tasks.tree_transduction import TreeTransduction
 

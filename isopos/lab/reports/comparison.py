@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from isopos.lab import tasks
-from isopos.lab.recipes import Recipe, join_spec, of_layers, split_spec
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.intervals import LEAST, NOTE, Difference
 from isopos.lab.runs.files import damaged, read_json
 from isopos.lab.runs.folders import Result, fingerprint, read_ended, recipe_of
 from isopos.lab.tasks.task import Task
+from isopos.spec import join_spec, of_layers, split_spec
 
 __all__ = ["FILE", "Ranking", "Row", "Run", "about", "ranking", "read_runs"]
 

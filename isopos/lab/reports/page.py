@@ -11,7 +11,6 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from isopos.lab.recipes import of_layers
 from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
@@ -21,6 +20,7 @@ from isopos.lab.runs.folders import EXAMPLES
 from isopos.models import PerLayer
 from isopos.positions import Line
 from isopos.scheme import Scheme
+from isopos.spec import of_layers
 
 __all__ = ["write"]
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from isopos.catalog import CATALOG
 from isopos.encodings import Permutation
-from isopos.lab.recipes import join_spec, split_spec
 from isopos.lab.reports.kernels import REACH, Panel, fill_zeros, panels, paths
 from isopos.lab.runs.files import printable, replacing
 from isopos.positions import Ring
 from isopos.schemes import Scheme, build, resolve
+from isopos.spec import join_spec, split_spec
 
 __all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "draw_tree", "line_style", "literal", "plain", "show"]
 

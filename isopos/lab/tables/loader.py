@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from isopos.catalog import expect
-from isopos.lab.recipes import SCALES, Recipe, of_layers, preset, split_spec
+from isopos.lab.recipes import SCALES, Recipe, preset
 from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
+from isopos.spec import of_layers, split_spec
 
 __all__ = [
     "ASK",

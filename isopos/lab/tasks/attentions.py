@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isopos.lab.recipes import of_layers, split_spec
 from isopos.models import Classifier, Encoder, PairClassifier, Vision
 from isopos.scheme import Scheme
+from isopos.spec import of_layers, split_spec
 
 __all__ = ["OTHERS", "absence", "check_other", "replace_attention"]
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isopos.lab.tasks.task import Data, Metric, Scored, Task, View
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.recipes import Recipe
 
 __all__ = ["Bidirectional", "RandomTokens"]
 
@@ -30,27 +29,27 @@ class Bidirectional(Task):
     limits = (("vocabulary length", 1, 10**9),)
     metrics = (Metric("loss", "loss", note="nats a token"),)
 
-    def size(self, recipe: "Recipe") -> int:
+    def size(self, recipe: Recipe) -> int:
         return recipe.training.batch * self.length
 
     @property
     def fits(self) -> dict[str, object]:
         return {"length": self.length, "reach": self.length}
 
-    def check(self, recipe: "Recipe") -> Sequence[str]:
+    def check(self, recipe: Recipe) -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
         check_group(recipe, (Line,), "on a line, which text has")
         return ()
 
-    def model(self, recipe: "Recipe") -> Any:
+    def model(self, recipe: Recipe) -> Any:
         from isopos.lab.tasks.build import build_model
         from isopos.models import Encoder
 
         return build_model(recipe, Encoder, self.vocabulary)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "RandomTokens":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "RandomTokens":
         return RandomTokens(self)
 
 
@@ -61,7 +60,7 @@ class RandomTokens(Data):
         self.task, self.name, self.summary = task, "random tokens", "as many as are asked for"
         self.sha256 = hashlib.sha256(repr(task).encode()).hexdigest()
 
-    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+    def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         import numpy as np
         import torch
 
@@ -75,6 +74,6 @@ class RandomTokens(Data):
         (tokens,) = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         batch = (tokens.to(recipe.training.device) for tokens in self.batch(recipe, 0))
         return Scored({"loss": self.loss(model, *batch).item()})

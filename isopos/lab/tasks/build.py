@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from isopos.lab.recipes import Recipe, of_layers, split_spec
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import OTHERS, check_other, replace_attention
-from isopos.lab.tasks.task import Task, expect
+from isopos.lab.tasks.task import Recipe, Task, expect
 from isopos.models import TOKEN_STD, PerLayer
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
+from isopos.spec import of_layers, split_spec
 
 __all__ = ["begun", "build_model", "build_scheme", "check_group", "group_of", "memory", "scheme_of"]
 

@@ -14,14 +14,13 @@ from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.samples import Labelled
-from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.arrays import Arrays
-    from isopos.lab.recipes import Recipe
     from isopos.models import Classifier
 
 __all__ = ["Glue", "GlueSamples"]
@@ -79,11 +78,11 @@ class Glue(Task):
     def fits(self) -> dict[str, object]:
         return {"length": self.length, "reach": self.length}
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         begin = f"that begins with the weights of {self.start}" if self.start else "that begins with random weights"
         return f"A classifier of {self.subset or subset_of(self.data)}, {begin}."
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
@@ -96,7 +95,7 @@ class Glue(Task):
         self.origin(recipe)
         return []
 
-    def origin(self, recipe: "Recipe") -> Path | None:
+    def origin(self, recipe: Recipe) -> Path | None:
         from isopos.lab.tasks.build import begun, build_scheme
 
         if not self.start:
@@ -110,7 +109,7 @@ class Glue(Task):
             )
         return folder
 
-    def _run(self, recipe: "Recipe") -> Path:
+    def _run(self, recipe: Recipe) -> Path:
         """That of `start`, or the one in it that has the same scheme and seed."""
         folder, found = Path(self.start), []
         if (folder / "recipe.json").exists():
@@ -126,13 +125,13 @@ class Glue(Task):
             raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
         return alike[0]
 
-    def model(self, recipe: "Recipe") -> "Classifier":
+    def model(self, recipe: Recipe) -> "Classifier":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
         return build_model(recipe, Classifier, (self.vocabulary or 256) + 1, len(self.own.labels) or 1)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
         folder = run or self.origin(recipe)
         tokenizer = load_tokenizer(folder) if folder else Bytes()
         found = load(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
@@ -181,7 +180,7 @@ class GlueSamples(Labelled):
         kept = self.kept[split][row]
         return [self.arrays.sequence(split, len(kept) * row + n)[:length] for n, length in enumerate(kept)]
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         size, given = self.tokenizer.size, self.task.vocabulary
         expect("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
         if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
@@ -193,7 +192,7 @@ class GlueSamples(Labelled):
     def save(self, folder: Path) -> None:
         self.tokenizer.save(folder)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]``, mask ``[b t]`` and answers ``[b]``: labels, or scores from 0 to 1."""
         import torch
 
@@ -216,7 +215,7 @@ class GlueSamples(Labelled):
         *sample, scores = batch
         return F.mse_loss(model(*sample)[:, 0], scores)
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """The task's own figures, of all rows together; a model that says the same of all has a correlation of 0."""
         import torch
         from torch.nn import functional as F
@@ -230,7 +229,7 @@ class GlueSamples(Labelled):
         own = {name: _figure(name, logits, answers) for name in self.own.figures}
         return Scored({**own, "loss": loss.item(), "rows": len(answers)})
 
-    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(len(self.sizes["validation"]))[:count]
         logits, answers = self.answers(model, recipe, "validation", rows)
         names = self.own.labels

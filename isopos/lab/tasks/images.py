@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
     from isopos.lab.data.images import Pictures
-    from isopos.lab.recipes import Recipe
     from isopos.models import Vision
 
 __all__ = ["Album", "Images"]
@@ -82,7 +81,7 @@ class Images(Task):
     def more(self) -> tuple[Metric, ...]:
         return (Metric("scored", "images", "higher", ",.0f"),)
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return (
             f"A classifier of images of {self.height} x {self.width} pixels, a token for each {self.patch} x {self.patch} "
             f"({self.tokenizer}), with {self.pooling} pooling."
@@ -103,7 +102,7 @@ class Images(Task):
         known = {"length": length, "reach": length} if self.height and self.width else {}
         return {"scale": 1.0, **known}  # tokens of pixels vary about as much
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         from isopos.encodings import Permutation
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Product
@@ -151,14 +150,14 @@ class Images(Task):
         for name, value in view.own:
             expect(name, value, "pixels", value >= (name != "shift"))
 
-    def model(self, recipe: "Recipe") -> "Vision":
+    def model(self, recipe: Recipe) -> "Vision":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Vision
 
         options = {"tokenizer": self.tokenizer, "patch": self.patch, "pooling": self.pooling}
         return build_model(recipe, Vision, self.channels or 1, self.classes or 2, **options)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Album":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Album":
         return Album(self, self.pictures(self.height, self.width, console))
 
     def pictures(self, height: int, width: int, console: "Console | None" = None) -> "Pictures":
@@ -206,13 +205,13 @@ class Album(Labelled):
         """What the data tells of fields of the task."""
         return {"channels": self.pictures.pixels.shape[1], "classes": len(self.pictures.classes)}
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         height, width = self.pictures.pixels.shape[2:]
         recipe = recipe.edit(height=height, width=width, **self.found)
         recipe.task.check(recipe)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Pixels ``[b c h w]`` uint8, with their margin, and classes ``[b]``, or shares of classes ``[b classes]``."""
         import torch
 
@@ -271,7 +270,7 @@ class Album(Labelled):
         pixels, answers = batch
         return F.cross_entropy(model(pixels), answers, label_smoothing=self.task.smoothing)
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """As of every classifier; images in another size are read in it from their source."""
         seen, found = copy.copy(self), self.pictures.pixels.shape[2:]
         own = {"shift": 0, "height": int(found[0]), "width": int(found[1])} | dict(view.own)
@@ -287,7 +286,7 @@ class Album(Labelled):
             seen.show(self.task.pictures(height, width))
         return super(Album, seen).score(model, recipe, view)
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(min(count, len(self.sizes["validation"])))
         logits, answers = self.answers(model, recipe, "validation", rows)
         sure, named = logits.softmax(-1).max(-1)

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isopos.lab.tasks.task import Data, Metric, Scored, Task, View, expect
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.corpora import Corpus
-    from isopos.lab.recipes import Recipe
     from isopos.models import Decoder
 
 __all__ = ["Language", "Text", "TextTask", "Windows"]
@@ -47,7 +46,7 @@ class TextTask(Task):
         """What readers call several, with the tokenizer."""
         return "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
 
-    def size(self, recipe: "Recipe") -> int:
+    def size(self, recipe: Recipe) -> int:
         return recipe.training.batch * self.length
 
     @property
@@ -62,7 +61,7 @@ class TextTask(Task):
     def extent(self, view: View, axes: int) -> tuple[float, int]:
         return view.multiple, self.length
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         import torch
 
         from isopos.encodings import Permutation
@@ -119,22 +118,22 @@ class Language(TextTask):
     def loss_unit(self) -> str:
         return f"bits/{self.token}"
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return f"A decoder of {self.tokens}, in windows of {self.length}."
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         if self.tied and self.cutoffs:
             raise ValueError("tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied")
         self.origin(recipe)
         return super().check(recipe.edit(cutoffs=()))  # of no consequence for the scheme
 
-    def model(self, recipe: "Recipe") -> "Decoder":
+    def model(self, recipe: Recipe) -> "Decoder":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Decoder
 
         return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
 
-    def origin(self, recipe: "Recipe") -> Path | None:
+    def origin(self, recipe: Recipe) -> Path | None:
         from isopos.lab.tasks.build import begun
 
         folder = Path(self.start) if self.start else None
@@ -142,13 +141,13 @@ class Language(TextTask):
             begun(folder, recipe, Language, ("cutoffs", "tied"))
         return folder
 
-    def anew(self, recipe: "Recipe") -> tuple[str, ...]:
+    def anew(self, recipe: Recipe) -> tuple[str, ...]:
         """A scheme that is not the run's: of what it learns nothing can be kept."""
         from isopos.lab.tasks.build import begun
 
         return () if begun(Path(self.start), recipe, Language).scheme == recipe.scheme else ("scheme.",)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Text":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Text":
         return Text(self, self.corpus(console, run or self.origin(recipe)))
 
 
@@ -162,7 +161,7 @@ class Windows(Data):
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} {unit}"
         self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         return recipe.edit(vocabulary=self.corpus.vocabulary)
 
     def save(self, folder: Path) -> None:
@@ -179,7 +178,7 @@ class Text(Windows):
     task: Language
     calls = ("advance", "loss")  # by which long windows are evaluated
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         import torch
 
         from isopos.models import AdaptiveHead
@@ -190,14 +189,14 @@ class Text(Windows):
                 AdaptiveHead(recipe.model.model_dim, self.corpus.vocabulary, self.task.cutoffs)
         return recipe
 
-    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+    def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         return self.corpus.batch(recipe.seed, step, recipe.training.batch, self.task.length, rank, ranks)
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         tokens, targets = batch
         return model(tokens, targets=targets)
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         from isopos.lab.tasks.decoding import perplexity, why_not
 
         length = view.multiple * self.task.length

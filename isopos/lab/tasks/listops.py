@@ -12,13 +12,12 @@ import numpy as np
 from isopos.lab.data import growth
 from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, Rows, generate, nodes, read, text
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.lab.recipes import Recipe
     from isopos.models import Classifier
     from isopos.positions import Group
 
@@ -65,7 +64,7 @@ class ListOps(Task):
     def more(self) -> tuple[Metric, ...]:
         return (Metric("scored", "expressions", "higher", ",.0f"),)
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return f"A classifier of expressions of at most {self.longest} tokens, whose trees have {self.branches} branches."
 
     @property
@@ -73,7 +72,7 @@ class ListOps(Task):
         known = {"length": self.longest, "reach": self.longest, "branches": self.branches}
         return {name: value for name, value in known.items() if value}
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
@@ -102,13 +101,13 @@ class ListOps(Task):
         own = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
         return {name: value for name, value in own.items() if value != getattr(ListOps, name)}
 
-    def model(self, recipe: "Recipe") -> "Classifier":
+    def model(self, recipe: Recipe) -> "Classifier":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
         return build_model(recipe, Classifier, len(TOKENS), 10)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Expressions":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Expressions":
         if self.random and not self.data:
             held = min(HELD_OUT, self.expressions // 12)
             settings = growth.Settings(self.depth, self.arguments, self.shortest, self.longest)
@@ -139,7 +138,7 @@ class Expressions(Labelled):
         self.sizes = {split: rows.lengths for split, rows in self.rows.items()}
         self.limit = task.validation_rows
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         longest = max(int(sizes.max(initial=1)) for sizes in self.sizes.values())
         branches = max(int(rows.branches.max(initial=1)) for rows in self.rows.values())
         task = self.task
@@ -148,13 +147,13 @@ class Expressions(Labelled):
         recipe.task.check(recipe)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``."""
         from isopos.lab.tasks.build import group_of
 
         return _tensors([self.rows[split][n] for n in rows], group_of(recipe))
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = self.rows["validation"][:count]
         logits, _ = self.answers(model, recipe, "validation", np.arange(len(rows)))
         return [

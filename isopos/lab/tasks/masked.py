@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.tasks.language import TextTask, Windows
-from isopos.lab.tasks.task import Metric, Scored, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.recipes import Recipe
     from isopos.models import Encoder
 
 __all__ = ["Masked", "MaskedText", "hide"]
@@ -50,21 +49,21 @@ class Masked(TextTask):
     def more(self) -> tuple[Metric, ...]:
         return Metric("bits", "bits", note="bits a masked token"), Metric("scored", "tokens", "higher", ",.0f")
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return f"An encoder of {self.tokens}, {self.mask_share:.0%} of them masked, in windows of {self.length}."
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         expect("mask_share", self.mask_share, "a share, above 0 and at most 1", 0 < self.mask_share <= 1)
         return super().check(recipe)
 
-    def model(self, recipe: "Recipe") -> "Encoder":
+    def model(self, recipe: Recipe) -> "Encoder":
         """An encoder, for which the mask is one more word after those of the tokenizer."""
         from isopos.lab.tasks.build import build_model
         from isopos.models import Encoder
 
         return build_model(recipe, Encoder, (self.vocabulary or 256) + 1, tied=self.tied)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "MaskedText":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "MaskedText":
         return MaskedText(self, self.corpus(console, run))
 
 
@@ -73,7 +72,7 @@ class MaskedText(Windows):
 
     task: Masked
 
-    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+    def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """Tokens as they are shown ``[b t]``, places ``[b n]`` that are chosen, and the tokens ``[b n]`` that stood there.
 
         Every row has as many, so that the mean loss of ranks is that of the batch.
@@ -90,7 +89,7 @@ class MaskedText(Windows):
         tokens, places, targets = batch
         return F.cross_entropy(model(tokens, places=places).flatten(0, 1), targets.flatten())
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Of windows side by side, whose masks are those of their numbers; a rest that fills no window is not read."""
         from torch.nn import functional as F
 
@@ -110,7 +109,7 @@ class MaskedText(Windows):
             count += len(targets)
         return Scored({"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": count})
 
-    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
         """Held-out windows as a model is shown them, as they are, and as it takes them to be."""
         length, found = self.task.length, []
         for n in range(min(count, len(self.corpus.validation) // length)):

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.arrays import Arrays
-    from isopos.lab.recipes import Recipe
 
 __all__ = ["Pathfinder", "Pictures"]
 
@@ -47,14 +46,14 @@ class Pathfinder(Task):
     def more(self) -> tuple[Metric, ...]:
         return (Metric("scored", "pictures", "higher", ",.0f"),)
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."
 
     @property
     def fits(self) -> dict[str, object]:
         return {"length": self.side**2, "reach": self.side**2}
 
-    def check(self, recipe: "Recipe") -> Sequence[str]:
+    def check(self, recipe: Recipe) -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Product
 
@@ -62,13 +61,13 @@ class Pathfinder(Task):
         expect("schemes", group.noun, "positions in a row or on a grid of 2 axes", group.is_grid and group.columns <= 2)
         return super().check(recipe)
 
-    def model(self, recipe: "Recipe") -> Any:
+    def model(self, recipe: Recipe) -> Any:
         from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
         return build_model(recipe, Classifier, GREYS, 2)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Pictures":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Pictures":
         from isopos.lab.data import pathfinder
         from isopos.lab.data.corpora import shown
 
@@ -92,7 +91,7 @@ class Pictures(Labelled):
         self.name = f"Pathfinder, {task.side} x {task.side}"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} pictures, half of them connected"
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b side^2]``, positions ``[side^2 1]`` or ``[side^2 2]``, and classes ``[b]``."""
         import torch
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.tasks.task import Data, Metric, Scored, View
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isopos.lab.recipes import Recipe
 
 __all__ = ["Labelled", "Samples", "accuracy"]
 
@@ -42,20 +41,20 @@ class Samples(Data):
     copies: int = 1  # how often an epoch has a sample; with more than one it has the fewer different ones
 
     @abstractmethod
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Samples of a split as one batch.
 
         In training they are those of a step, and may be changed at random: a function of (seed, step, row). Rows from the
         number of samples on are copies, which are changed otherwise.
         """
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         count = len(self.sizes["train"])
         if recipe.training.batch > count:
             raise ValueError(f"batch: expected at most the {count} {self.unit}, got {recipe.training.batch}")
         return recipe
 
-    def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
+    def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """What `tensors` makes of a rank's share of a step.
 
         Every sample is drawn once an epoch, but those that are left over after its last whole batch. A batch has samples of
@@ -98,7 +97,7 @@ class Labelled(Samples):
         *sample, answers = batch
         return F.cross_entropy(model(*sample), answers)
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Accuracy, nats, and the number of samples by the name of their unit."""
         from torch.nn import functional as F
 
@@ -112,7 +111,7 @@ class Labelled(Samples):
             count += len(rows)
         return Scored({"accuracy": right / count, "nats": nats / count, self.unit: count})
 
-    def chance(self, recipe: "Recipe") -> tuple[float, int] | None:
+    def chance(self, recipe: Recipe) -> tuple[float, int] | None:
         """The share of the most frequent class, where accuracy ranks."""
         if recipe.task.metrics[0].figure != "accuracy":
             return None
@@ -120,7 +119,7 @@ class Labelled(Samples):
         _, counts = np.unique(np.concatenate(answers), return_counts=True)
         return int(counts.max()) / int(counts.sum()), int(counts.sum())
 
-    def answers(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
+    def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
         """A model's logits ``[b classes]`` and the right answers ``[b]``, with the model in evaluation mode for the time."""
         import torch
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.series import Series
-    from isopos.lab.recipes import Recipe
     from isopos.models import Forecaster
 
 __all__ = ["Forecast", "Spans"]
@@ -76,14 +75,14 @@ class Forecast(Task):
         """Of a sample."""
         return self.context + self.horizon
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return f"A forecaster of {self.horizon} rows from {self.context} before them, at their {self.positions}."
 
     @property
     def fits(self) -> dict[str, object]:
         return {"scale": 1.0, "length": self.rows, "reach": self.rows}  # tokens of standardised values vary about as much
 
-    def check(self, recipe: "Recipe") -> list[str]:
+    def check(self, recipe: Recipe) -> list[str]:
         import torch
 
         from isopos.lab.tasks.build import build_scheme
@@ -108,13 +107,13 @@ class Forecast(Task):
         numbers = not on_clock and on_line != "real" and self.positions == "time"
         return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
 
-    def model(self, recipe: "Recipe") -> "Forecaster":
+    def model(self, recipe: Recipe) -> "Forecaster":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Forecaster
 
         return build_model(recipe, Forecaster, self.channels or 1)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Spans":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Spans":
         from isopos.lab.data import series
 
         return Spans(self, series.read(self.data, self.time, self.values, self.time_unit) if self.data else series.drawn())
@@ -170,12 +169,12 @@ class Spans(Samples):
             + f", left out as constant: {', '.join(constant)[:200]}" * bool(constant)
         )
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         recipe = recipe.edit(channels=len(self.series.titles))
         recipe.task.check(recipe)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Values ``[b t c]``, NaN where unknown, positions ``[t 1]`` or ``[b t c]``, and answers ``[b horizon c]``."""
         import torch
 
@@ -195,7 +194,7 @@ class Spans(Samples):
         sums = (errors.square() * known).flatten(1).sum(1)
         return (sums / known.flatten(1).sum(1).clamp_min(1)).mean()
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Errors of standardised values, "naive", the share of them that the naive forecast has, and how many "values"."""
         if view.split not in self.splits:
             return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
@@ -212,7 +211,7 @@ class Spans(Samples):
         figures = {"mae": mae, "mse": float(np.square(errors[:, 0]).mean()), "naive": mae / naive if naive else float("inf")}
         return Scored(figures | {"values": len(errors)})
 
-    def answers(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What a model in evaluation mode finds and what was, ``[n horizon c]``, of samples of a split."""
         import torch
 
@@ -238,7 +237,7 @@ class Spans(Samples):
             found[..., channel] = np.where(most < 0, np.nan, guesses)
         return found
 
-    def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = self.some("validation", count)
         guesses, _ = self.answers(model, recipe, "validation", rows)
         begins = self.begins["validation"][rows]
@@ -295,7 +294,7 @@ def _seen(scheme: Any) -> tuple[bool, str]:
     return False, "real" if all(getattr(part.group, "real", False) for part in parts) else "whole"
 
 
-def _places(recipe: "Recipe", kind: str, seconds: np.ndarray, shown: np.ndarray, start: float, step: float) -> "Tensor":
+def _places(recipe: Recipe, kind: str, seconds: np.ndarray, shown: np.ndarray, start: float, step: float) -> "Tensor":
     """Positions of rows at times ``[b t]``, as the scheme has them: ``[b t 3]`` of a clock, ``[b t 1]``, or ``[t 1]``.
 
     The rings of a clock see what clocks of the rows show, its line the time that has passed.

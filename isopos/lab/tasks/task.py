@@ -1,26 +1,76 @@
-"""The seam between tasks and the rest of the laboratory: whoever trains, compares, evaluates or reports knows no more.
+"""What a run is, and what it learns: the seam between tasks and the rest of the laboratory, which knows no more of them.
 
-A task is two things. Its settings are a frozen dataclass (`Task`), part of every recipe and of the command line, which
-builds the model; its module is free of torch where it is imported. What `Task.load` makes of them (`Data`) has the samples
-at hand: it draws the batch of a step, computes the loss and scores held-out data. Another task is another file in this
-folder with one of each, and a line in `tasks.TASKS`; or, without the line, MODULE:NAME on the command line.
+A run is a `Recipe`, a complete, frozen value that nests training, model and task. A task is two things. Its settings are a
+frozen dataclass (`Task`), part of every recipe and of the command line, which builds the model; its module is free of torch
+where it is imported. What `Task.load` makes of them (`Data`) has the samples at hand: it draws the batch of a step, computes
+the loss and scores held-out data. Another task is another file in this folder with one of each, and a line in `TASKS`; or,
+without the line, MODULE:NAME on the command line. Recipe and task know each other, so they stand in one file. Tasks and
+recipes by name are imported when they are first used. No torch here, so that help is instant.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from isopos import catalog
+from isopos.lab.runs.files import mismatch
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.recipes import Recipe
+__all__ = [
+    "PLACEMENT",
+    "SCALES",
+    "TASKS",
+    "Data",
+    "Metric",
+    "Model",
+    "Recipe",
+    "Scored",
+    "Task",
+    "Training",
+    "View",
+    "expect",
+    "find",
+    "spec",
+]
 
-__all__ = ["Data", "Metric", "Scored", "Task", "View", "expect"]
+SCALES = ("tiny", "small", "paper")
+PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
+"""Fields that say where and how a run is computed: they may change when it is resumed."""
+LIMITS = (
+    ("seed", 0, 2**63 - 1),
+    ("steps", 1, 10**12),
+    ("batch accumulate devices nodes", 1, 10**7),
+    ("layers heads", 1, 10**5),
+    ("model_dim", 1, 10**7),
+    ("hidden_dim", 0, 10**7),
+    ("validate_every patience save_every", 0, 10**12),
+    ("workers", 0, 10**4),
+    ("warmup", -1, 10**12),
+)
+"""Names of fields, and the least and the most that they may be."""
+
+
+TASKS = {
+    "language": "isopos.lab.tasks.language:Language",
+    "bidirectional": "isopos.lab.tasks.bidirectional:Bidirectional",
+    "masked": "isopos.lab.tasks.masked:Masked",
+    "glue": "isopos.lab.tasks.glue:Glue",
+    "listops": "isopos.lab.tasks.listops:ListOps",
+    "text": "isopos.lab.tasks.text:TextClasses",
+    "trees": "isopos.lab.tasks.trees:TreeClasses",
+    "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
+    "images": "isopos.lab.tasks.images:Images",
+    "series": "isopos.lab.tasks.series:Forecast",
+    "transduction": "isopos.lab.tasks.transduction:Transduction",
+    "tree-transduction": "isopos.lab.tasks.tree_transduction:TreeTransduction",
+}
+"""Where each task is; imported when it is first used."""
 
 
 def expect(name: str, value: object, what: str, met: bool) -> None:
@@ -225,3 +275,185 @@ class Data(ABC):
     def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
         """A few held-out samples with the model's answers, for the report; none by default."""
         return []
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a run learns, and where it is computed."""
+
+    steps: int = 250  # Updates.
+    batch: int = 8  # Samples of an update, on all devices together.
+    accumulate: int = 1  # Parts in which each device computes its share of an update, to save memory.
+    optimizer: Literal["adam", "adamw"] = "adamw"
+    """Adam adds the weight decay to gradients; AdamW shrinks the weights by it."""
+    learning_rate: float = 3e-3  # At its peak, after the warm-up.
+    schedule: Literal["cosine", "polynomial", "inverse-sqrt", "constant"] = "cosine"
+    """After the warm-up: a cosine to zero, a power of the remaining share, sqrt(warmup / step), or no change."""
+    power: float = 1.0  # Of the polynomial schedule.
+    warmup: int = -1  # Updates of the linear warm-up; -1: a tenth of the steps.
+    beta1: float = 0.9  # Adam's average of gradients.
+    beta2: float = 0.999  # Adam's average of their squares.
+    epsilon: float = 1e-8  # Adam's, in the denominator.
+    weight_decay: float = 0.01  # A unit of learning rate.
+    clip: float = 1.0  # Largest norm of the gradient; 0: as it is.
+    precision: Literal["float32", "bfloat16"] = "float32"  # Of products; weights and optimizer stay in float32.
+    validate_every: int = 0
+    """Updates between validations while training, of which the best gives the weights; 0: only at the end, of the last."""
+    patience: int = 0  # Stop after so many validations in a row without a better one; 0: never.
+    save_every: int = 20  # Updates between checkpoints; 0: none.
+    logger: Literal["none", "csv", "tensorboard"] = "none"  # What to write beside metrics.jsonl.
+    workers: int = 0  # Processes that prepare batches, a device.
+    device: str = "cpu"  # cpu, cuda, or auto, which takes a GPU if there is one.
+    devices: int = 1  # Devices of each machine.
+    nodes: int = 1  # Machines, which share the file system of the run's folder.
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: copies of the weights, or shares of them.
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model, whatever it reads."""
+
+    layers: int = 3  # Blocks.
+    model_dim: int = 96  # Width.
+    heads: int = 4  # Heads of its attention.
+    hidden_dim: int = 0  # Width inside the feed-forward; 0: four times that of the model.
+    activation: Literal["relu", "gelu"] = "relu"  # Inside the feed-forward.
+    norm: Literal["layer", "batch"] = "layer"  # Of the features of a token, or of a feature over the tokens of a batch.
+    dropout: float = 0.0  # Probability.
+    attention_dropout: float = 0.0  # Probability, of weights of softmax attention; linear attention forms none.
+    stochastic_depth: float = 0.0
+    """Probability with which a sample is spared the last block in training; of those before it falls to 0 in equal steps."""
+    recompute: bool = False
+    """Gradient checkpointing: compute each block a second time in the backward pass instead of keeping what is in it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: the model of a task, trained with one scheme. Saved as recipe.json beside its weights.
+
+    On the command line, in files and in tables its fields and those of its parts have one flat name each.
+    """
+
+    scheme: str = "rope"
+    """Name, then options: rope:decay=retnet,denominator=plain. Or a pattern of layers, which repeats: rope*3+none."""
+    seed: int = 0  # Of the initial weights, the batches and dropout.
+    training: Training = Training()
+    model: Model = Model()
+    task: Task = field(default_factory=lambda: find("language")())
+
+    def __post_init__(self) -> None:
+        self.check_names(("task",))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The flat names of all fields."""
+        parts = (self.task, self.model, self.training)
+        return ("scheme", "seed", *(one.name for part in parts for one in fields(part)))
+
+    def check_names(self, others: Iterable[str]) -> None:
+        """Raise a ValueError where a field has the name of another, or of one of these, such as options of a command."""
+        names = [*self.names, *others]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by flat names, and under "task" what `find` finds its task by."""
+        own = {"task": spec(self.task), "scheme": self.scheme, "seed": self.seed}
+        return own | asdict(self.task) | asdict(self.model) | asdict(self.training)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
+        """The inverse of `as_dict`, also after JSON; what is missing takes its default, and the task is language.
+
+        Examples:
+            >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
+            (100, 200)
+        """
+        flat = {"task": "language"} | dict(values)
+        if wrong := mismatch(flat, {"task": str}):
+            raise ValueError(wrong)
+        return cls(task=find(flat.pop("task"))()).edit(**flat)
+
+    def edit(self, **changes: Any) -> "Recipe":
+        """The recipe with changes of fields by flat names, or a ValueError where there is no such field.
+
+        Examples:
+            >>> recipe = Recipe().edit(seed=1, steps=10, length=64)
+            >>> recipe.seed, recipe.training.steps, recipe.task.length
+            (1, 10, 64)
+        """
+        for name in changes:
+            catalog.expect("field of a recipe", name, self.names)
+        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+        kinds = {
+            name: kind for part in (self, self.task, self.model, self.training) for name, kind in _kinds(type(part)).items()
+        }
+        if wrong := mismatch(plain, {name: kinds[name] for name in plain}):
+            raise ValueError(wrong)
+
+        def edited(part: Any) -> Any:
+            return replace(part, **{one.name: plain[one.name] for one in fields(part) if one.name in plain})
+
+        own = {name: plain[name] for name in ("scheme", "seed") if name in plain}
+        parts = {"training": edited(self.training), "model": edited(self.model), "task": edited(self.task)}
+        return replace(self, **own, **parts)
+
+    def settled_as(self, before: "Recipe") -> "Recipe":
+        """With what the data told another recipe, where this one leaves it open."""
+        then, now = before.as_dict(), self.as_dict()
+        return self.edit(**{name: then[name] for name in self.task.settled if not now[name] and name in then})
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first field whose number cannot be."""
+        t, m, values = self.training, self.model, self.as_dict()
+        for names, least, most in (*LIMITS, *self.task.limits):
+            for name in names.split():
+                expect(name, values[name], f"a number from {least:,} to {most:,}", least <= values[name] <= most)
+        for name in ("learning_rate", "epsilon", "power"):
+            expect(name, values[name], "a positive number", 0 < values[name] < float("inf"))
+        for name in ("weight_decay", "clip"):
+            expect(name, values[name], "0 or more", 0 <= values[name] < float("inf"))
+        for name in ("dropout", "attention_dropout", "stochastic_depth", "beta1", "beta2"):
+            expect(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
+        expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
+        parts = t.accumulate * t.devices * t.nodes
+        expect("batch", t.batch, f"a multiple of accumulate * devices * nodes = {parts}", t.batch % parts == 0)
+        if t.validate_every and not t.save_every:
+            raise ValueError("save_every: expected checkpoints, which keep the best weights, got 0; give both or neither")
+        if t.patience and not t.validate_every:
+            raise ValueError("patience: expected validations to wait for, got validate_every = 0; give both")
+
+
+@cache
+def _kinds(part: type) -> dict[str, Any]:
+    """What the fields of a part are, in a file: types of a task's own are not looked into."""
+    plain = (int, float, str, bool)
+    hints = get_type_hints(part)
+    return {one.name: hint for one in fields(part) if not isinstance(hint := hints[one.name], type) or hint in plain}
+
+
+def find(name: str) -> type[Task]:
+    """The task of a name of `TASKS`, or of MODULE:NAME; or a ValueError where there is none.
+
+    Examples:
+        >>> find("language")().unit
+        'tokens'
+    """
+    module, _, attribute = TASKS.get(name, name).partition(":")
+    if not attribute:
+        catalog.expect("task", name, (*TASKS, "MODULE:NAME"))
+    found = getattr(catalog.own_module(module, "task"), attribute, None)
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise ValueError(f"task: expected {name} to be a subclass of isopos.lab.tasks.task.Task, got {found!r}")
+    return found
+
+
+def spec(task: Task) -> str:
+    """What `find` finds it by.
+
+    Examples:
+        >>> spec(find("language")())
+        'language'
+    """
+    kind = type(task)
+    return kind.name if TASKS.get(kind.name) == (own := f"{kind.__module__}:{kind.__qualname__}") else own

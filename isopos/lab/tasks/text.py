@@ -10,14 +10,13 @@ import numpy as np
 
 from isopos.lab.data.labelled import alike
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
     from isopos.lab.data.texts import Texts
-    from isopos.lab.recipes import Recipe
 
 __all__ = ["LabelledTexts", "TextClasses"]
 
@@ -55,7 +54,7 @@ class TextClasses(Task):
     def more(self) -> tuple[Metric, ...]:
         return (Metric("scored", "texts", "higher", ",.0f"),)
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         tokens = "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
         what = "texts" if not self.pair else f"pairs of texts ({self.pairs})"
         return f"A classifier of {what} of at most {self.longest} {tokens}."
@@ -64,7 +63,7 @@ class TextClasses(Task):
     def fits(self) -> dict[str, object]:
         return {"length": self.longest, "reach": self.longest}
 
-    def check(self, recipe: "Recipe") -> Sequence[str]:
+    def check(self, recipe: Recipe) -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
@@ -78,14 +77,14 @@ class TextClasses(Task):
             )
         return super().check(recipe)
 
-    def model(self, recipe: "Recipe") -> Any:
+    def model(self, recipe: Recipe) -> Any:
         from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier, PairClassifier
 
         kind = PairClassifier if self.pairs == "towers" else Classifier
         return build_model(recipe, kind, (self.vocabulary or 256) + SPECIAL, self.classes or 2, pooling=self.pooling)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "LabelledTexts":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTexts":
         from isopos.lab.data import texts
         from isopos.lab.data.tokenizers import load_tokenizer
 
@@ -133,13 +132,13 @@ class LabelledTexts(Labelled):
         joined = kept.sum(-1) + kept.shape[1] - 1 if t.pairs == "joined" else kept.max(-1)
         return joined + (t.pooling == "first")
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         found, task = len(self.texts.classes), self.task
         expect("classes", task.classes, f"the {found} of the data, or 0 for those", task.classes in (0, found))
         recipe = recipe.edit(vocabulary=self.texts.tokenizer.size, classes=found)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, or ``[b 2 t]`` of towers, positions ``[t 1]``, mask like tokens, and classes ``[b]``."""
         import torch
 
@@ -168,7 +167,7 @@ class LabelledTexts(Labelled):
             found += [np.concatenate([start, one]).astype(np.int64) for one in own]
         return found
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         texts = self.texts
         rows = self.some("validation", count)
         logits, answers = self.answers(model, recipe, "validation", rows)

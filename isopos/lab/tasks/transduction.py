@@ -14,13 +14,12 @@ import numpy as np
 from isopos.lab.data.pairs import Pairs, Stored, load_texts, sequences
 from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.lab.recipes import Recipe
     from isopos.models import Seq2Seq
     from isopos.models.seq2seq import Follow
 
@@ -72,7 +71,7 @@ class Transduced(Samples):
     start: int  # the token that every target is decoded from
 
     @abstractmethod
-    def follow(self, recipe: "Recipe") -> "Follow":
+    def follow(self, recipe: Recipe) -> "Follow":
         """Where the tokens of decoded targets stand; see `Seq2Seq.greedy`."""
 
     @abstractmethod
@@ -99,7 +98,7 @@ class Transduced(Samples):
         nats = F.cross_entropy(model(*sample).flatten(0, 1), answers.flatten(), ignore_index=-1, reduction="none")
         return (nats.view_as(answers).sum(1) / (answers >= 0).sum(1)).mean()
 
-    def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Perplexity, nats and accuracy of targets' tokens, the share of targets that are decoded whole, and the counts."""
         from torch.nn import functional as F
 
@@ -127,14 +126,14 @@ class Transduced(Samples):
         """Figures of right and of decoded targets."""
         return {"exact": sum(np.array_equal(*pair) for pair in decoded) / len(decoded)}
 
-    def freely(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    def freely(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """The right and the decoded target of each row."""
         source, _, positions, _, mask, answers = self._on(model, recipe, split, rows)
         tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(recipe), positions, mask)
         pairs = zip(answers.cpu().numpy(), tokens.cpu().numpy(), strict=True)
         return [(right[right >= 0], self.ended(found)) for right, found in pairs]
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(len(self.sizes["validation"]))[:count]
         decoded = self.freely(model, recipe, "validation", rows)
         shown = [self.shown("validation", row) for row in rows]
@@ -144,7 +143,7 @@ class Transduced(Samples):
             for sides, (_, found) in zip(shown, decoded, strict=True)
         ]
 
-    def _on(self, model: Any, recipe: "Recipe", split: str, rows: np.ndarray) -> "list[Tensor]":
+    def _on(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "list[Tensor]":
         """A batch on the model's device."""
         device = next(model.parameters()).device
         return [tensor.to(device) for tensor in self.tensors(split, rows, recipe)]
@@ -188,11 +187,11 @@ class Transduction(Transducing):
         known = {"length": self.longest, "reach": self.longest if self.data else self.length}
         return {name: value for name, value in known.items() if value}
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         what = f"translates texts ({self.tokenizer})" if self.data else f"is to {self.operation} symbols"
         return f"An encoder-decoder that {what}, of {self.vocabulary:,} tokens, in at most {self.longest} places."
 
-    def check(self, recipe: "Recipe") -> Sequence[str]:
+    def check(self, recipe: Recipe) -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
@@ -205,14 +204,14 @@ class Transduction(Transducing):
             )
         return super().check(recipe)
 
-    def model(self, recipe: "Recipe") -> "Seq2Seq":
+    def model(self, recipe: Recipe) -> "Seq2Seq":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Seq2Seq
 
         tokens = (self.vocabulary or SYMBOLS) + 2  # start and end
         return build_model(recipe, Seq2Seq, tokens, tokens, tied=self.tied)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Sequences":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Sequences":
         if not self.data:
             made = sequences(
                 self.data_seed,
@@ -246,12 +245,12 @@ class Sequences(Transduced):
             " + ".join(f"{len(rows):,}" for rows in self.pairs.values()) + f" pairs{pairs.said}, {self.end:,} tokens"
         )
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         recipe = recipe.edit(longest=self.task.longest or self.longest, vocabulary=self.end)
         recipe.task.check(recipe)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
         Answers are -1 beyond the end of a target.
@@ -275,7 +274,7 @@ class Sequences(Transduced):
             target = {"copy": source, "reverse": source[::-1], "repeat": np.tile(source, 2)}[self.task.operation]
         return source, np.append(target, self.end)
 
-    def follow(self, recipe: "Recipe") -> "Follow":
+    def follow(self, recipe: Recipe) -> "Follow":
         from isopos.positions import sequence
 
         def places(tokens: "Tensor") -> "Tensor | None":

@@ -12,14 +12,13 @@ import numpy as np
 from isopos.lab.data.bushes import Bush, Growth, Order, rebuilt, shown, written
 from isopos.lab.data.pairs import Stored
 from isopos.lab.data.tree_pairs import Operation, TreePairs, labels_of, random_trees, read_trees
-from isopos.lab.tasks.task import expect
+from isopos.lab.tasks.task import Recipe, expect
 from isopos.lab.tasks.transduction import Transduced, Transducing
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.recipes import Recipe
     from isopos.models import Seq2Seq
     from isopos.models.seq2seq import Follow
 
@@ -71,11 +70,11 @@ class TreeTransduction(Transducing):
         known["depth"] = 0 if self.data else self.depth
         return {name: value for name, value in known.items() if value}
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         what = "given pairs" if self.data else f"the operation {self.operation} on random trees"
         return f"An encoder-decoder of trees of at most {self.longest} nodes, {self.ordered} first, that learns {what}."
 
-    def check(self, recipe: "Recipe") -> Sequence[str]:
+    def check(self, recipe: Recipe) -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
@@ -94,14 +93,14 @@ class TreeTransduction(Transducing):
         expect("labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least)
         return super().check(recipe)
 
-    def model(self, recipe: "Recipe") -> "Seq2Seq":
+    def model(self, recipe: Recipe) -> "Seq2Seq":
         from isopos.lab.tasks.build import build_model
         from isopos.models import Seq2Seq
 
         tokens = (self.vocabulary or 1) + 1  # the start
         return build_model(recipe, Seq2Seq, tokens, tokens, tied=self.tied)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Trees":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Trees":
         if self.data:
             return Trees(self, read_trees(self.data, console=console))
         return Trees(
@@ -144,7 +143,7 @@ class Trees(Transduced):
         nodes = np.mean(np.concatenate([*self.sizes.values()])) / 2
         self.summary = f"{count} pairs{pairs.said} of {nodes:.1f} nodes on average, {self.start:,} tokens"
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
         for field, least in (("branches", branches), ("vocabulary", self.start)):
             given = getattr(self.task, field)
@@ -157,7 +156,7 @@ class Trees(Transduced):
         recipe.task.check(recipe)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
         Answers are -1 beyond the end of a target. Positions are those of lines ``[t 1]`` or of trees ``[b t 2]``.
@@ -182,7 +181,7 @@ class Trees(Transduced):
         given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
         return source.clamp_min(0), given, x, y, source >= 0, answers
 
-    def follow(self, recipe: "Recipe") -> "Follow":
+    def follow(self, recipe: Recipe) -> "Follow":
         import torch
 
         from isopos.lab.tasks.build import group_of

@@ -11,14 +11,13 @@ import numpy as np
 
 from isopos.lab.data.labelled import alike
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
     from isopos.lab.data.treebank import Bank
-    from isopos.lab.recipes import Recipe
 
 __all__ = ["LabelledTrees", "TreeClasses"]
 
@@ -57,7 +56,7 @@ class TreeClasses(Task):
     def more(self) -> tuple[Metric, ...]:
         return (Metric("scored", "trees", "higher", ",.0f"),)
 
-    def setting(self, recipe: "Recipe") -> str:
+    def setting(self, recipe: Recipe) -> str:
         return f"A classifier of trees of at most {self.longest} nodes and {self.branches} branches."
 
     @property
@@ -65,7 +64,7 @@ class TreeClasses(Task):
         known = {"length": self.longest, "reach": self.longest, "branches": self.branches}
         return {name: value for name, value in known.items() if value}
 
-    def check(self, recipe: "Recipe") -> Sequence[str]:
+    def check(self, recipe: Recipe) -> Sequence[str]:
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
@@ -83,13 +82,13 @@ class TreeClasses(Task):
         expect("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
-    def model(self, recipe: "Recipe") -> Any:
+    def model(self, recipe: Recipe) -> Any:
         from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
         return build_model(recipe, Classifier, self.vocabulary or 256, self.classes or 2)
 
-    def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "LabelledTrees":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTrees":
         from isopos.lab.data import treebank
         from isopos.lab.runs.files import read_json
 
@@ -124,7 +123,7 @@ class LabelledTrees(Labelled):
             + (f"; {same}" if (same := alike(bank.classes)) else "")
         )
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
+    def settle(self, recipe: Recipe) -> Recipe:
         found, task = self.bank, self.task
         for name, there in (("classes", len(found.classes)), ("vocabulary", len(found.words))):
             given = getattr(task, name)
@@ -137,7 +136,7 @@ class LabelledTrees(Labelled):
         recipe.task.check(recipe)
         return super().settle(recipe)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and classes ``[b]``."""
         import torch
 
@@ -155,7 +154,7 @@ class LabelledTrees(Labelled):
         labels = torch.from_numpy(self.bank.labels(split)[own])
         return torch.from_numpy(tokens), positions, torch.from_numpy(mask), labels
 
-    def examples(self, model: "nn.Module", recipe: "Recipe", count: int) -> list[dict[str, Any]]:
+    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         from isopos.lab.data.treebank import text
 
         bank, rows = self.bank, self.some("validation", count)

@@ -1,0 +1,38 @@
+"""Names that a module had before: found at their new place for one version, with a warning that names it."""
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["renamed"]
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module some of whose names are called otherwise now.
+
+    Args:
+        module: The module's ``__name__``.
+        names: New names by old ones, each with its module in front: "isopos.spec.split_spec".
+
+    Examples:
+        >>> old = renamed("isopos.lab.recipes", {"cut": "isopos.spec.split_spec"})
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always")
+        ...     old("cut")("rope:base=100")
+        ('rope', {'base': '100'})
+        >>> print(said[0].message)
+        isopos.lab.recipes.cut is isopos.spec.split_spec now; the old name goes in the next version
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{module}.{name} is {names[name]} now; the old name goes in the next version", DeprecationWarning, stacklevel=2
+        )
+        home, _, new = names[name].rpartition(".")
+        return getattr(importlib.import_module(home), new)
+
+    return __getattr__

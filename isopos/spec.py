@@ -1,0 +1,200 @@
+"""Options and schemes as text: one grammar and one parser, whose errors say at which character they are.
+
+    scheme   name, or name:option=value,option=value
+    layers   scheme+scheme*3, each for one layer, or for as many as follow its *; they repeat
+    schemes  layers,layers; a piece with "=" and no ":" is another option of the scheme before it
+    sum      part+part, the value of an option that has several: ring4+tree2, 1+1.2+2.5
+    entry    NAME=VALUE
+
+No torch here, so that help is instant.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from isopos.catalog import CATALOG
+
+__all__ = ["Piece", "arguments_of", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
+
+MOST_LAYERS = 100_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a text that a user gave, which knows where in it it stands.
+
+    Examples:
+        >>> first, second = read("parts", "ring4+ tre2").split("+")
+        >>> first.text, second.text, second.start
+        ('ring4', 'tre2', 7)
+        >>> raise second.wrong("treeN")
+        Traceback (most recent call last):
+        ValueError: parts: expected treeN, got 'tre2' at character 8 of 'ring4+ tre2'
+    """
+
+    what: str  # the option or argument that the text is of
+    whole: str
+    start: int
+    stop: int
+
+    @property
+    def text(self) -> str:
+        """The piece itself, without spaces around it."""
+        return self.whole[self.start : self.stop]
+
+    def __bool__(self) -> bool:
+        return self.start < self.stop
+
+    def part(self, start: int, stop: int) -> "Piece":
+        """What is between these characters of the text, without spaces around it."""
+        inner = self.whole[start:stop]
+        start += len(inner) - len(inner.lstrip())
+        return Piece(self.what, self.whole, start, start + len(inner.strip()))
+
+    def split(self, sign: str) -> "list[Piece]":
+        """The pieces between signs, also empty ones."""
+        ends = [self.start - 1, *(n for n in range(self.start, self.stop) if self.whole[n] == sign), self.stop]
+        return [self.part(left + 1, right) for left, right in itertools.pairwise(ends)]
+
+    def cut(self, sign: str) -> "tuple[Piece, Piece | None]":
+        """What is before the first sign, and what after it; None where there is no sign."""
+        if (at := self.whole.find(sign, self.start, self.stop)) < 0:
+            return self, None
+        return self.part(self.start, at), self.part(at + 1, self.stop)
+
+    def entry(self, expected: str = "option=value") -> "tuple[str, Piece]":
+        """Name and value of NAME=VALUE."""
+        name, value = self.cut("=")
+        if not name or not value:
+            raise self.wrong(expected)
+        return name.text, value
+
+    def whole_number(self, expected: str, least: int = 0, most: float = float("inf")) -> int:
+        """The number that the piece is, in digits alone."""
+        if not (self.text.isascii() and self.text.isdigit() and least <= int(self.text) <= most):
+            raise self.wrong(expected)
+        return int(self.text)
+
+    def wrong(self, expected: str) -> ValueError:
+        """An error of what was expected in the place of this piece."""
+        where = "" if self.text == self.whole.strip() else f" at character {self.start + 1} of {self.whole!r}"
+        return ValueError(f"{self.what}: expected {expected}, got {self.text!r}{where}")
+
+
+def read(what: str, text: str) -> Piece:
+    """A whole text, which an option or argument of that name was given."""
+    return Piece(what, text, 0, 0).part(0, len(text))
+
+
+def parse_schemes(text: str) -> list[str]:
+    """The schemes of a comma list. A piece with "=" and no ":" is another option of the scheme before it.
+
+    Examples:
+        >>> parse_schemes("none,rope:decay=retnet,denominator=plain,retnet")
+        ['none', 'rope:decay=retnet,denominator=plain', 'retnet']
+    """
+    specs: list[str] = []
+    for piece in filter(None, read("schemes", text).split(",")):
+        option = "=" in piece.text and ":" not in piece.text
+        if option and not specs:
+            raise piece.wrong("the name of a scheme before its options")
+        if option:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + piece.text
+        else:
+            specs.append(piece.text)
+    if not specs:
+        raise ValueError("schemes: expected at least one name, got none; isopos list shows them")
+    return specs
+
+
+def of_layers(spec: str) -> list[str]:
+    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as follow its *.
+
+    A + within an option's value joins its parts, where what follows it is no scheme's name.
+
+    Examples:
+        >>> of_layers("rope:decay=retnet*2+none"), of_layers("ape-product:parts=ring4+tree2+none")
+        (['rope:decay=retnet', 'rope:decay=retnet', 'none'], ['ape-product:parts=ring4+tree2', 'none'])
+    """
+    return [layer.text for layer, count in _layers(read("scheme", spec)) for _ in range(count)]
+
+
+def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
+    """The schemes of a pattern, each with its number of layers."""
+    joined: list[Piece] = []
+    for piece in pattern.split("+"):
+        if joined and "=" in joined[-1].text and not _begins_a_scheme(piece.text):
+            joined[-1] = piece.part(joined[-1].start, piece.stop)
+        elif not piece and pattern:
+            raise piece.wrong("the name of a scheme")
+        else:
+            joined.append(piece)
+    found = []
+    for layer in joined:
+        *schemes, count = layer.split("*")
+        if schemes:
+            number = count.whole_number(f"a number of layers after *, at most {MOST_LAYERS:,}", 1, MOST_LAYERS)
+            found.append((layer.part(layer.start, schemes[-1].stop), number))
+        else:
+            found.append((layer, 1))
+    return found
+
+
+def _begins_a_scheme(text: str) -> bool:
+    """Whether a text after a + is another scheme, and not another part of an option's value."""
+    name = text.partition(":")[0].partition("*")[0]
+    return name in CATALOG or ("." in name and (name[0].isalpha() or name[0] == "_"))
+
+
+def map_spec(spec: str, change: Callable[[str], str]) -> str:
+    """A scheme, or a pattern with each of its schemes, changed.
+
+    Examples:
+        >>> map_spec("rope*3+none", lambda one: one + ":attention=softmax")
+        'rope:attention=softmax*3+none:attention=softmax'
+    """
+    runs = [(one, len([*same])) for one, same in itertools.groupby(of_layers(spec))]
+    return "+".join(change(one) + f"*{count}" * (count > 1) for one, count in runs)
+
+
+def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:
+    """Name and options of a scheme, which is the same in all layers, or of another choice that has options.
+
+    Examples:
+        >>> split_spec("rope:decay=retnet,base=500000")
+        ('rope', {'decay': 'retnet', 'base': '500000'})
+        >>> split_spec("rope:decay=retnet,base")
+        Traceback (most recent call last):
+        ValueError: scheme: expected option=value, got 'base' at character 19 of 'rope:decay=retnet,base'
+    """
+    layers = [layer for layer, _ in _layers(read(what, spec))]
+    if more := dict.fromkeys(layer.text for layer in layers if layer.text != layers[0].text):
+        raise ValueError(
+            f"{what}: expected one, not one a layer as in {spec}; name each by itself: {', '.join([layers[0].text, *more])}"
+        )
+    name, options = layers[0].cut(":")
+    entries = [piece.entry() for piece in options.split(",") if piece] if options else []
+    return name.text, {option.replace("-", "_"): value.text for option, value in entries}
+
+
+def join_spec(name: str, options: Mapping[str, str]) -> str:
+    """The inverse of `split_spec`."""
+    return name + (":" if options else "") + ",".join(f"{k}={v}" for k, v in options.items())
+
+
+def arguments_of(words: Sequence[str]) -> dict[str, str]:
+    """Options by name that a command line gives, as ``--name value`` or ``--name=value``; the last of each.
+
+    What follows a name is its value, also where it is a flag that takes none.
+
+    Examples:
+        >>> arguments_of(["train", "lrpe-alm", "--scale=tiny", "--model-dim", "64", "--no-tied"])
+        {'scale': 'tiny', 'model_dim': '64', 'no_tied': ''}
+    """
+    found = {}
+    for word, after in itertools.pairwise([*words, ""]):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name.replace("-", "_")] = value if equals else after * (not after.startswith("--"))
+    return found
