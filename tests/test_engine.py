@@ -136,7 +136,7 @@ def test_the_best_validation_gives_the_weights_and_patience_ends_the_run(run, tm
     assert validations[-1][1] == at + 4 < 40
     assert {c.step for c in checkpoints.complete(tmp_path / "run")} >= {at, at + 4}
     model = lab.load(tmp_path / "run")
-    assert train.evaluate(model, recipe, source, recipe.task.metrics)["bits/byte"] == pytest.approx(best, rel=1e-6)
+    assert source.evaluate(model, recipe, recipe.task.metrics)["bits/byte"] == pytest.approx(best, rel=1e-6)
 
 
 def test_validations_and_patience_go_on_after_an_interruption(run):

@@ -36,7 +36,7 @@ def test_a_run_learns_and_its_folder_is_complete(source, tmp_path):
     assert _losses(tmp_path / "run")[-1][0] == 60
     loaded, model = checkpoints.load_run(tmp_path / "run")
     assert loaded == recipe
-    assert train.evaluate(model, recipe, source, recipe.task.metrics)["bits/byte"] == pytest.approx(
+    assert source.evaluate(model, recipe, recipe.task.metrics)["bits/byte"] == pytest.approx(
         result.scores["bits/byte"], rel=1e-6
     )
 
@@ -74,7 +74,7 @@ def test_divergence_ends_the_run_and_is_recorded(source, tmp_path):
 
 
 def test_a_validation_that_is_not_finite_is_no_result(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: {"bits/byte": float("nan")})
+    monkeypatch.setattr(type(source), "evaluate", lambda *_, **__: {"bits/byte": float("nan")})
     result = train.train(TINY, source, tmp_path / "run", lambda *row: None)
     assert result.status == "diverged in validation"
     assert set(result.scores.values()) == {None}

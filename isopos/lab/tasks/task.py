@@ -264,6 +264,14 @@ class Data(ABC):
         finally:
             model.train(training)
 
+    def evaluate(self, model: Any, recipe: "Recipe", metrics: Sequence[Metric]) -> dict[str, float | None]:
+        """Scores by title; None where scheme or data have none. Each view is scored once."""
+        found: dict[View, Scored] = {}
+        for metric in metrics:
+            if metric.view not in found:
+                found[metric.view] = self.measure(model, recipe, metric.view)
+        return {metric.title: found[metric.view].figures.get(metric.figure) for metric in metrics}
+
     def chance(self, recipe: "Recipe") -> tuple[float, int] | None:
         """The first metric of an answer that looks at nothing, and of how many held-out samples; None where not known."""
         return None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,18 +22,16 @@ from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, read_rows, same_recipe
 from isopos.lab.tasks.build import build_scheme
-from isopos.lab.tasks.task import Data, Metric, Scored, View
+from isopos.lab.tasks.task import Data
+from isopos.lab.training import OnStep
 from isopos.scheme import Scheme
 
 if TYPE_CHECKING:
     from isopos.lab.training.trainer import Fitted
 
-__all__ = ["OnStep", "answer_times", "check_recipe", "evaluate", "is_first_process", "step_times", "train", "usable_device"]
+__all__ = ["answer_times", "check_recipe", "is_first_process", "step_times", "train", "usable_device"]
 
 SHOWN = 5  # examples in a report
-
-OnStep = Callable[[int, float, float], None]
-"""Hears of a step, its loss as the task shows it, and the task's units a second, on the first process."""
 
 
 def usable_device(device: str) -> str:
@@ -157,7 +155,7 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
     metrics = recipe.task.metrics
     scores: dict[str, float | None] = {metric.title: None for metric in metrics}
     if status == "finished":
-        scores = evaluate(model, recipe, data, metrics)
+        scores = data.evaluate(model, recipe, metrics)
         if any(value is not None and not math.isfinite(value) for value in scores.values()):
             status, scores = "diverged in validation", dict.fromkeys(scores)
     held = "-"
@@ -181,15 +179,6 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         write_json(folder / EXAMPLES, examples)
     result.save(folder)
     return result
-
-
-def evaluate(model: Any, recipe: Recipe, data: Data, metrics: tuple[Metric, ...]) -> dict[str, float | None]:
-    """Scores by title; None where scheme or data have none. Each view is scored once."""
-    found: dict[View, Scored] = {}
-    for metric in metrics:
-        if metric.view not in found:
-            found[metric.view] = data.measure(model, recipe, metric.view)
-    return {metric.title: found[metric.view].figures.get(metric.figure) for metric in metrics}
 
 
 def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:

@@ -35,7 +35,7 @@ from isopos.lab.runs import checkpoints, signals
 from isopos.lab.runs.files import damaged, reserve
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
-from isopos.lab.training.run import OnStep, evaluate
+from isopos.lab.training import OnStep
 
 __all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
 
@@ -221,7 +221,7 @@ class _Training(LightningModule):
         return done / (time.perf_counter() - self.begun)
 
     def _validate(self) -> float | None:
-        value = _number(evaluate(self.model, self.recipe, self.data, (self.metric,))[self.metric.title])
+        value = _number(self.data.evaluate(self.model, self.recipe, (self.metric,))[self.metric.title])
         self._record({"step": self.step, "validation": value})
         return value
 
