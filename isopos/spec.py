@@ -76,6 +76,13 @@ class Piece:
             raise self.wrong(expected)
         return int(self.text)
 
+    def number(self, expected: str) -> float:
+        """The number that the piece is, with a fraction or without."""
+        try:
+            return float(self.text)
+        except ValueError:
+            raise self.wrong(expected) from None
+
     def wrong(self, expected: str) -> ValueError:
         """An error of what was expected in the place of this piece."""
         where = "" if self.text == self.whole.strip() else f" at character {self.start + 1} of {self.whole!r}"

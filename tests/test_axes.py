@@ -138,7 +138,7 @@ def test_p_rope_turns_the_fastest_pairs_alone(p, kept):
         (lambda: schemes.rope_axial(8, base=-1.0), r"base: expected a positive number"),
         (lambda: schemes.rope_axial(8, sections="1+2"), r"sections: .* add up to 4, half of the head size, got 1\+2"),
         (lambda: schemes.rope_axial(8, sections="4+0"), r"sections: expected numbers of pairs from 1 on .* got 4\+0"),
-        (lambda: schemes.rope_axial(8, sections="2,2"), r"sections: expected numbers of pairs from 1 on .* got 2,2"),
+        (lambda: schemes.rope_axial(8, sections="2,2"), r"sections: expected numbers of pairs from 1 on .* got '2,2'"),
         (
             lambda: schemes.rope_axial(8, sections=[2.0, 2]),
             r"sections: expected numbers of pairs from 1 on .* got \[2.0, 2\]",

@@ -607,7 +607,7 @@ def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, t
     assert ", height 12, width 16, extended by linear\n" in out
     for wrong, message in (
         ("shift", "view: expected NAME=NUMBER, got 'shift'"),
-        ("shift=-1", "view: expected NAME=NUMBER, got 'shift=-1'"),
+        ("shift=-1", "view: expected NAME=NUMBER, got '-1' at character 7 of 'shift=-1'"),
         (
             "shft=2",
             "shft: expected none, which samples of this task do not have; it takes split, limit, height, width, shift",

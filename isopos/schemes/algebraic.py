@@ -15,6 +15,7 @@ from isopos.exact import normal
 from isopos.positions import Ring
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import compose, even, register, split
+from isopos.spec import read
 
 Initial = Literal["rope", "identity"]
 
@@ -229,13 +230,11 @@ def _ring(width: int, heads: int, period: int, seed: int) -> Encoding:
 def _makers(parts: str, heads: int, initial: str, base: float, seed: int) -> list[Callable[[int], Encoding]]:
     """What makes each part's encoding of a width."""
     makers: list[Callable[[int], Encoding]] = []
-    for text in parts.split("+"):
-        name = text.strip().rstrip("0123456789")
-        number = text.strip()[len(name) :]
+    for part in read("parts", parts).split("+"):
+        name = part.text.rstrip("0123456789")
+        number = part.text[len(name) :]
         if name not in ("sequence", "ring", "tree", "grid") or (name == "sequence") != (number == ""):
-            raise ValueError(
-                f"parts: expected sequence, ringN, treeN or gridN joined by +, got {text.strip()!r} in {parts!r}"
-            )
+            raise part.wrong("sequence, ringN, treeN or gridN joined by +")
         if name == "ring":
             makers.append(lambda width, n=int(number): _ring(width, heads, n, seed))
         elif name == "tree":

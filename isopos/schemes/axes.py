@@ -14,6 +14,7 @@ from isopos.encodings import rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import Layout, axial, compose, even, laid_out, register, split
+from isopos.spec import read
 
 Sections = str | Sequence[int] | None
 
@@ -187,16 +188,16 @@ def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
 
 def _shares(sections: str | Sequence[int], count: int, least: int = 1) -> list[int]:
     """Numbers of pairs, which add up to `count`."""
-    try:
-        texts = isinstance(sections, str)
-        shares = [int(text) for text in sections.split("+")] if texts else [index(share) for share in sections]
-    except (TypeError, ValueError):
-        shares = []
+    expected = f"numbers of pairs from {least} on that add up to {count}, half of the head size"
+    if isinstance(sections, str):
+        shares = [part.whole_number(expected) for part in read("sections", sections).split("+")]
+    else:
+        try:
+            shares = [index(share) for share in sections]
+        except TypeError:
+            shares = []
     if not shares or min(shares) < least or sum(shares) != count:
-        raise ValueError(
-            f"sections: expected numbers of pairs from {least} on that add up to {count}, half of the head size, "
-            f"got {_text(sections)}"
-        )
+        raise ValueError(f"sections: expected {expected}, got {_text(sections)}")
     return shares
 
 

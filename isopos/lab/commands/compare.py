@@ -1,6 +1,5 @@
 """`isopos compare`: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
 
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from isopos.lab.runs.folders import run_place
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, expect
-from isopos.spec import join_spec, map_spec, parse_schemes, split_spec
+from isopos.spec import arguments_of, join_spec, map_spec, parse_schemes, split_spec
 
 __all__ = ["Options", "default", "run"]
 
@@ -75,8 +74,7 @@ class Options:
 
 def default(arguments: Sequence[str]) -> Options:
     """What the options are where no others are given: those of the task that the arguments name."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
-    name = next((after for word, after in itertools.pairwise(words) if word == "--task"), "language")
+    name = arguments_of(arguments).get("task") or "language"
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
     recipe.check_names(Options.__dataclass_fields__)

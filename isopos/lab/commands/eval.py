@@ -13,6 +13,7 @@ from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import read_json, write_json
 from isopos.lab.runs.folders import fingerprint, read_rows
 from isopos.lab.tasks.task import Data, Task, View, expect
+from isopos.spec import read, split_spec
 
 __all__ = ["Options", "run"]
 
@@ -122,11 +123,10 @@ def _views(options: Options, task: Task) -> list[View]:
 def _extend(spec: str, model: Any, task: Task, view: View) -> None:
     """Give the schemes of a model the frequencies of a rule for the lengths of a view."""
     from isopos.scheme import Scheme
-    from isopos.spec import split_spec
 
     if not spec:
         return
-    name, texts = split_spec(spec)
+    name, texts = split_spec(spec, "extend")
     values = {option: _value(option, text) for option, text in texts.items()}
     every = [module for module in model.modules() if isinstance(module, Scheme)]
     for scheme in [scheme for scheme in every if not scheme.blind] or every:
@@ -142,18 +142,16 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
 
 
 def _value(option: str, text: str) -> Any:
+    """What an option of a rule is in text."""
     if option == "truncate" and text in ("true", "false"):
         return text == "true"
-    try:
-        if option == "rescale":
-            return [float(number) for number in text.split("+")]
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        what = "true or false" if option == "truncate" else "numbers joined by +" if option == "rescale" else "a number"
-        raise ValueError(f"extend: {option}: expected {what}, got {text!r}") from None
+    piece = read(f"extend: {option}", text)
+    if option == "rescale":
+        return [part.number("numbers joined by +") for part in piece.split("+")]
+    return int(text) if text.isdecimal() else piece.number("true or false" if option == "truncate" else "a number")
 
 
 def _choice(text: str) -> tuple[str, int]:
-    name, _, value = text.partition("=")
-    expect("view", repr(text), "NAME=NUMBER", bool(name) and value.isascii() and value.isdigit())
-    return name, int(value)
+    """Name and number of one of a task's own choices."""
+    name, value = read("view", text).entry("NAME=NUMBER")
+    return name, value.whole_number("NAME=NUMBER")

@@ -39,6 +39,7 @@ from isopos.lab.tables.loader import (
     timing,
 )
 from isopos.lab.tasks.task import Data, Scored, View, expect
+from isopos.spec import read
 
 __all__ = ["ROUNDS", "Options", "run"]
 
@@ -141,11 +142,11 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[Line]:
         grids.say(console, *(f"left out: {name}; {missing}" for name, missing in absent.items()))
         rows = [row for row in rows if row.name not in absent]
     if chosen:
-        wanted = [name.strip() for name in chosen.split(",")]
-        for name in wanted:
-            if not any(name in (row.name, row.scheme) for row in rows):
-                known = ", ".join(row.name for row in rows)
-                raise ValueError(f"rows: expected names or schemes of rows with a scheme, {known}; got {name!r}")
+        pieces = read("rows", chosen).split(",")
+        wanted = [piece.text for piece in pieces]
+        for piece in pieces:
+            if not any(piece.text in (row.name, row.scheme) for row in rows):
+                raise piece.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
         rows = [row for row in rows if row.name in wanted or row.scheme in wanted]
     return sorted(rows, key=lambda row: row.name != table.baseline)
 
@@ -157,9 +158,9 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
         return {"": ""}
     given = {}
     for entry in options.data:
-        name, equals, source = entry.partition("=")
-        if equals and name in names:
-            given[name] = source
+        name, source = read("data", entry).cut("=")
+        if source is not None and name.text in names:
+            given[name.text] = source.text
         elif len(names) == 1:
             given[names[0]] = entry
         else:

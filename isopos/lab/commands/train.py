@@ -1,6 +1,5 @@
 """`isopos train`: check everything, train or go on with one run, and say what it came to."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -12,6 +11,7 @@ from isopos.catalog import expect
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, recipe_function
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
+from isopos.spec import arguments_of
 
 __all__ = ["Options", "default", "run"]
 
@@ -41,15 +41,15 @@ class Options:
 
 def default(arguments: Sequence[str]) -> Options:
     """What the options are where no others are given: the recipe and scale that the arguments name."""
-    words = " ".join(arguments[1:]).replace("=", " ").split()
-    recipe = words[0] if words and not words[0].startswith("-") else Options.recipe
-    scale = next((b for a, b in itertools.pairwise(words) if a == "--scale" and b in SCALES), "small")
-    if "--scale" in words and recipe not in RECIPES:
+    given = arguments_of(arguments)
+    recipe = arguments[1] if len(arguments) > 1 and not arguments[1].startswith("-") else Options.recipe
+    scale = given["scale"] if given.get("scale") in SCALES else Options.scale
+    if "scale" in given and recipe not in RECIPES:
         raise ValueError(f"scale: expected none beside a task, which has one recipe of its own, got one for {recipe}")
     change, own = preset(recipe, scale), Options.__dataclass_fields__
     change.check_names(own)
-    for name in (word[2:].partition("=")[0] for word in arguments if word.startswith("--")):
-        expect("field of a recipe", name.removeprefix("no-").replace("-", "_"), (*change.names, *own, "help"))
+    for name in given:
+        expect("field of a recipe", name.removeprefix("no_"), (*change.names, *own, "help"))
     return Options(recipe, scale, change=change, named=recipe)  # pyright: ignore[reportArgumentType]
 
 

@@ -81,7 +81,7 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
         *(["no relative kernel: scores depend on the positions themselves"] * (not all(panel.relative for panel in shown))),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]
-    return [spec, ", ".join(words), CATALOG[resolve(spec.split(":")[0])].citation, *filter(None, ["; ".join(notes)])]
+    return [spec, ", ".join(words), CATALOG[resolve(split_spec(spec)[0])].citation, *filter(None, ["; ".join(notes)])]
 
 
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:

@@ -26,7 +26,7 @@ class Bidirectional(Task):
     name = "bidirectional"
     unit = "tokens"
     views = ()
-    limits = (("vocabulary length", 1, 10**9),)
+    limits = ((("vocabulary", "length"), 1, 10**9),)
     metrics = (Metric("loss", "loss", note="nats a token"),)
 
     def size(self, recipe: Recipe) -> int:

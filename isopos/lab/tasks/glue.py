@@ -53,7 +53,7 @@ class Glue(Task):
     schemes = "none,rope,lrpe-orthogonal,permuteformer"
     edits = MappingProxyType({"steps": 300, "batch": 32, "length": 128, "learning_rate": 2e-3})
     unit = "rows"
-    limits = (("length", 4, 10**9), ("vocabulary validation_rows", 0, 10**9))
+    limits = (("length", 4, 10**9), (("vocabulary", "validation_rows"), 0, 10**9))
     settled = ("subset", "vocabulary")
 
     @property

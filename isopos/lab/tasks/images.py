@@ -65,12 +65,12 @@ class Images(Task):
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 48, "heads": 4, "learning_rate": 5e-3})
     unit = "images"
     limits = (
-        ("height width margin", 0, 10**5),
+        (("height", "width", "margin"), 0, 10**5),
         ("patch", 1, 10**5),
         ("channels", 0, 10**3),
-        ("classes validation_rows", 0, 10**9),
-        ("smoothing erasing", 0, 1),
-        ("mixup cutmix", 0, 10**6),
+        (("classes", "validation_rows"), 0, 10**9),
+        (("smoothing", "erasing"), 0, 1),
+        (("mixup", "cutmix"), 0, 10**6),
         ("repeats", 1, 10**6),
     )
     settled = ("height", "width", "channels", "classes")

@@ -52,7 +52,7 @@ class ListOps(Task):
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
     limits = (
-        ("longest branches validation_rows shortest", 0, 10**9),
+        (("longest", "branches", "validation_rows", "shortest"), 0, 10**9),
         ("depth", 1, 50),
         ("arguments", 2, 250),
         ("expressions", 36, 10**8),

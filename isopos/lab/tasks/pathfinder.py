@@ -39,7 +39,12 @@ class Pathfinder(Task):
     schemes = "none,rope,ape-sequence,ape-grid"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "pictures"
-    limits = (("side", 8, 1024), ("dashes", 1, 1000), ("distractors validation_rows", 0, 10**9), ("pictures", 20, 10**8))
+    limits = (
+        ("side", 8, 1024),
+        ("dashes", 1, 1000),
+        (("distractors", "validation_rows"), 0, 10**9),
+        ("pictures", 20, 10**8),
+    )
     metrics = accuracy("held-out pictures", "whose dots are rightly said to be connected or not")
 
     @property

@@ -54,7 +54,7 @@ class Forecast(Task):
     schemes = "none,learned,rope,clock"
     edits = MappingProxyType({"steps": 300, "batch": 16, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "forecasts"
-    limits = (("context horizon", 1, 10**6), ("channels validation_rows", 0, 10**9))
+    limits = ((("context", "horizon"), 1, 10**6), (("channels", "validation_rows"), 0, 10**9))
     settled = ("channels",)
     metrics = (
         Metric("MAE", "mae", note=f"MAE, MSE: absolute and squared error {NOTE}"),

@@ -45,15 +45,15 @@ PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "sav
 LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("steps", 1, 10**12),
-    ("batch accumulate devices nodes", 1, 10**7),
-    ("layers heads", 1, 10**5),
+    (("batch", "accumulate", "devices", "nodes"), 1, 10**7),
+    (("layers", "heads"), 1, 10**5),
     ("model_dim", 1, 10**7),
     ("hidden_dim", 0, 10**7),
-    ("validate_every patience save_every", 0, 10**12),
+    (("validate_every", "patience", "save_every"), 0, 10**12),
     ("workers", 0, 10**4),
     ("warmup", -1, 10**12),
 )
-"""Names of fields, and the least and the most that they may be."""
+"""A field or several, and the least and the most that they may be."""
 
 
 TASKS = {
@@ -135,7 +135,8 @@ class Task(ABC):
     edits: ClassVar[Mapping[str, Any]] = {}  # of the recipe of a comparison, by default: flat names
     unit: ClassVar[str] = "samples"  # what a throughput counts
     loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
-    limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()  # names of fields, and the least and the most that they may be
+    limits: ClassVar[tuple[tuple[str | tuple[str, ...], int, int], ...]] = ()
+    """A field or several, and the least and the most that they may be."""
     settled: ClassVar[tuple[str, ...]] = ()  # fields that are found in the data where they are 0
     views: ClassVar[tuple[str, ...]] = ("split", "limit")  # of a `View`, what can be chosen: fields, or names of its own
 
@@ -415,7 +416,7 @@ class Recipe:
         """Raise a ValueError that names the first field whose number cannot be."""
         t, m, values = self.training, self.model, self.as_dict()
         for names, least, most in (*LIMITS, *self.task.limits):
-            for name in names.split():
+            for name in names.split() if isinstance(names, str) else names:  # with spaces between several, before
                 expect(name, values[name], f"a number from {least:,} to {most:,}", least <= values[name] <= most)
         for name in ("learning_rate", "epsilon", "power"):
             expect(name, values[name], "a positive number", 0 < values[name] < float("inf"))

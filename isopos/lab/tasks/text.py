@@ -46,7 +46,7 @@ class TextClasses(Task):
     schemes = "none,sinusoidal,rope,ape-sequence"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "texts"
-    limits = (("vocabulary classes validation_rows", 0, 10**9), ("longest", 4, 10**9))
+    limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     settled = ("vocabulary", "classes")
     metrics = accuracy("held-out texts", "whose class is found")
 

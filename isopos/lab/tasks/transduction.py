@@ -48,9 +48,9 @@ class Transducing(Task):
 
     unit = "pairs"
     limits = (
-        ("samples held_out", 1, 10**9),
+        (("samples", "held_out"), 1, 10**9),
         ("data_seed", 0, 2**63 - 1),
-        ("longest validation_rows decoded", 0, 10**9),
+        (("longest", "validation_rows", "decoded"), 0, 10**9),
     )
     settled = ("longest",)
     metrics = (PERPLEXITY, TOKENS, EXACT)
@@ -169,7 +169,7 @@ class Transduction(Transducing):
         "none:attention=softmax,sinusoidal:attention=softmax,shaw,rope:attention=softmax,ape-sequence:attention=softmax"
     )
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
-    limits = (*Transducing.limits, ("length", 1, 10**6), ("deviation vocabulary", 0, 10**9))
+    limits = (*Transducing.limits, ("length", 1, 10**6), (("deviation", "vocabulary"), 0, 10**9))
     settled = ("longest", "vocabulary")
 
     @property

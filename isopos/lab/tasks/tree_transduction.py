@@ -50,7 +50,7 @@ class TreeTransduction(Transducing):
     name = "tree-transduction"
     schemes = "sinusoidal:attention=softmax,rope:attention=softmax,shiv-quirk:attention=softmax,ape-tree:attention=softmax"
     edits = MappingProxyType({"steps": 400, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
-    limits = (*Transducing.limits, ("depth", 1, 64), ("deviation labels vocabulary branches", 0, 10**9))
+    limits = (*Transducing.limits, ("depth", 1, 64), (("deviation", "labels", "vocabulary", "branches"), 0, 10**9))
     settled = ("longest", "vocabulary", "branches")
 
     @property

@@ -48,7 +48,7 @@ class TreeClasses(Task):
     schemes = "none,rope,ape-sequence,shiv-quirk,ape-tree"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "trees"
-    limits = (("vocabulary classes branches longest validation_rows", 0, 10**9),)
+    limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     settled = ("vocabulary", "classes", "branches", "longest")
     metrics = accuracy("held-out trees", "whose class is found")
 
