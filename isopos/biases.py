@@ -16,7 +16,7 @@ from isopos.catalog import at_least, expect
 from isopos.exact import ExactModule, Weight, full_precision, narrow, normal, wide
 from isopos.ops import gpu
 from isopos.positions import Group, Line, lines
-from isopos.terms import Clipped, Indexed, Kernel, Numbers, Offsets, Term
+from isopos.terms import Clipped, DistanceKernel, Indexed, Numbers, Offsets, Term
 
 __all__ = ["T5", "ClippedKeys", "DeBERTa", "Fire", "Kerple", "RelativeBias", "Shaw"]
 
@@ -210,7 +210,11 @@ class Kerple(RelativeBias):
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         if _apart(x, y):
-            return (Kernel(narrow(torch.stack(self.numbers(), -1), dtype, x.device), "none", wide(x), wide(y), self.kernel),)
+            return (
+                DistanceKernel(
+                    narrow(torch.stack(self.numbers(), -1), dtype, x.device), "none", wide(x), wide(y), self.kernel
+                ),
+            )
         distance = narrow(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
         r1, r2 = (narrow(a, dtype, x.device)[:, None, None] for a in self.numbers())
         return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isopos.deprecation import renamed
 from isopos.exact import shown
 from isopos.ops import clipped
 
-__all__ = ["Clipped", "Indexed", "Kernel", "Numbers", "Offsets", "Term"]
+__all__ = ["Clipped", "DistanceKernel", "Indexed", "Numbers", "Offsets", "Term"]
 
-Place = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a sample, a query and a key, by their numbers
+__getattr__ = renamed(__name__, {"Kernel": "isopos.terms.DistanceKernel"})
+
+PairFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a sample, a query and a key, by their numbers
 SIDES = ("query", "key", "none", "value")
 
 
@@ -53,7 +56,7 @@ class Term(ABC):
     def index(self) -> Tensor:
         """The bucket of each query and key: int64 ``[*b t s]``."""
 
-    def bucket(self, samples: int) -> Place | None:
+    def bucket(self, samples: int) -> PairFunction | None:
         """The bucket of one pair of so many samples' tokens, for who forms no pairs; None where only all are known."""
         return None
 
@@ -90,7 +93,7 @@ class Indexed(Term):
     def index(self) -> Tensor:
         return self.buckets
 
-    def bucket(self, samples: int) -> Place:
+    def bucket(self, samples: int) -> PairFunction:
         buckets = self.buckets.expand(samples, *self.buckets.shape[-2:])
         return lambda b, i, j: buckets[b, i, j]
 
@@ -101,7 +104,7 @@ def _samples(x: Tensor, y: Tensor) -> torch.Size:
     return torch.Size((*samples, x.shape[-2], y.shape[-2]))
 
 
-def _offset(x: Tensor, y: Tensor, samples: int) -> Place:
+def _offset(x: Tensor, y: Tensor, samples: int) -> PairFunction:
     """The key's position less the query's, on a line."""
     of_queries, of_keys = (a[..., 0].expand(samples, -1) for a in (x, y))
     return lambda b, i, j: of_keys[b, j] - of_queries[b, i]
@@ -128,7 +131,7 @@ class Offsets(Term):
     def index(self) -> Tensor:
         return self._of(self.y[..., None, :, 0] - self.x[..., :, None, 0])
 
-    def bucket(self, samples: int) -> Place:
+    def bucket(self, samples: int) -> PairFunction:
         offset = _offset(self.x, self.y, samples)
         return lambda b, i, j: self._of(offset(b, i, j))
 
@@ -138,7 +141,7 @@ class Offsets(Term):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Kernel(Term):
+class DistanceKernel(Term):
     """Less r1 log(1 + r2 |t|), or r1 |t|^r2, of an offset t, with a table ``[h 2]`` of r1 and r2, computed when asked for.
 
     Args:
@@ -158,7 +161,7 @@ class Kernel(Term):
     def index(self) -> Tensor:
         raise TypeError("index: expected a term with buckets, got a function of distances, which has none")
 
-    def distance(self, samples: int) -> Place:
+    def distance(self, samples: int) -> PairFunction:
         """The distance of one pair of so many samples' tokens, rounded once."""
         offset = _offset(self.x, self.y, samples)
         return lambda b, i, j: offset(b, i, j).abs().to(self.table.dtype)
@@ -220,7 +223,7 @@ class Clipped(Term):
     def index(self) -> Tensor:
         return clipped.buckets(self.x, self.y, self.reach, self.outside)
 
-    def bucket(self, samples: int) -> Place | None:
+    def bucket(self, samples: int) -> PairFunction | None:
         if self.outside or self.x.shape[-1] > 1:
             return None
         offset, most = _offset(self.x, self.y, samples), self.reach

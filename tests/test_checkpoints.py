@@ -24,7 +24,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     checkpoints.save(tmp_path, _state(3), 3, validation=2.5)
     found = checkpoints.newest(tmp_path)
     assert found[1:] == (3, 2.5, "lower", False)
-    loaded = checkpoints.load(found)
+    loaded = checkpoints.read(found)
     assert torch.equal(loaded["model"]["weight"], torch.full((100,), 3.0))
     assert loaded["best"] == [3, 1.5]
 
@@ -66,7 +66,7 @@ def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path, damage):
     with pytest.raises(
         ValueError, match=f"{last / 'state.pt'}: .*remove {last}, and --resume goes on from step 1, {before}$"
     ):
-        checkpoints.load(checkpoints.newest(tmp_path))
+        checkpoints.read(checkpoints.newest(tmp_path))
 
 
 def test_a_damaged_mark_is_named(tmp_path):
@@ -83,7 +83,7 @@ def test_nothing_but_tensors_and_plain_values_is_unpickled(tmp_path):
     mark["sha256"] = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
     (folder / "complete.json").write_text(json.dumps(mark))
     with pytest.raises(ValueError, match=r"state\.pt: it holds more than tensors and plain values"):
-        checkpoints.load(checkpoints.newest(tmp_path))
+        checkpoints.read(checkpoints.newest(tmp_path))
 
 
 FULL = """
@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path):
     assert "step-00000001 is whole: make room and go on from it with --resume" in out
     assert _steps(tmp_path) == [1]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    checkpoints.load(checkpoints.newest(tmp_path))
+    checkpoints.read(checkpoints.newest(tmp_path))
 
 
 ENDLESS = """
@@ -142,7 +142,7 @@ def test_a_kill_at_any_moment_leaves_whole_ones(tmp_path):
         found = checkpoints.complete(run)
         assert found[-1].step >= int(said)
         for checkpoint in found:
-            assert checkpoints.load(checkpoint)["model"]["weight"][0] == checkpoint.step
+            assert checkpoints.read(checkpoint)["model"]["weight"][0] == checkpoint.step
 
 
 def test_last_weights_are_a_file_as_others_and_the_same_bytes_each_time(tmp_path):

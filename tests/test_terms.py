@@ -6,7 +6,7 @@ from cases import HEADS, close, inputs, same_everywhere
 
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.positions import grid, sequence
-from isopos.terms import SIDES, Clipped, Indexed, Kernel, Numbers, Offsets, Term
+from isopos.terms import SIDES, Clipped, DistanceKernel, Indexed, Numbers, Offsets, Term
 
 N, D = 5, 4
 
@@ -125,7 +125,7 @@ def test_offsets_are_looked_up(batch, side):
 def test_kernels_are_computed_when_asked_for(kernel):
     x, y = (torch.randint(20, (2, t, 1)).double() for t in (4, 7))
     rates = (torch.rand(HEADS, 2, dtype=torch.float64) + 0.5).requires_grad_()
-    term = Kernel(rates, "none", x, y, kernel)
+    term = DistanceKernel(rates, "none", x, y, kernel)
     distance, (r1, r2) = (x - y.mT).abs()[:, None], rates[:, :, None, None].unbind(1)
     known = Numbers(-r1 * (1 + r2 * distance).log() if kernel == "log" else -r1 * distance**r2)
     assert (term.shape, term.heads) == (known.shape, HEADS)

@@ -11,7 +11,7 @@ import isopos
 from isopos import attention, schemes
 from isopos.attention import flex
 from isopos.ops import gpu
-from isopos.terms import Kernel, Offsets
+from isopos.terms import DistanceKernel, Offsets
 
 DEVICE = "cpu" if gpu.interpreted() else "cuda"
 pytestmark = [
@@ -137,7 +137,7 @@ def test_no_pairs_are_formed():
     x = torch.arange(1000)[:, None]
     for scheme, kind in (
         (isopos.t5(D, 2).to(DEVICE), Offsets),
-        (isopos.kerple(D, 2).to(DEVICE), Kernel),
+        (isopos.kerple(D, 2).to(DEVICE), DistanceKernel),
         (isopos.deberta(D, 2).to(DEVICE), Offsets),
     ):
         for term in scheme.at(x)["terms"]:

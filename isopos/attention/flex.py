@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as flex
 from isopos.attention.problem import Problem
 from isopos.exact import full_precision
 from isopos.ops import gpu
-from isopos.terms import Kernel, Numbers, Term
+from isopos.terms import DistanceKernel, Numbers, Term
 
 Pair = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of a sample, a head, a query and a key
 LEAST = 16  # features that its kernels take
@@ -63,7 +63,7 @@ def refuses(problem: Problem) -> str:
     for term in problem.terms:
         if term.side == "value":
             return "adds no terms to values"
-        if isinstance(term, Numbers) or (not isinstance(term, Kernel) and term.bucket(_samples(problem)) is None):
+        if isinstance(term, Numbers) or (not isinstance(term, DistanceKernel) and term.bucket(_samples(problem)) is None):
             return f"computes terms of pairs one by one, and {type(term).__name__} has them all at once"
     return ""
 
@@ -160,7 +160,7 @@ def _added(problem: Problem, scale: float) -> list[Pair]:
 def _number(problem: Problem, term: Term) -> Pair:
     """A number of a table, or of a kernel, that a term adds."""
     groups, samples, table, one = problem.groups, _samples(problem), term.table, term.heads == 1
-    if isinstance(term, Kernel):
+    if isinstance(term, DistanceKernel):
         distance = term.distance(samples)
 
         def add(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Composed, Identity, TokenMap
 from isopos.paths import Path, along, parts
-from isopos.terms import Clipped, Kernel, Numbers, Term
+from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
 
@@ -149,7 +149,7 @@ def rows(term: Term, phi: Phi = identity) -> Tensor:
     """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
     if isinstance(term, Numbers):
         return term.table
-    if isinstance(term, Kernel):
+    if isinstance(term, DistanceKernel):
         return term.numbers()
     index = _clipped(term) if isinstance(term, Clipped) else term.index()
     return phi(term.table)[:, index].movedim(0, -3 if term.side == "none" else -4)

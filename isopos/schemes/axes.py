@@ -13,7 +13,7 @@ from isopos.catalog import at_least
 from isopos.encodings import rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import Layout, axial, compose, even, laid_out, register, split
+from isopos.schemes.registry import PairLayout, axial, compose, even, laid_out, register, split
 from isopos.spec import read
 
 Sections = str | Sequence[int] | None
@@ -121,7 +121,7 @@ def mrope(
     sections: Sections = None,
     interleaved: bool = False,
     base: float = 10000.0,
-    layout: Layout = "interleaved",
+    layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
     """Multimodal rotary: rope's frequencies, each of which turns by one coordinate of (time, height, width).

@@ -8,7 +8,7 @@ from isopos import encodings
 from isopos.contragredient import Beside, Projection
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import Layout, axial, compose, laid_out, register
+from isopos.schemes.registry import PairLayout, axial, compose, laid_out, register
 
 
 @register(
@@ -23,7 +23,7 @@ def prope(
     heads: int | None = None,
     *,
     base: float = 100.0,
-    layout: Layout = "interleaved",
+    layout: PairLayout = "interleaved",
     transport: bool = True,
     **choices: Unpack[Choices],
 ) -> Scheme:

@@ -6,7 +6,7 @@ from isopos import encodings
 from isopos.encodings import rope_frequencies
 from isopos.paths import Turn
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import Layout, compose, even, laid_out, register
+from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
 
 @register(
@@ -35,7 +35,7 @@ def fox(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
     learns="a and b",
 )
 def selective(
-    head_dim: int, heads: int, *, base: float = 10000.0, layout: Layout = "interleaved", **choices: Unpack[Choices]
+    head_dim: int, heads: int, *, base: float = 10000.0, layout: PairLayout = "interleaved", **choices: Unpack[Choices]
 ) -> Scheme:
     """Selective RoPE: each token turns those after it by angles read from its key (Movahedi et al. 2025). Causal.
 

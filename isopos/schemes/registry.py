@@ -12,12 +12,13 @@ from torch import Tensor
 
 from isopos import bases, encodings
 from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
+from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme, choices_of
 
 __all__ = [
     "REGISTRY",
-    "Layout",
+    "PairLayout",
     "axial",
     "build",
     "compose",
@@ -29,7 +30,9 @@ __all__ = [
     "split",
 ]
 
-Layout = Literal["interleaved", "half"]
+__getattr__ = renamed(__name__, {"Layout": "isopos.schemes.registry.PairLayout"})
+
+PairLayout = Literal["interleaved", "half"]
 
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {
@@ -237,7 +240,7 @@ def even(width: int) -> int:
 
 def laid_out(rotary: Encoding, layout: str) -> Encoding:
     """A rotation of pairs (2i, 2i+1), or with layout="half" of pairs (i, i + d/2)."""
-    expect("layout", layout, typing.get_args(Layout))
+    expect("layout", layout, typing.get_args(PairLayout))
     return rotary if layout == "interleaved" else encodings.InBasis(rotary, bases.OddEven(rotary.features))
 
 

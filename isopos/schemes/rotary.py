@@ -10,7 +10,7 @@ from isopos.catalog import at_least, expect
 from isopos.contragredient import Beside, Jordan
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import Layout, compose, even, laid_out, register
+from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
 
 @register(
@@ -27,7 +27,7 @@ def rope(
     base: float = 10000.0,
     learned: bool = False,
     rotary_dim: int | None = None,
-    layout: Layout = "interleaved",
+    layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
     """Rotary position embedding: pairs of features rotate by base^(-2i/d) a step (RoFormer, Eq. 14-16; linear: Eq. 19).
@@ -60,7 +60,7 @@ def p_rope(
     *,
     p: float = 0.75,
     base: float = 10000.0,
-    layout: Layout = "interleaved",
+    layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
     """p-RoPE: the slowest frequencies of rope are zero, so that their features carry content alone (Barbero et al. 2024).

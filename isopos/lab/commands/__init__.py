@@ -5,7 +5,7 @@ What does not fit is a ValueError before any work, which names the option: one l
 
 from typing import Any
 
-from isopos.lab.tasks.task import expect
+from isopos.lab.tasks.task import require
 
 __all__ = ["bounded"]
 
@@ -14,4 +14,4 @@ def bounded(options: Any, **most: int) -> None:
     """Raise a ValueError that names the first of these options whose number is beyond reason."""
     for name, limit in most.items():
         value = getattr(options, name)
-        expect(name, value, f"at most {limit:,}", value <= limit)
+        require(name, value, f"at most {limit:,}", value <= limit)

@@ -23,7 +23,7 @@ from isopos.lab.runs.files import printable, write_json
 from isopos.lab.runs.folders import run_place
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
-from isopos.lab.tasks.task import Data, Task, expect
+from isopos.lab.tasks.task import Data, Task, require
 from isopos.spec import arguments_of, join_spec, map_spec, parse_schemes, split_spec
 
 __all__ = ["Options", "default", "run"]
@@ -145,11 +145,11 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
     from isopos.lab.training.run import check_recipe, usable_device
 
-    expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    require("seeds", options.seeds, "a positive number", options.seeds >= 1)
     bounded(options, seeds=10_000)
     for name in ("devices", "nodes"):
         count = getattr(options.training, name)
-        expect(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)
+        require(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)
     device, warnings = usable_device(options.training.device), []
     recipes = [recipe.edit(device=device) for recipe in options.recipes()]
     for recipe in recipes[: len(recipes) // options.seeds]:

@@ -12,7 +12,7 @@ from isopos.lab.reports import grids
 from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import read_json, write_json
 from isopos.lab.runs.folders import fingerprint, read_rows
-from isopos.lab.tasks.task import Data, Task, View, expect
+from isopos.lab.tasks.task import Data, Task, View, require
 from isopos.spec import read, split_spec
 
 __all__ = ["Options", "run"]
@@ -64,7 +64,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
-    expect("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
+    require("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)
     rows, found = [], {}
@@ -103,19 +103,21 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
     if other:
         found, had = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
         for name in recipe.task.settled:
-            expect(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
+            require(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
     return data, other
 
 
 def _views(options: Options, task: Task) -> list[View]:
     """What is asked for, where the samples of the task have it."""
-    expect("scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf"))
-    expect("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
+    require(
+        "scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf")
+    )
+    require("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
     own = tuple(_choice(text) for text in options.view)
     views = [View(options.split, multiple, options.scored, options.limit, own) for multiple in multiples]
     for view in views:
-        expect("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
+        require("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
         task.check_view(view)
     return views
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isopos.lab.commands import bounded
 from isopos.lab.tasks import spec
-from isopos.lab.tasks.task import expect
+from isopos.lab.tasks.task import require
 
 __all__ = ["Options", "generate", "run"]
 
@@ -50,19 +50,19 @@ def generate(options: Options) -> Iterator[str]:
     folder, prompt, tokens = Path(options.run), options.prompt, options.tokens
     temperature, top_p = options.temperature, options.top_p
     bounded(options, tokens=10**9)
-    expect("tokens", tokens, "at least 1", tokens >= 1)
-    expect("seed", options.seed, "a number from 0 to 2^63 - 1", 0 <= options.seed < 2**63)
-    expect("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
-    expect("top_p", top_p, "a probability above 0 and at most 1", 0 < top_p <= 1)
-    expect("prompt", "none", "at least one character", bool(prompt))
+    require("tokens", tokens, "at least 1", tokens >= 1)
+    require("seed", options.seed, "a number from 0 to 2^63 - 1", 0 <= options.seed < 2**63)
+    require("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
+    require("top_p", top_p, "a probability above 0 and at most 1", 0 < top_p <= 1)
+    require("prompt", "none", "at least one character", bool(prompt))
     recipe, model = checkpoints.load_run(folder)
     if not isinstance(model, Decoder):
         raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}, which writes no text")
     tokenizer = tokenizer_of(folder)
     size = model.tokens.num_embeddings
-    expect("run", tokenizer.size, f"a tokenizer of the model's {size} tokens in {folder}", tokenizer.size == size)
+    require("run", tokenizer.size, f"a tokenizer of the model's {size} tokens in {folder}", tokenizer.size == size)
     text = tokenizer.encode(prompt)
-    expect("prompt", repr(prompt), "at least one word", len(text) > 0)
+    require("prompt", repr(prompt), "at least one word", len(text) > 0)
     longest = model.scheme.max_length
     if longest is not None and len(text) + tokens > longest:
         raise ValueError(

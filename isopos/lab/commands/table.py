@@ -30,15 +30,15 @@ from isopos.lab.tables.loader import (
     SCORES,
     TABLES,
     Cell,
-    Line,
     PaperTable,
+    TableRow,
     cell_name,
     load_table,
     read_about,
     speed_rounds,
     timing,
 )
-from isopos.lab.tasks.task import Data, Scored, View, expect
+from isopos.lab.tasks.task import Data, Scored, View, require
 from isopos.spec import read
 
 __all__ = ["ROUNDS", "Options", "run"]
@@ -82,12 +82,12 @@ def run(options: Options, console: Console) -> int:
     folder = run_place("-".join((table.name, options.scale, *endings)))
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows, console), _sources(table, options)
-    expect("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    require("seeds", options.seeds, "a positive number", options.seeds >= 1)
     bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
         recipe = table.recipe_at(options.scale, table.corpus(name)).edit(device=device)
-        expect("data", data, f"none for {name}, whose task has its own", not data or "data" in recipe.names)
+        require("data", data, f"none for {name}, whose task has its own", not data or "data" in recipe.names)
         recipes[name] = recipe.edit(data=data) if name and "data" in recipe.names else recipe
     planned = [  # rows may have a scheme in common
         (name, replace(recipes[name], scheme=scheme, seed=seed))
@@ -132,7 +132,7 @@ def run(options: Options, console: Console) -> int:
     return status
 
 
-def _rows(table: PaperTable, chosen: str, console: Console) -> list[Line]:
+def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
     """Those with a scheme that are asked for, or for which there are packages, the baseline first."""
     from isopos.lab.tasks.attentions import absence
 
@@ -234,7 +234,7 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     raise ValueError(f"claim: expected {path} to be free within seconds, but another process holds it; start again")
 
 
-def _lacking(rows: Sequence[Line], folder: Path, corpus: str) -> dict[str, int]:
+def _lacking(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
     """Rounds that are missing of a corpus, by row."""
     rounds = speed_rounds(folder, corpus)
     return {
@@ -282,7 +282,7 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
 
 
 def _time(
-    folder: Path, table: PaperTable, corpus: str, recipe: Recipe, data: Data, rows: Sequence[Line], console: Console
+    folder: Path, table: PaperTable, corpus: str, recipe: Recipe, data: Data, rows: Sequence[TableRow], console: Console
 ) -> None:
     """Rounds of steps or answers, of all schemes that lack some and the baseline, until each has enough."""
     from isopos.lab.training.run import answer_times, step_times

@@ -22,8 +22,8 @@ from isopos.lab.tables.loader import (
     SCORES,
     TIMED,
     Column,
-    Line,
     PaperTable,
+    TableRow,
     cell_name,
     read_about,
     read_scores,
@@ -45,7 +45,7 @@ FEW = 3  # rows from which on a rank correlation is a number worth printing
 class Found:
     """A row: our figures by column and its validations by corpus, each by seed, and reasons why there are none by column."""
 
-    line: Line
+    line: TableRow
     values: Mapping[str, Mapping[int, float]]
     curves: Mapping[str, Mapping[int, Mapping[int, float]]]
     reasons: Mapping[str, str]
@@ -107,7 +107,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
 
 
-def _found(table: PaperTable, line: Line, folder: Path, about: Mapping[str, Any]) -> Found:
+def _found(table: PaperTable, line: TableRow, folder: Path, about: Mapping[str, Any]) -> Found:
     if table.timed:
         rounds = {one.title: [r for r in speed_rounds(folder, one.corpus) if line.name in r] for one in table.columns}
         ratios = {title: {n: table.ratio(one, line.name) for n, one in enumerate(some)} for title, some in rounds.items()}
@@ -168,7 +168,7 @@ def _alone(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in about["corpora"].items() if name not in begun}
 
 
-def _papers(line: Line, at: int) -> float | None:
+def _papers(line: TableRow, at: int) -> float | None:
     """The paper's figure in a column; none where it has none, which a table calls nan."""
     return line.figures[at] if line.figures and not math.isnan(line.figures[at]) else None
 

@@ -33,9 +33,9 @@ __all__ = [
     "build",
     "complete",
     "fill",
-    "load",
     "load_run",
     "newest",
+    "read",
     "read_weights",
     "save",
 ]
@@ -122,7 +122,7 @@ def _prune(run: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def load(checkpoint: Checkpoint) -> dict[str, Any]:
+def read(checkpoint: Checkpoint) -> dict[str, Any]:
     """What was saved, on the CPU.
 
     Raises:
@@ -154,7 +154,7 @@ def load(checkpoint: Checkpoint) -> dict[str, Any]:
 def fill(model: Any, checkpoint: Checkpoint) -> None:
     """Give a model the weights of a checkpoint; ValueError, which names it, where it is damaged or another model's."""
     try:
-        model.load_state_dict(load(checkpoint)["model"])
+        model.load_state_dict(read(checkpoint)["model"])
     except RuntimeError as error:
         damaged(checkpoint.folder / STATE, error, f"remove {checkpoint.folder} to go on without it")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from isopos.catalog import expect
+from isopos.deprecation import renamed
 from isopos.lab.recipes import SCALES, Recipe, preset
 from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
@@ -24,8 +25,8 @@ __all__ = [
     "Cell",
     "Column",
     "Corpus",
-    "Line",
     "PaperTable",
+    "TableRow",
     "cell_name",
     "load_table",
     "read_about",
@@ -33,6 +34,8 @@ __all__ = [
     "speed_rounds",
     "timing",
 ]
+
+__getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
 FOLDER = Path(__file__).parent
 SCORES = "scores.json"
@@ -76,7 +79,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableRow:
     """A row."""
 
     name: str  # the paper's, or ours
@@ -101,7 +104,7 @@ class PaperTable:
     recipe: str  # the paper's, as `isopos train` takes it, with `edits`
     scales: Mapping[str, Mapping[str, Any]]  # edits of the recipe by scale
     columns: Sequence[Column]  # the figures
-    rows: Sequence[Line]  # in the paper's order, then ours
+    rows: Sequence[TableRow]  # in the paper's order, then ours
     kind: str = "scores"  # of trained models; or one of `TIMED`
     marked: bool = False  # whether the best figures are, where some differ from them
     reference: str = ""  # the row from which the others' distance is shown; by default the baseline
@@ -173,7 +176,7 @@ class PaperTable:
         """What the models of a corpus learn."""
         return self.recipe_at("original", self.corpus(corpus)).task
 
-    def row(self, name: str) -> Line:
+    def row(self, name: str) -> TableRow:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
 
@@ -219,7 +222,7 @@ def load_table(name: str) -> PaperTable:
         if wrong := mismatch(values, {name: kind for name, kind in tables.items() if name in values}):
             raise ValueError(wrong)
         columns = tuple(_made(Column, one) for one in values.pop("columns", ()))
-        rows = tuple(_made(Line, one) for one in values.pop("rows", ()))
+        rows = tuple(_made(TableRow, one) for one in values.pop("rows", ()))
         corpora = tuple(_made(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
         table = _made(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
         _check(table)

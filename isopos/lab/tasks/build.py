@@ -11,7 +11,7 @@ import torch
 
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import OTHERS, check_other, replace_attention
-from isopos.lab.tasks.task import Recipe, Task, expect
+from isopos.lab.tasks.task import Recipe, Task, require
 from isopos.models import TOKEN_STD, PerLayer
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
@@ -39,7 +39,7 @@ def build_scheme(recipe: Recipe) -> Scheme | PerLayer:
     if len(made) == 1:
         return made[specs[0]]
     layers, times = recipe.model.layers, recipe.model.layers // len(specs)
-    expect("layers", layers, f"a multiple of the {len(specs)} of {recipe.scheme}", layers == times * len(specs))
+    require("layers", layers, f"a multiple of the {len(specs)} of {recipe.scheme}", layers == times * len(specs))
     for spec, scheme in made.items():
         if (other := scheme.choices["attention"]) in OTHERS:
             raise ValueError(f"schemes: expected attention linear or softmax in some of the layers, got {other} in {spec}")
@@ -49,7 +49,7 @@ def build_scheme(recipe: Recipe) -> Scheme | PerLayer:
 def _build(recipe: Recipe, spec: str) -> Scheme:
     """A scheme of a recipe; its attention may be one of `OTHERS`."""
     m = recipe.model
-    expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
+    require("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
     name, options = split_spec(spec)
     known, other = {"scale": TOKEN_STD, "seed": recipe.seed, **recipe.task.fits}, options.get("attention", "")
     own = options | {"attention": "softmax"} if other in OTHERS else options
@@ -79,10 +79,10 @@ def begun(folder: Path, recipe: Recipe, kind: type[Task], also: Sequence[str] = 
         ValueError: Where there is none, or its model has other sizes, or other fields of those that are to be the same, too.
     """
     path = folder / "recipe.json"
-    expect("start", folder, "the folder of a run", path.exists())
+    require("start", folder, "the folder of a run", path.exists())
     before = Recipe.from_dict(read_json(path, dict[str, Any], "name another run"))
-    expect("start", f"one of {type(before.task).__name__}", f"a run of the task {kind.name}", isinstance(before.task, kind))
-    expect("start", folder, f"a run that has ended, with {WEIGHTS}", (folder / WEIGHTS).exists())
+    require("start", f"one of {type(before.task).__name__}", f"a run of the task {kind.name}", isinstance(before.task, kind))
+    require("start", folder, f"a run that has ended, with {WEIGHTS}", (folder / WEIGHTS).exists())
 
     def shapes(one: Recipe) -> dict[str, Any]:
         values = one.as_dict()
@@ -115,7 +115,7 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
     """
     m = recipe.model
     least = 4 * m.model_dim * (first[0] + m.layers * (4 * m.model_dim + 2 * (m.hidden_dim or 4 * m.model_dim)))  # bytes
-    expect("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
+    require("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
     scheme = build_scheme(recipe)
     sizes = {name: getattr(m, name) for name in ("activation", "norm", "dropout", "stochastic_depth", "recompute")}
     sizes["hidden_dim"] = m.hidden_dim or None

@@ -14,7 +14,7 @@ from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.samples import Labelled
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +90,7 @@ class Glue(Task):
         scheme = check_group(recipe, (Line,), "on a line, which text has")
         longest = scheme.max_length
         at_most = f"at most {longest}, for which {recipe.scheme} has positions"
-        expect("length", self.length, at_most, longest is None or self.length <= longest)
+        require("length", self.length, at_most, longest is None or self.length <= longest)
         self.model(recipe)
         self.origin(recipe)
         return []
@@ -182,7 +182,7 @@ class GlueSamples(Labelled):
 
     def settle(self, recipe: Recipe) -> Recipe:
         size, given = self.tokenizer.size, self.task.vocabulary
-        expect("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
+        require("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
         if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
             raise ValueError(
                 f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,13 +113,13 @@ class Images(Task):
             raise ValueError(
                 f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}"
             )
-        expect("outside", scheme.outside, "0, since these models have no class tokens", scheme.outside == 0)
+        require("outside", scheme.outside, "0, since these models have no class tokens", scheme.outside == 0)
         if self.mixup or self.cutmix:
             t = recipe.training
             least = 2 * t.accumulate * t.devices * t.nodes
             what = f"pairs to mix, a multiple of 2 * accumulate * devices * nodes = {least}"
-            expect("batch", t.batch, what, t.batch % least == 0)
-        expect("width", self.width, "one beside a height, or neither", bool(self.height) == bool(self.width))
+            require("batch", t.batch, what, t.batch % least == 0)
+        require("width", self.width, "one beside a height, or neither", bool(self.height) == bool(self.width))
         model = self.model(recipe)
         if not self.height:
             return []
@@ -148,7 +148,7 @@ class Images(Task):
     def check_view(self, view: View) -> None:
         super().check_view(view)
         for name, value in view.own:
-            expect(name, value, "pixels", value >= (name != "shift"))
+            require(name, value, "pixels", value >= (name != "shift"))
 
     def model(self, recipe: Recipe) -> "Vision":
         from isopos.lab.tasks.build import build_model
@@ -183,7 +183,7 @@ class Album(Labelled):
         self.splits = ("validation", "test") if len(test) else ("validation",)
         for name, count in self.found.items():
             given = getattr(task, name)
-            expect(name, given, f"0, or the {count} of {self.name}", given in (0, count))
+            require(name, given, f"0, or the {count} of {self.name}", given in (0, count))
         usual = int(np.bincount(pictures.labels[train]).argmax())
         share = (pictures.labels[validation] == usual).mean()
         height, width = pictures.pixels.shape[2:]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, expect
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ class TextTask(Task):
         from isopos.positions import Line
 
         few = 0 < self.validation_tokens < self.length
-        expect("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
+        require("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
         scheme = check_group(recipe, (Line,), "on a line, which text has")
         with torch.no_grad():
             small = recipe.edit(vocabulary=0)  # of no consequence for the scheme

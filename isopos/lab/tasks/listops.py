@@ -12,7 +12,7 @@ import numpy as np
 from isopos.lab.data import growth
 from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, Rows, generate, nodes, read, text
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,9 +89,9 @@ class ListOps(Task):
             )
         if self.random:
             field = next(iter(self.random))
-            expect(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
+            require(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
             least, longest = max(1, self.shortest), self.longest
-            expect("longest", longest, f"at least {least} tokens beside {field}, to draw no longer ones", longest >= least)
+            require("longest", longest, f"at least {least} tokens beside {field}, to draw no longer ones", longest >= least)
         self.model(recipe)
         return []
 
@@ -142,7 +142,7 @@ class Expressions(Labelled):
         longest = max(int(sizes.max(initial=1)) for sizes in self.sizes.values())
         branches = max(int(rows.branches.max(initial=1)) for rows in self.rows.values())
         task = self.task
-        expect("branches", task.branches, f"at least the {branches} of the data", not 0 < task.branches < branches)
+        require("branches", task.branches, f"at least the {branches} of the data", not 0 < task.branches < branches)
         recipe = recipe.edit(longest=task.longest or longest, branches=task.branches or branches)
         recipe.task.check(recipe)
         return super().settle(recipe)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.tasks.language import TextTask, Windows
-from isopos.lab.tasks.task import Metric, Recipe, Scored, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ class Masked(TextTask):
         return f"An encoder of {self.tokens}, {self.mask_share:.0%} of them masked, in windows of {self.length}."
 
     def check(self, recipe: Recipe) -> list[str]:
-        expect("mask_share", self.mask_share, "a share, above 0 and at most 1", 0 < self.mask_share <= 1)
+        require("mask_share", self.mask_share, "a share, above 0 and at most 1", 0 < self.mask_share <= 1)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> "Encoder":

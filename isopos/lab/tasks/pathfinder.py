@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,7 @@ class Pathfinder(Task):
         from isopos.positions import Line, Product
 
         group = check_group(recipe, (Line, Product), "in a row or on a grid of 2 axes, which pixels have").group
-        expect("schemes", group.noun, "positions in a row or on a grid of 2 axes", group.is_grid and group.columns <= 2)
+        require("schemes", group.noun, "positions in a row or on a grid of 2 axes", group.is_grid and group.columns <= 2)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:

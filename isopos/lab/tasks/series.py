@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +87,7 @@ class Forecast(Task):
 
         from isopos.lab.tasks.build import build_scheme
 
-        expect("season", self.season, "hours from 0 on", 0 <= self.season < float("inf"))
+        require("season", self.season, "hours from 0 on", 0 <= self.season < float("inf"))
         scheme = build_scheme(recipe)
         on_clock, on_line = _seen(scheme)
         if not on_clock and not on_line:
@@ -142,7 +142,7 @@ class Spans(Samples):
             )
         self.series, constant = _varying(series, ends[0])
         there = len(self.series.titles)
-        expect("channels", task.channels, f"0, or the {there} of the data", task.channels in (0, there))
+        require("channels", task.channels, f"0, or the {there} of the data", task.channels in (0, there))
         series, train = self.series, self.series.values[: ends[0]]
         self.values = (series.values - np.nanmean(train, axis=0)) / np.nanstd(train, axis=0)
         if (far := np.argwhere(np.abs(self.values) > FAR)).size:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from isopos import catalog
+from isopos.deprecation import renamed
 from isopos.lab.runs.files import mismatch
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ __all__ = [
     "Task",
     "Training",
     "View",
-    "expect",
     "find",
+    "require",
     "spec",
 ]
+
+__getattr__ = renamed(__name__, {"expect": "isopos.lab.tasks.task.require"})
 
 SCALES = ("tiny", "small", "paper")
 PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
@@ -73,7 +76,7 @@ TASKS = {
 """Where each task is; imported when it is first used."""
 
 
-def expect(name: str, value: object, what: str, met: bool) -> None:
+def require(name: str, value: object, what: str, met: bool) -> None:
     """Raise a ValueError where a field is not what it should be."""
     if not met:
         raise ValueError(f"{name}: expected {what}, got {value}")
@@ -417,16 +420,16 @@ class Recipe:
         t, m, values = self.training, self.model, self.as_dict()
         for names, least, most in (*LIMITS, *self.task.limits):
             for name in names.split() if isinstance(names, str) else names:  # with spaces between several, before
-                expect(name, values[name], f"a number from {least:,} to {most:,}", least <= values[name] <= most)
+                require(name, values[name], f"a number from {least:,} to {most:,}", least <= values[name] <= most)
         for name in ("learning_rate", "epsilon", "power"):
-            expect(name, values[name], "a positive number", 0 < values[name] < float("inf"))
+            require(name, values[name], "a positive number", 0 < values[name] < float("inf"))
         for name in ("weight_decay", "clip"):
-            expect(name, values[name], "0 or more", 0 <= values[name] < float("inf"))
+            require(name, values[name], "0 or more", 0 <= values[name] < float("inf"))
         for name in ("dropout", "attention_dropout", "stochastic_depth", "beta1", "beta2"):
-            expect(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
-        expect("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
+            require(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
+        require("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
         parts = t.accumulate * t.devices * t.nodes
-        expect("batch", t.batch, f"a multiple of accumulate * devices * nodes = {parts}", t.batch % parts == 0)
+        require("batch", t.batch, f"a multiple of accumulate * devices * nodes = {parts}", t.batch % parts == 0)
         if t.validate_every and not t.save_every:
             raise ValueError("save_every: expected checkpoints, which keep the best weights, got 0; give both or neither")
         if t.patience and not t.validate_every:

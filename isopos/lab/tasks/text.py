@@ -10,7 +10,7 @@ import numpy as np
 
 from isopos.lab.data.labelled import alike
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +134,7 @@ class LabelledTexts(Labelled):
 
     def settle(self, recipe: Recipe) -> Recipe:
         found, task = len(self.texts.classes), self.task
-        expect("classes", task.classes, f"the {found} of the data, or 0 for those", task.classes in (0, found))
+        require("classes", task.classes, f"the {found} of the data, or 0 for those", task.classes in (0, found))
         recipe = recipe.edit(vocabulary=self.texts.tokenizer.size, classes=found)
         return super().settle(recipe)
 

@@ -14,7 +14,7 @@ import numpy as np
 from isopos.lab.data.pairs import Pairs, Stored, load_texts, sequences
 from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, expect
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,7 +195,7 @@ class Transduction(Transducing):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line
 
-        expect("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)
+        require("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)
         length = check_group(recipe, (Line,), "on a line, which sequences have").max_length
         if length is not None and length < self.longest:
             raise ValueError(

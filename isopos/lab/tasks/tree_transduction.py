@@ -12,7 +12,7 @@ import numpy as np
 from isopos.lab.data.bushes import Bush, Growth, Order, rebuilt, shown, written
 from isopos.lab.data.pairs import Stored
 from isopos.lab.data.tree_pairs import Operation, TreePairs, labels_of, random_trees, read_trees
-from isopos.lab.tasks.task import Recipe, expect
+from isopos.lab.tasks.task import Recipe, require
 from isopos.lab.tasks.transduction import Transduced, Transducing
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ class TreeTransduction(Transducing):
                 f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
             )
         least = 9 if self.operation == "ops" else 2  # four are what roots say
-        expect("labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least)
+        require(
+            "labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least
+        )
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> "Seq2Seq":
@@ -147,7 +149,7 @@ class Trees(Transduced):
         branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
         for field, least in (("branches", branches), ("vocabulary", self.start)):
             given = getattr(self.task, field)
-            expect(field, given, f"at least the {least} of the data, or 0", not 0 < given < least)
+            require(field, given, f"at least the {least} of the data, or 0", not 0 < given < least)
         recipe = recipe.edit(
             longest=self.task.longest or self.longest,
             branches=self.task.branches or branches,

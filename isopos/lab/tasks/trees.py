@@ -11,7 +11,7 @@ import numpy as np
 
 from isopos.lab.data.labelled import alike
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, expect
+from isopos.lab.tasks.task import Metric, Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +79,7 @@ class TreeClasses(Task):
             raise ValueError(
                 f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
             )
-        expect("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
+        require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
@@ -128,9 +128,9 @@ class LabelledTrees(Labelled):
         for name, there in (("classes", len(found.classes)), ("vocabulary", len(found.words))):
             given = getattr(task, name)
             right = given in (0, there) or (name == "vocabulary" and given >= there)
-            expect(name, given, f"the {there} of the data, or 0 for those", right)
+            require(name, given, f"the {there} of the data, or 0 for those", right)
         few = 0 < task.branches < found.branches
-        expect("branches", task.branches, f"at least the {found.branches} of the data", not few)
+        require("branches", task.branches, f"at least the {found.branches} of the data", not few)
         recipe = recipe.edit(classes=len(found.classes), vocabulary=len(found.words))
         recipe = recipe.edit(branches=task.branches or found.branches, longest=self.longest)
         recipe.task.check(recipe)

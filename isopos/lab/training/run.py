@@ -121,7 +121,7 @@ def _train(
     if begin is not None and begin.ended:
         fitted = None
     else:
-        state = checkpoints.load(begin) if begin else None
+        state = checkpoints.read(begin) if begin else None
         from isopos.lab.training import trainer  # imports Lightning, which takes seconds
 
         with Log(folder, begin.step if begin else 0) if first else nullcontext() as log:
