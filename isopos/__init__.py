@@ -20,9 +20,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "attention": ("Attention", "Steps", "linear_attention", "softmax_attention"),
+    "attention": ("linear_attention", "softmax_attention"),
     "catalog": ("CATALOG",),
     "models": ("Decoder",),
+    "nn": ("Attention", "Steps"),
     "ops.linear": ("Clamped",),
     "positions": ("forest", "graph", "grid", "packed", "product", "ring", "sequence", "tree"),
     "scheme": ("Scheme", "parameter_groups"),
@@ -31,7 +32,7 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
     *("attention", "bases", "biases", "catalog", "contragredient", "couplings", "decays", "embeddings", "encodings"),
-    *("feature_maps", "generators", "laws", "lengths", "maps", "models", "ops", "paths", "poses", "positions"),
+    *("feature_maps", "generators", "laws", "lengths", "maps", "models", "nn", "ops", "paths", "poses", "positions"),
     *("schemes", "state", "terms"),
 )
 

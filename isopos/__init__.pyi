@@ -14,6 +14,7 @@ from isopos import laws as laws
 from isopos import lengths as lengths
 from isopos import maps as maps
 from isopos import models as models
+from isopos import nn as nn
 from isopos import ops as ops
 from isopos import paths as paths
 from isopos import poses as poses
@@ -21,12 +22,12 @@ from isopos import positions as positions
 from isopos import schemes as schemes
 from isopos import state as state
 from isopos import terms as terms
-from isopos.attention import Attention as Attention
-from isopos.attention import Steps as Steps
 from isopos.attention import linear_attention as linear_attention
 from isopos.attention import softmax_attention as softmax_attention
 from isopos.catalog import CATALOG as CATALOG
 from isopos.models import Decoder as Decoder
+from isopos.nn import Attention as Attention
+from isopos.nn import Steps as Steps
 from isopos.ops.linear import Clamped as Clamped
 from isopos.positions import forest as forest
 from isopos.positions import graph as graph

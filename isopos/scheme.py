@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isopos.attention import linear_attention, softmax_attention
 from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
@@ -389,9 +390,6 @@ class Scheme(nn.Module):
             state: Of the stream that these tokens continue, ``State()`` at its start; then the next one is returned, too.
             options: Of `linear_attention` or `softmax_attention`, ahead of the scheme's own: causal, mask, ...
         """
-        from isopos.attention.linear import linear_attention
-        from isopos.attention.softmax import softmax_attention
-
         if "return_state" in options:
             raise TypeError("return_state: a scheme that is given a state returns the next one; pass state=isopos.State()")
         attend: Any = softmax_attention if self.attention == "softmax" else linear_attention

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import isopos
-from isopos.attention import Steps, explain, linear_attention
+from isopos.attention import explain, linear_attention
 from isopos.feature_maps import FeatureMap
+from isopos.nn import Steps
 from isopos.ops import library
 from tools import without_kernel
 

@@ -25,8 +25,9 @@ from cases import (
 from torch import nn
 
 from isopos import Attention, bases, couplings, encodings, schemes
-from isopos.attention import absorb, convert_layout, softmax_attention
+from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
+from isopos.nn import absorb, convert_layout
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases import DEFINITIONS, HEADS, PRESETS, SCHEMES, SchemeCase, perturb, stream
 
-from isopos.attention import Steps
 from isopos.maps import TokenMap
+from isopos.nn import Steps
 from isopos.positions import sequence
 
 FEATURES, LENGTH, SAMPLES = 16, 5, 2

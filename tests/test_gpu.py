@@ -140,7 +140,7 @@ def test_positions_are_exact_far_away():
 
 
 def test_a_prepared_stream_equals_the_whole():
-    from isopos.attention import Steps
+    from isopos.nn import Steps
 
     scheme = build("rope", 64, 4, {}).to(DEVICE)
     content = there(torch.randn(3, 2, 4, 80, 64).unbind())

@@ -26,10 +26,10 @@ bases decays embeddings biases
 paths
 encodings
 contragredient couplings generators
-attention.clipped+attention.flex+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax+attention.tensors
+attention
 scheme
 schemes
-attention
+nn
 laws models
 integrations
 __init__

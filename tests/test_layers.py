@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import isopos
-from isopos.attention import Steps
 from isopos.lab.recipes import Recipe
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.build import build_scheme
 from isopos.models import Decoder, PerLayer, Seq2Seq, Vision
+from isopos.nn import Steps
 from isopos.spec import map_spec, of_layers, split_spec
 
 PATTERNS = {  # of four layers

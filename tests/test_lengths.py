@@ -11,10 +11,11 @@ from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
 
 import isopos
 from isopos import Decoder, encodings, laws, schemes
-from isopos.attention import Steps, absorb, softmax_attention
+from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.laws.canonical import canonical, score
 from isopos.lengths import EXTENSIONS, extension
+from isopos.nn import Steps, absorb
 from isopos.positions import Line, grid, sequence
 
 RESCALE = [1.0, 1.5, 2.0, 4.0]
@@ -292,7 +293,7 @@ def test_extended_models_are_exported(name):
 
 
 def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):
-    from isopos.attention import steps
+    from isopos.nn import steps
 
     monkeypatch.setattr(steps, "AHEAD", 3)
     scheme = schemes.rope(8, HEADS)

@@ -8,7 +8,8 @@ from cases import PRESETS, SCHEMES, inputs_of, with_kinds
 from pretend import DEVICE, There, WithoutFloat64, narrow
 
 from isopos import schemes
-from isopos.attention import absorb, linear_attention, naive_linear_attention, softmax_attention
+from isopos.attention import linear_attention, naive_linear_attention, softmax_attention
+from isopos.nn import absorb
 from isopos.positions import sequence
 from isopos.state import State
 

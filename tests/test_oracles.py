@@ -204,7 +204,7 @@ def test_converted_llama_projections(peer, name, bias):
     def project(parameters):
         return torch.nn.functional.linear(tokens, *parameters).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
 
-    convert = isopos.attention.convert_layout
+    convert = isopos.nn.convert_layout
     converted = [[convert(parameter, HEADS, to="interleaved") for parameter in each] for each in projections]
     q, k = rotated(name, *map(project, projections))
     ours_q, ours_k = map(rope("interleaved"), map(project, converted))

@@ -11,10 +11,11 @@ from cases import ATTENTION, HEAD_DIM, HEADS, close, gradients, inputs, perturb,
 
 import isopos
 from isopos import encodings, laws, models, schemes
-from isopos.attention import Steps, absorb, naive_linear_attention
+from isopos.attention import naive_linear_attention
 from isopos.bases import OddEven
 from isopos.decays import Decay
 from isopos.encodings import rope_frequencies
+from isopos.nn import Steps, absorb
 from isopos.paths import Forget, Path, Turn
 from isopos.positions import sequence
 from isopos.scheme import Scheme

@@ -6,9 +6,9 @@ from cases import ATTENTION, HEADS, close, inputs
 
 import isopos
 from isopos import laws, schemes
-from isopos.attention import Attention
 from isopos.contragredient import Projection
 from isopos.maps import Rotation, Tiles
+from isopos.nn import Attention
 from isopos.poses import Projective, cameras
 from isopos.positions import sequence
 from isopos.state import State

@@ -139,4 +139,4 @@ def test_a_scheme_knows_how_it_was_made():
     assert (name, options["seed"], options["attention"]) == ("permuteformer", 0, "softmax")
     assert schemes.REGISTRY[name](**options).fingerprint == scheme.fingerprint
     absorbed = isopos.ape_sequence(8, 2, attention="softmax")
-    assert isopos.attention.absorb(absorbed, torch.nn.Linear(16, 16)).origin is None
+    assert isopos.nn.absorb(absorbed, torch.nn.Linear(16, 16)).origin is None

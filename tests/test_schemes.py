@@ -1355,4 +1355,4 @@ def test_a_complex_basis_of_real_vectors_is_equation_22_and_tells_direction(thet
     with pytest.raises(ValueError, match="basis: expected one of identity, householder, odd-even, fourier, got 'dft'"):
         schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", complex=True)
     with pytest.raises(ValueError, match="Spectrum, which no projection of this size can hold"):
-        isopos.attention.absorb(schemes.lrpe_unitary(8, 2, basis="dft", attention="softmax"), torch.nn.Linear(16, 16))
+        isopos.nn.absorb(schemes.lrpe_unitary(8, 2, basis="dft", attention="softmax"), torch.nn.Linear(16, 16))

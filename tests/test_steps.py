@@ -11,11 +11,11 @@ from cases import PRESETS, close, perturb
 
 import isopos
 from isopos import attention, schemes
-from isopos.attention import Steps
 from isopos.attention import steps as steps_module
-from isopos.attention.steps import AHEAD
 from isopos.decays import Decay
 from isopos.models import Decoder
+from isopos.nn import Steps
+from isopos.nn.steps import AHEAD
 from isopos.ops import library
 from isopos.ops.library import libraries
 from isopos.ops.linear import Clamped, torch_step

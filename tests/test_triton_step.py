@@ -8,10 +8,10 @@ from cases import with_edges
 
 import isopos
 from isopos import attention, schemes
-from isopos.attention import Steps, steps
 from isopos.attention.linear import sums_of
 from isopos.attention.problem import check_linear
 from isopos.maps import Gather
+from isopos.nn import Steps, steps
 from isopos.ops import gpu
 from isopos.ops.linear import Clamped
 from isopos.ops.linear.cpu import CPU

@@ -1,20 +1,10 @@
-"""Attention with positions: as functions, as a module, and what moves checkpoints between layouts."""
+"""Attention with positions, as functions; `isopos.nn` has the modules around it."""
 
-from isopos.attention.checkpoint import absorb, convert_layout
 from isopos.attention.clustered import clustered_attention
 from isopos.attention.linear import explain, linear_attention, naive_linear_attention
-from isopos.attention.module import Attention
 from isopos.attention.softmax import softmax_attention
-from isopos.attention.steps import Steps
+from isopos.deprecation import renamed
 
-__all__ = [
-    "Attention",
-    "Steps",
-    "absorb",
-    "clustered_attention",
-    "convert_layout",
-    "explain",
-    "linear_attention",
-    "naive_linear_attention",
-    "softmax_attention",
-]
+__all__ = ["clustered_attention", "explain", "linear_attention", "naive_linear_attention", "softmax_attention"]
+
+__getattr__ = renamed(__name__, {name: f"isopos.nn.{name}" for name in ("Attention", "Steps", "absorb", "convert_layout")})

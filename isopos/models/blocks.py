@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isopos.attention import Attention
 from isopos.catalog import expect
 from isopos.models.layers import PerLayer
+from isopos.nn import Attention
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isopos.attention import Steps
 from isopos.models.blocks import Options, Schemes, Trunk
+from isopos.nn import Steps
 from isopos.positions import sequence
 from isopos.state import State
 

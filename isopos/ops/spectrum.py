@@ -34,7 +34,7 @@ class _Eigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        once("generator", "rope with learned=True, which ape-sequence equals after isopos.attention.absorb")
+        once("generator", "rope with learned=True, which ape-sequence equals after isopos.nn.absorb")
         values, vectors = ctx.saved_tensors
         grad_values, grad_vectors = grad_outputs
         gaps = values[..., None, :] - values[..., :, None]

@@ -40,7 +40,7 @@ def ape_sequence(
     """Algebraic encoding of sequences: exp(x (A - A^T)) with a learned A a head (APE, sections 3.1 and 4.2).
 
     It starts in closed form and learns both angles and basis. With softmax attention it is rope with learned angles, for
-    projections that absorb the basis (APE, Appendix A; `isopos.attention.absorb`).
+    projections that absorb the basis (APE, Appendix A; `isopos.nn.absorb`).
     """
     encoding = _line(even(head_dim), heads, initial, base)
     return compose(encoding, heads, choices, locality=locality)

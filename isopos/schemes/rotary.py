@@ -38,7 +38,7 @@ def rope(
         layout: Where pairs come from; rotated features come out interleaved, as pairs (2i, 2i+1), in either layout.
             "interleaved" takes them from there, as in the paper, "half" from (i, i + rotary_dim / 2), as in Llama's
             checkpoints: scores are Llama's, but keys that Llama's code rotated and cached, in half order, fit no query of
-            ours. A stream of one layout is refused by the other. `isopos.attention.convert_layout` converts weights.
+            ours. A stream of one layout is refused by the other. `isopos.nn.convert_layout` converts weights.
     """
     width = head_dim if rotary_dim is None else rotary_dim
     if not 0 < width <= head_dim:

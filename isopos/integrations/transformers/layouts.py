@@ -6,12 +6,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from isopos import attention
 from isopos.encodings import InBasis, Rotary
 from isopos.integrations.transformers.families import DECODERS, head_dim, is_rotation
 from isopos.integrations.transformers.patching import patch, unpatch
 from isopos.integrations.transformers.places import Angles, Digits, rotations
 from isopos.integrations.transformers.saving import ENTRY
+from isopos.nn import checkpoint
 
 __all__ = ["absorb", "convert_layout"]
 
@@ -54,7 +54,7 @@ def absorb(model: Any) -> Any:
     and the projections' rows are brought into its layout.
 
     Args:
-        model: Patched with a scheme that `isopos.attention.absorb` takes, and without norms of queries and keys (Qwen 3).
+        model: Patched with a scheme that `isopos.nn.absorb` takes, and without norms of queries and keys (Qwen 3).
 
     Raises:
         ValueError: For another model or scheme; nothing is changed.
@@ -77,7 +77,7 @@ def absorb(model: Any) -> Any:
     groups = [rows.reshape(scheme.heads, -1, *rows.shape[1:]) for rows in found]  # heads that share one of the scheme's
     device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))  # where its basis is
     layers = [[_linear(group[:, n].flatten(0, 1).to(device)) for n in range(group.shape[1])] for group in groups]
-    absorbed = attention.absorb(scheme, *(layer for several in layers for layer in several))
+    absorbed = checkpoint.absorb(scheme, *(layer for several in layers for layer in several))
     for group, several in zip(groups, layers, strict=True):
         parts = [layer.weight.view_as(group[:, 0]) for layer in several]
         new.append(torch.stack(parts, 1).flatten(0, 1))
@@ -131,11 +131,11 @@ def _converted(rows: Tensor, to: Literal["interleaved", "half"], width: int | No
     """Rows ``[h d ...]``, or a gain ``[d]``, in another layout of the first `width` of d features."""
     heads = 1 if rows.ndim == 1 else len(rows)
     flat = rows.reshape(heads * rows.shape[min(1, rows.ndim - 1)], -1)
-    return attention.convert_layout(flat, heads, to=to, rotary_dim=width).reshape(rows.shape)
+    return checkpoint.convert_layout(flat, heads, to=to, rotary_dim=width).reshape(rows.shape)
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """A projection with a copy of a weight ``[n m]``, or of a bias ``[n]``, as `isopos.attention.absorb` takes it."""
+    """A projection with a copy of a weight ``[n m]``, or of a bias ``[n]``, as `isopos.nn.absorb` takes it."""
     layer = nn.Linear(1 if weight.ndim == 1 else weight.shape[1], len(weight), bias=False, device=weight.device)
     layer.weight = nn.Parameter(weight.detach().clone().view(len(weight), -1))
     return layer

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention import Attention, Steps, linear_attention
+from isopos.attention import linear_attention
 from isopos.feature_maps import elu1
 from isopos.lab.bench import ceilings
 from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
+from isopos.nn import Attention, Steps
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.schemes import build

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from isopos.attention.linear import linear_attention
 from isopos.attention.softmax import softmax_attention
-from isopos.attention.steps import Steps
 from isopos.catalog import at_least
+from isopos.nn.steps import Steps
 from isopos.scheme import Scheme
 
 __all__ = ["Attention"]
