@@ -131,7 +131,7 @@ def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
     """The schemes of a pattern, each with its number of layers."""
     joined: list[Piece] = []
     for piece in pattern.split("+"):
-        if joined and "=" in joined[-1].text and not _begins_a_scheme(piece.text):
+        if joined and _continues(joined[-1].text, piece.text):
             joined[-1] = piece.part(joined[-1].start, piece.stop)
         elif not piece and pattern:
             raise piece.wrong("the name of a scheme")
@@ -148,10 +148,12 @@ def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
     return found
 
 
-def _begins_a_scheme(text: str) -> bool:
-    """Whether a text after a + is another scheme, and not another part of an option's value."""
+def _continues(before: str, text: str) -> bool:
+    """Whether a text after a + is another part of an option's value, and no other scheme."""
+    if text and not (text[0].isalpha() or text[0] == "_"):
+        return True
     name = text.partition(":")[0].partition("*")[0]
-    return name in CATALOG or ("." in name and (name[0].isalpha() or name[0] == "_"))
+    return "=" in before and name not in CATALOG and "." not in name
 
 
 def map_spec(spec: str, change: Callable[[str], str]) -> str:

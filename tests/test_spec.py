@@ -13,6 +13,7 @@ from isopos.spec import arguments_of, join_spec, map_spec, of_layers, parse_sche
     ("parse", "text", "expected", "got", "at"),
     [
         (split_spec, "rope:decay", "scheme: expected option=value", "decay", 6),
+        (split_spec, "rope:elu+1", "scheme: expected option=value", "elu+1", 6),
         (split_spec, "rope: a=1, =x", "scheme: expected option=value", "=x", 12),
         (lambda text: split_spec(text, "extend"), "yarn:fast", "extend: expected option=value", "fast", 6),
         (of_layers, "rope++none", "scheme: expected the name of a scheme", "", 6),
