@@ -35,7 +35,6 @@ integrations
 __init__
 lab.bench.timing lab.runs.files
 lab.data
-lab.tasks.task
 lab.tasks
 lab.recipes
 lab.runs lab.tables

@@ -1,8 +1,6 @@
 """The grammar of options and schemes as text: what it reads, and where it says that a text is wrong."""
 
-import importlib
 import re
-import warnings
 
 import pytest
 
@@ -58,27 +56,3 @@ def test_a_command_line_is_read_before_its_options_are_known():
     words = ["compare", "--task", "glue", "--length=64", "--no-tied", "--task=listops", "--data", "a=b"]
     assert arguments_of(words) == {"task": "listops", "length": "64", "no_tied": "", "data": "a=b"}
     assert arguments_of([]) == {}
-
-
-def test_where_the_grammar_was_it_is_found_with_a_warning():
-    from isopos.lab import recipes
-
-    with pytest.warns(DeprecationWarning, match=r"isopos\.lab\.recipes\.split_spec is isopos\.spec\.split_spec now"):
-        assert recipes.split_spec is split_spec
-    with warnings.catch_warnings(), pytest.raises(AttributeError, match="no attribute 'spilt_spec'"):
-        recipes.spilt_spec  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        ("isopos.lab.tasks.task", "expect", "require"),
-        ("isopos.lab.tables.loader", "Line", "TableRow"),
-        ("isopos.schemes.registry", "Layout", "PairLayout"),
-        ("isopos.terms", "Kernel", "DistanceKernel"),
-    ],
-)
-def test_a_name_that_meant_two_things_is_found_with_a_warning(module, old, new):
-    home = importlib.import_module(module)
-    with pytest.warns(DeprecationWarning, match=rf"^{module}\.{old} is {module}\.{new} now"):
-        assert getattr(home, old) is getattr(home, new)
