@@ -11,10 +11,10 @@ from cases import PRESETS, close, perturb
 
 import isopos
 from isopos import attention, schemes
-from isopos.attention import steps as steps_module
 from isopos.decays import Decay
 from isopos.models import Decoder
 from isopos.nn import Steps
+from isopos.nn import steps as steps_module
 from isopos.nn.steps import AHEAD
 from isopos.ops import library
 from isopos.ops.library import libraries
