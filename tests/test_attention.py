@@ -28,7 +28,7 @@ from isopos import Attention, bases, couplings, encodings, schemes
 from isopos.attention import absorb, convert_layout, softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.positions import sequence
-from isopos.scheme import Scheme
+from isopos.schemes import compose
 
 WIDTH = HEAD_DIM * HEADS
 DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
@@ -160,7 +160,7 @@ def test_wider_queries_and_keys():
 
 def in_basis(make, **choices):
     rotary = encodings.Rotary(rope_frequencies(HEAD_DIM // 2, 50.0)[None, None])
-    return Scheme(encodings.InBasis(rotary, make()), HEADS, **({"attention": "softmax"} | choices))
+    return compose(encodings.InBasis(rotary, make()), HEADS, {"attention": "softmax"} | choices)
 
 
 ABSORBED = {
