@@ -25,7 +25,7 @@ bases decays embeddings biases
 paths
 encodings
 contragredient couplings generators
-attention.clipped+attention.flex+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax+attention.tensors
+attention.checks+attention.clipped+attention.flex+attention.linear+attention.problem+attention.reference+attention.segments+attention.softmax
 scheme
 schemes
 attention
