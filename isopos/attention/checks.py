@@ -70,10 +70,8 @@ def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torc
         ) from None
 
 
-def check_mask(mask: Tensor | None, q: Tensor, k: Tensor, batch: torch.Size) -> None:
+def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
     """ValueError where a mask of keys does not fit."""
-    if mask is None:
-        return
     check_tensor("mask", mask, q)
     if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
         raise ValueError(
@@ -157,10 +155,8 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
 
 
-def check_transport(transport: TransportPair, q: Tensor, v: Tensor, batch: torch.Size) -> None:
+def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, batch: torch.Size) -> None:
     """TypeError or ValueError where maps of values and of outputs do not fit."""
-    if transport is None:
-        return
     if not isinstance(transport, tuple) or not all(isinstance(rho, TokenMap) for rho in transport) or len(transport) != 2:
         got = type(transport).__name__
         raise TypeError(f"transport: expected a pair of maps, of values and of outputs, as scheme.at gives them, got {got}")
@@ -214,10 +210,8 @@ def check_denominator(denominator: str | None, q: Tensor) -> None:
         )
 
 
-def check_segments(segment_ids: SegmentPair, q: Tensor, k: Tensor, batch: torch.Size) -> None:
+def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Tensor, batch: torch.Size) -> None:
     """ValueError where segment ids do not fit the tokens of the keys, or of both."""
-    if segment_ids is None:
-        return
     t, s = q.shape[-2], k.shape[-2]
     pair = isinstance(segment_ids, tuple)
     for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
@@ -246,9 +240,9 @@ def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
         )
 
 
-def check_order(pair: tuple[Tensor, Tensor] | None, causal: bool, before: Tensor | None = None) -> None:
+def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None = None) -> None:
     """ValueError where a weight would grow with distance; not while compiling, nor on a GPU, which would have to wait."""
-    if pair is None or torch.compiler.is_compiling() or pair[0].device.type != "cpu" or isinstance(pair[0], FakeTensor):
+    if torch.compiler.is_compiling() or pair[0].device.type != "cpu" or isinstance(pair[0], FakeTensor):
         return
     query, key = pair
     rises = _rises(key) or (query is not key and _rises(query))

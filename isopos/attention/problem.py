@@ -180,8 +180,9 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     _check_factors(problem, options)
     if decay is not None and not causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
-    check_segments(ids, q, k, batch)
-    if ids is None:
+    if ids is not None:
+        check_segments(ids, q, k, batch)
+    elif decay is not None:
         check_order(decay, causal, before)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.segments is not None and not problem.empty:
@@ -204,7 +205,8 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     shared = _shared(q, k, v, options, streams=streams, seen=seen)
     q, k, batch, state = (shared[name] for name in ("q", "k", "batch", "state"))
     t, s, attn_mask, dropout = q.shape[-2], k.shape[-2] + seen, options.get("attn_mask"), options.get("dropout", 0.0)
-    check_segments(options.get("segment_ids"), q, k, batch)
+    if (ids := options.get("segment_ids")) is not None:
+        check_segments(ids, q, k, batch)
     if state is not None and state.in_place:
         raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
     if locality is not None:
@@ -255,7 +257,8 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = Fa
     expect_state(state)
     heads, own = heads_of(q, k, v)
     batch = check_leading(q, k, v, heads, own)
-    check_mask(mask, q, k, batch)
+    if mask is not None:
+        check_mask(mask, q, k, batch)
     terms = () if (given := options.get("terms")) is None else tuple(given)
     for term in terms:
         check_term(term, q, k, v, batch, seen, own)
@@ -265,7 +268,8 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = Fa
         check_stream(state, causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # nobody takes the next one
-    check_transport(options.get("transport"), q, v, batch)
+    if (transport := options.get("transport")) is not None:
+        check_transport(transport, q, v, batch)
     ids, window, path, place = options.get("segment_ids"), options.get("window"), options.get("path") or (), None
     if window is not None:
         window = at_least("window", window)
@@ -369,6 +373,8 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
     Where maps, decays or terms are one a head of queries, keys and values are repeated instead.
     """
     q, k, v = problem.q, problem.k, problem.v
+    if q.shape[-3] == k.shape[-3] == v.shape[-3]:
+        return problem
     heads, own = heads_of(q, k, v)
     if heads == own:
         return problem
