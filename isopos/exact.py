@@ -115,7 +115,10 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, at no cost where all are equal."""
-    return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
+    for shape in shapes:
+        if shape != shapes[0]:
+            return torch.broadcast_shapes(*shapes)
+    return shapes[0] if shapes else torch.Size()
 
 
 def shown(value: Any) -> str:

@@ -1,10 +1,9 @@
 """A scheme: the choices that make attention see positions, as one module. `isopos.schemes` has the named ones."""
 
 import hashlib
-import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, Never, Self, TypedDict, get_args
+from typing import Any, Never, Self, TypedDict, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +17,24 @@ from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Identity, Partial
 from isopos.exact import ExactModule, narrow, shown, wide
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
+from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, sharpened
 from isopos.paths import Forget, Path, Turn
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 
-__all__ = ["Arguments", "Choices", "Scheme", "choices_of", "parameter_groups"]
-
-AttentionName = Literal["linear", "softmax"]
-DenominatorName = Literal["plain", "encoded", "complex", "none"]
+__all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", "parameter_groups"]
 
 
 class Choices(TypedDict, total=False):
-    """Options of every scheme, by name; `choices_of` lists the names of feature maps and decays, too."""
+    """Options of every scheme, by name; `choices_of` lists the names of feature maps and decays, too.
 
-    attention: AttentionName
+    What `Linear` and `Softmax` choose may stand beside the name of the kind. A preset has defaults for what is not given;
+    a kind as a value leaves it none.
+    """
+
+    attention: AttentionName | Linear | Softmax
     feature_map: str
     decay: str | Decay | Forget
     denominator: DenominatorName
@@ -41,9 +42,8 @@ class Choices(TypedDict, total=False):
 
 def choices_of() -> dict[str, tuple[str, ...]]:
     """The names that each of `Choices` may have: those of `FEATURE_MAPS` and of `decays.RATES` that there are now, ..."""
-    features, decays = (*FEATURE_MAPS, "favor"), ("none", *RATES, "forget")
-    attention, denominators = get_args(AttentionName), get_args(DenominatorName)
-    return {"attention": attention, "feature_map": features, "decay": decays, "denominator": denominators}
+    attention, denominators, decays = get_args(AttentionName), get_args(DenominatorName), ("none", *RATES, "forget")
+    return {"attention": attention, "feature_map": feature_names(), "decay": decays, "denominator": denominators}
 
 
 class Arguments(dict[str, Any]):
@@ -97,19 +97,12 @@ class Scheme(nn.Module):
     Args:
         encoding: rho, for `heads` heads: an `Encoding`, or a `Coupling` that is none.
         heads: Number of key heads.
-        attention: "linear" or "softmax".
-        feature_map: phi of linear attention: a name of `FEATURE_MAPS`, or "favor"; "auto" is "elu+1".
+        attention: `Linear` or `Softmax` with its own choices, "linear" or "softmax" for their defaults.
         decay: A name of `decays.RATES` or a `Decay`, of positions on a line; "forget" or a `Forget`, gates that keys decide,
             in causal attention; or "none".
         turn: Rotations that keys decide, in causal attention, in place of an encoding of positions, or None.
-        denominator: Of linear attention: "plain" (also "auto"), "encoded", "complex" or "none" (then `Attention` normalises
-            each head's output).
         embedding: Absolute positions to add to the token embeddings, or None.
         bias: Relative terms, or None. Linear attention takes `ClippedKeys` only.
-        scale: Of softmax attention; d^-1/2 of the queries by default.
-        locality: Softmax attention multiplies <rho(x_i) q_i, rho(x_j) k_j> by locality^distance (APE, section 4.2).
-        metric: Of that distance: steps of the group by default, or "euclidean", straight over a grid and rounded down.
-        inside: Whether the coupling acts ahead of the feature map.
         width: Features of queries and keys are so many times the head size, by wider projections.
         transport: Whether values are seen from the queries' positions, as keys are: v_j -> rho(x_i^-1 y_j) v_j, for values
             that have a direction (Miyato et al. 2024, GTA; Li et al. 2025, PRoPE). Values are mapped as keys, outputs by the
@@ -139,51 +132,36 @@ class Scheme(nn.Module):
         encoding: Coupling,
         heads: int,
         *,
-        attention: str = "linear",
-        feature_map: str = "auto",
+        attention: Linear | Softmax | AttentionName = "linear",
         decay: str | Decay | Forget = "none",
         turn: Turn | None = None,
-        denominator: str = "auto",
         embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
-        scale: float | None = None,
-        locality: float | None = None,
-        metric: str | None = None,
-        inside: bool = False,
         width: int = 1,
         transport: bool = False,
     ):
         super().__init__()
-        names = choices_of()
-        expect("attention", attention, names["attention"])
-        expect("feature_map", feature_map, ("auto", *names["feature_map"]))
-        expect("denominator", denominator, ("auto", *names["denominator"]))
+        kind = attention if isinstance(attention, Linear | Softmax) else kind_of(attention)
         if not isinstance(decay, Decay | Forget):
-            expect("decay", decay, names["decay"])
+            expect("decay", decay, choices_of()["decay"])
         own = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
-        self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, attention, embedding, bias
+        self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
         self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, Forget) else None
-        self.turn = turn
-        self.scale, self.locality, self.inside, self.width, self.metric = scale, locality, inside, width, metric
+        self.turn, self.width = turn, width
+        self.scale, self.locality, self.metric, self.inside = kind.scale, kind.locality, kind.metric, kind.inside
         self.extension: Extension | None = None
         if transport:  # an attribute of those alone: it is part of fingerprints
             self.transport = True
         self._check_parts()
-        if attention == "softmax":
-            for name, choice in (("feature_map", feature_map), ("denominator", denominator)):
-                if choice != "auto":
-                    raise ValueError(f"{name}: expected no choice with softmax attention, which has its own, got {choice!r}")
-            feature_map = denominator = "softmax"
-        else:
-            feature_map = "elu+1" if feature_map == "auto" else feature_map
-            denominator = ("encoded" if inside else "plain") if denominator == "auto" else denominator
-            self._check_linear(denominator)
-        self.favor = Favor(encoding.out_features if inside else encoding.features) if feature_map == "favor" else None
+        if isinstance(kind, Linear):
+            self._check_linear(kind)
+        features = encoding.out_features if kind.inside else encoding.features
+        self.favor = Favor(features) if kind.feature_map == "favor" else None
         self.choices = {
-            "attention": attention,
+            "attention": kind.name,
             "decay": decay if isinstance(decay, str) else "own",
-            "denominator": denominator,
-            "feature_map": feature_map,
+            "denominator": kind.denominator,
+            "feature_map": kind.feature_map,
         }
 
     def _check_parts(self) -> None:
@@ -204,12 +182,10 @@ class Scheme(nn.Module):
                 f"turn: expected none beside {type(self.encoding).__name__}, with whose maps rotations by content need not "
                 "commute, got one; encodings.Identity has no map of its own"
             )
-        if self.locality is not None and not 0 < self.locality <= 1:
-            raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
-        if self.metric is not None and (self.locality is None or not group.is_grid or self.metric != "euclidean"):
-            raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ValueError(f"scale: expected a positive number, got {self.scale}")
+        if self.metric is not None and not group.is_grid:
+            raise ValueError(
+                f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r} for positions of {group}"
+            )
         if self.transport and self.turn is not None:
             raise ValueError("transport: expected False beside turns by content, which values do not follow, got True")
         if self.transport and (self.inside or self.width != 1 or self.encoding.features != self.encoding.out_features):
@@ -218,29 +194,21 @@ class Scheme(nn.Module):
                 f"transport: expected False beside {name}, whose maps do not return as many features as values have, "
                 "got True"
             )
-        if self.inside and (self.attention == "softmax" or self.bias is not None):
-            what = "softmax attention, which has no feature map" if self.attention == "softmax" else "a relative bias"
-            raise ValueError(f"inside: expected False beside {what}, got True")
+        if self.inside and self.bias is not None:
+            raise ValueError("inside: expected False beside a relative bias, got True")
         bias = self.bias
         if bias is not None and (bias.group.columns != group.columns or bias.heads not in (1, self.heads)):
             raise ValueError(
                 f"bias: expected positions of {group} and {self.heads} heads, got {bias.group} and {bias.heads} heads"
             )
 
-    def _check_linear(self, denominator: str) -> None:
+    def _check_linear(self, kind: Linear) -> None:
         """ValueError for what linear attention cannot do."""
         name = type(self.encoding).__name__
-        if self.inside and denominator == "plain":
-            raise ValueError(
-                f"denominator: expected 'encoded' or 'none', since {name} acts ahead of the feature map, got 'plain'"
-            )
-        if denominator == "complex" and not (self.encoding.is_complex or self.turn is not None):
+        if kind.denominator == "complex" and not (self.encoding.is_complex or self.turn is not None):
             raise ValueError(
                 f"denominator: expected 'plain', 'encoded' or 'none', since {name} rotates no pairs, got 'complex'"
             )
-        for name, value in (("locality", self.locality), ("scale", self.scale)):
-            if value is not None:
-                raise ValueError(f"{name}: expected softmax attention, whose logits it multiplies, got linear")
         if self.bias is None:
             return
         if not self.bias.is_linear:

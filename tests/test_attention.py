@@ -29,7 +29,7 @@ from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.nn import absorb, convert_layout
 from isopos.positions import sequence
-from isopos.scheme import Scheme
+from isopos.schemes import compose
 
 WIDTH = HEAD_DIM * HEADS
 DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
@@ -161,7 +161,7 @@ def test_wider_queries_and_keys():
 
 def in_basis(make, **choices):
     rotary = encodings.Rotary(rope_frequencies(HEAD_DIM // 2, 50.0)[None, None])
-    return Scheme(encodings.InBasis(rotary, make()), HEADS, **({"attention": "softmax"} | choices))
+    return compose(encodings.InBasis(rotary, make()), HEADS, {"attention": "softmax"} | choices)
 
 
 ABSORBED = {

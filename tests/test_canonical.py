@@ -24,6 +24,7 @@ from isopos import bases, biases, couplings, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
 from isopos.feature_maps import undivided
+from isopos.kinds import Linear, Softmax
 from isopos.laws.canonical import canonical, score
 from isopos.maps import Identity
 from isopos.positions import Line, Ring, Tree, grid, sequence, tree
@@ -152,7 +153,7 @@ def test_real_positions(id):
 def test_own_scale_and_decay(heads):
     decay = Decay(torch.tensor([0.1, 0.3][:heads]), learned=True)
     scheme = schemes.Scheme(
-        encodings.Identity(HEAD_DIM), HEADS, attention="softmax", scale=0.7, decay=decay, bias=biases.Shaw(HEAD_DIM, reach=2)
+        encodings.Identity(HEAD_DIM), HEADS, attention=Softmax(scale=0.7), decay=decay, bias=biases.Shaw(HEAD_DIM, reach=2)
     )
     same(perturb(scheme), sequence(9))
 
@@ -162,7 +163,7 @@ def test_own_scale_and_decay(heads):
 
 def plain(case):
     """A scheme that leaves queries and keys to the encoding."""
-    return schemes.Scheme(perturb(case.make()), HEADS, feature_map="identity", denominator="none")
+    return schemes.Scheme(perturb(case.make()), HEADS, attention=Linear("identity", "none"))
 
 
 def kernel(scheme, x, y):

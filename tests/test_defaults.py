@@ -39,8 +39,8 @@ WORDS = {
     ("random_permutations", "orders"): "random",
     ("Absolute", "side"): "key",
     ("Scheme", "attention"): "linear",
-    ("Scheme", "feature_map"): "auto",
-    ("Scheme", "denominator"): "auto",
+    ("Linear", "feature_map"): "auto",
+    ("Linear", "denominator"): "auto",
     ("Scheme", "decay"): "none",
 }
 

@@ -21,7 +21,7 @@ lengths
 feature_maps
 ops
 positions
-poses maps terms state
+poses maps terms state kinds
 bases decays embeddings biases
 paths
 encodings

@@ -32,9 +32,10 @@ from cases import (
 )
 
 import isopos
-from isopos import biases, catalog, decays, encodings, schemes
+from isopos import biases, catalog, decays, encodings, kinds, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
+from isopos.kinds import Linear
 from isopos.ops.linear import walk
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
@@ -1060,11 +1061,12 @@ def test_scales_beyond_float16_stay_inside_attention():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"inside": True, "attention": "softmax"}, "inside: expected False beside softmax"),
-        ({"inside": True, "bias": biases.ClippedKeys(2, 8)}, "inside: expected False beside a relative bias"),
+        (
+            {"attention": Linear(inside=True), "bias": biases.ClippedKeys(2, 8)},
+            "inside: expected False beside a relative bias",
+        ),
         ({"attention": "softmax", "bias": biases.T5(4)}, "bias: expected positions of .* and 2 heads"),
         ({"attention": "softmax", "bias": biases.ClippedKeys(2, 8, axes=2)}, "bias: expected positions of"),
-        ({"attention": "softmax", "scale": math.nan}, "scale: expected a positive number"),
     ],
 )
 def test_parts_that_do_not_fit(parts, message):
@@ -1072,9 +1074,44 @@ def test_parts_that_do_not_fit(parts, message):
         schemes.Scheme(encodings.Identity(8), 2, **parts)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "softmax", "inside": True}, "inside: expected False beside softmax"),
+        ({"attention": "softmax", "scale": math.nan}, "scale: expected a positive number"),
+        ({"attention": "softmax", "feature_map": "elu+1"}, "feature_map: expected no choice with softmax attention"),
+        ({"attention": "softmax", "denominator": "plain"}, "denominator: expected no choice with softmax attention"),
+        ({"scale": 0.5}, "scale: expected softmax attention, whose logits it multiplies, got linear"),
+        ({"locality": 0.5}, "locality: expected softmax attention, whose logits it multiplies, got linear"),
+        ({"inside": True, "denominator": "plain"}, "denominator: expected 'encoded' or 'none', .* ahead of the feature map"),
+    ],
+)
+def test_a_kind_has_its_own_fields_alone(fields, message):
+    kind, own = kinds.KINDS[fields.get("attention", "linear")], {n: x for n, x in fields.items() if n != "attention"}
+    with pytest.raises((TypeError, ValueError), match=f"unexpected keyword argument|{message}"):
+        kind(**own)
+    with pytest.raises(ValueError, match=message):
+        schemes.rope(8, 2, **fields)
+
+
+def test_presets_take_a_kind_or_its_fields():
+    for kind, fields in (
+        (kinds.Linear("relu", "encoded"), {"feature_map": "relu", "denominator": "encoded"}),
+        (kinds.Softmax(scale=0.5, locality=0.9), {"attention": "softmax", "scale": 0.5, "locality": 0.9}),
+    ):
+        one, other = schemes.permuteformer(8, 2, attention=kind), schemes.permuteformer(8, 2, **fields)
+        assert one.fingerprint == other.fingerprint
+        assert one.choices == other.choices
+        assert schemes.REGISTRY[one.origin[0]](**one.origin[1]).fingerprint == one.fingerprint
+    assert schemes.permuteformer(8, 2, attention=kinds.Linear()).choices["denominator"] == "plain", "no preset's default"
+    assert (kinds.Linear().denominator, kinds.Linear(inside=True).denominator) == ("plain", "encoded")
+    with pytest.raises(TypeError, match="inside: expected none beside this scheme, which decides it itself, got True"):
+        schemes.spe_sine(8, 2, attention=kinds.Linear(inside=True))
+
+
 def test_an_encoding_may_act_ahead_of_the_feature_map():
     rotary = schemes.rope(8, 2).encoding
-    scheme, x = schemes.Scheme(rotary, 2, inside=True), sequence(9)
+    scheme, x = schemes.Scheme(rotary, 2, attention=Linear(inside=True)), sequence(9)
     q, k, v = inputs(1, t=9)
     phi = scheme.feature_map
     rho = rotary(x, torch.float64)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 STAGED, BUILT = ROOT / "build" / "docs", ROOT / "site"
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 API = {  # a page, and the modules of isopos on it
-    "schemes": ("scheme", "schemes"),
+    "schemes": ("scheme", "kinds", "schemes"),
     "attention": ("attention", "nn", "state", "ops.linear"),
     "encodings": ("encodings", "generators", "contragredient", "couplings", "maps", "bases", "lengths"),
     "biases": ("decays", "paths", "biases", "terms", "embeddings"),

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from isopos.attention.problem import Problem
+from isopos.attention.problem import LinearProblem
 from isopos.exact import broadcast
 from isopos.feature_maps import sides
 from isopos.ops import clipped
@@ -16,7 +16,7 @@ from isopos.terms import Clipped
 __all__ = ["values_of_terms", "with_terms", "with_terms_of_stream"]
 
 
-def values_of_terms(problem: Problem) -> Tensor:
+def values_of_terms(problem: LinearProblem) -> Tensor:
     """Values and, where a denominator is wanted, a column of ones; zero for keys that take no part."""
     v, mask = problem.v.to(torch.promote_types(problem.v.dtype, torch.float32)), problem.mask_of_keys
     if problem.denominator is not None:
@@ -24,7 +24,7 @@ def values_of_terms(problem: Problem) -> Tensor:
     return v if mask is None else torch.where(mask, v, 0)
 
 
-def with_terms(total: Tensor, problem: Problem) -> Tensor:
+def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
     """Sums and denominators ``[*b h t e+1]``, and those of all clipped terms."""
     values = values_of_terms(problem) if problem.terms else total
     for term in _terms(problem):
@@ -38,7 +38,9 @@ def with_terms(total: Tensor, problem: Problem) -> Tensor:
     return total
 
 
-def with_terms_of_stream(total: Tensor, values: Tensor, problem: Problem, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+def with_terms_of_stream(
+    total: Tensor, values: Tensor, problem: LinearProblem, state: State
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The same for the next tokens of a stream, and what its state has of them: near keys, and the sum of far ones."""
     after: dict[str, Tensor] = {}
     for term in _terms(problem):
@@ -61,11 +63,11 @@ def with_terms_of_stream(total: Tensor, values: Tensor, problem: Problem, state:
     return total, after
 
 
-def _terms(problem: Problem) -> list[Clipped]:
+def _terms(problem: LinearProblem) -> list[Clipped]:
     return [term for term in problem.terms if isinstance(term, Clipped)]  # checked: no others
 
 
-def _scores(problem: Problem, term: Clipped) -> Tensor:
+def _scores(problem: LinearProblem, term: Clipped) -> Tensor:
     """<phi(q), phi(row)> for each row of a clipped term's table: ``[*b h t n]``."""
     phi_q, phi_k = sides(problem.phi)
     q = problem.q.to(torch.promote_types(problem.q.dtype, torch.float32))

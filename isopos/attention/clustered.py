@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention.problem import IsometryPair, Layout, Problem, SoftmaxOptions, check_softmax, restored
-from isopos.attention.tensors import check_tensor
+from isopos.attention.checks import IsometryPair, Layout, check_tensor
+from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, restored
 from isopos.catalog import at_least
 from isopos.exact import full_precision
 
@@ -87,14 +87,13 @@ def clustered_attention(
         ):
             raise ValueError(f"query_mask: expected bool [*b t], got {query_mask.dtype} {list(query_mask.shape)}")
     with full_precision(q.device):
-        factor = float(problem.q.shape[-1] ** -0.5 if scale is None else scale)
         empty = problem.q.new_zeros(*problem.batch, problem.q.shape[-2], problem.v.shape[-1])
-        out = empty if problem.empty else _attend(problem, query_mask, factor, clusters, topk, iterations)
+        out = empty if problem.empty else _attend(problem, query_mask, clusters, topk, iterations)
     return restored(out, problem).to(q.dtype)
 
 
-def _attend(problem: Problem, query_mask: Tensor | None, scale: float, clusters: int, topk: int, iterations: int) -> Tensor:
-    wide = torch.promote_types(problem.q.dtype, torch.float32)
+def _attend(problem: SoftmaxProblem, query_mask: Tensor | None, clusters: int, topk: int, iterations: int) -> Tensor:
+    scale, wide = problem.scale, torch.promote_types(problem.q.dtype, torch.float32)
     mapped = problem.rho_q(problem.q.to(wide)), problem.rho_k(problem.k.to(wide)), problem.v.to(wide)
     q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in mapped)
     if query_mask is not None:

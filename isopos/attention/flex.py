@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from isopos.attention.problem import Problem
+from isopos.attention.problem import SoftmaxProblem
 from isopos.exact import full_precision
 from isopos.ops import gpu
 from isopos.terms import DistanceKernel, Numbers, Term
@@ -23,7 +23,7 @@ LEAST = 16  # features that its kernels take
 COMPILERS = ("torch._inductor", "torch._dynamo", "triton")  # whose errors are of a shape or a GPU, not of a caller
 
 
-def attended(problem: Problem, scale: float) -> Tensor | None:
+def attended(problem: SoftmaxProblem) -> Tensor | None:
     """Attention as `isopos.attention.softmax_attention` has it, where flex attention serves; None elsewhere.
 
     It is asked where a GPU's kernels are asked for (`isopos.ops.gpu`); what it does not know, or its compiler fails at, it
@@ -36,7 +36,7 @@ def attended(problem: Problem, scale: float) -> Tensor | None:
         return None
     try:
         with full_precision(problem.q.device):
-            return _run(problem, scale)
+            return _run(problem)
     except Exception as error:  # by their modules: their classes are those of one version
         if not type(error).__module__.startswith(COMPILERS):
             raise
@@ -47,7 +47,7 @@ def attended(problem: Problem, scale: float) -> Tensor | None:
         return None
 
 
-def refuses(problem: Problem) -> str:
+def refuses(problem: SoftmaxProblem) -> str:
     """Why flex attention does not serve a problem, in the words that follow its name, or ""."""
     widths = problem.q.shape[-1], problem.v.shape[-1]
     if problem.q.dtype == torch.float64:
@@ -68,18 +68,18 @@ def refuses(problem: Problem) -> str:
     return ""
 
 
-def _run(problem: Problem, scale: float) -> Tensor:
+def _run(problem: SoftmaxProblem) -> Tensor:
     groups, (*_, heads), t, s = problem.groups, problem.batch, problem.q.shape[-2], problem.k.shape[-2]
     q, k, v = problem.rho_q(problem.q), problem.rho_k(problem.k), problem.v
     keys = problem.batch[1:] if groups > 1 else problem.batch
     query = _four(_joined(q.expand(*problem.batch, *q.shape[-2:]), groups))
     key, value = (_four(x.expand(*keys, *x.shape[-2:])) for x in (k, v))
-    score = _score(problem, _added(problem, scale))
+    score = _score(problem, _added(problem))
     blocks = None
     if problem.causal or problem.window is not None:
         blocks = _blocks(t, s, problem.causal, problem.window, query.device)
     run = _compiled() if query.is_cuda else flex.flex_attention
-    out = run(query, key, value, score_mod=score, block_mask=blocks, scale=scale, enable_gqa=groups > 1)
+    out = run(query, key, value, score_mod=score, block_mask=blocks, scale=problem.scale, enable_gqa=groups > 1)
     if groups > 1:
         return out.unflatten(-3, (heads, groups)).movedim(-3, 0).reshape(*problem.batch, t, v.shape[-1])
     return out.reshape(*problem.batch, t, v.shape[-1])
@@ -100,7 +100,7 @@ def _four(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x[None]
 
 
-def _samples(problem: Problem) -> int:
+def _samples(problem: SoftmaxProblem) -> int:
     return problem.batch[-2] if len(problem.batch) - (problem.groups > 1) > 1 else 1
 
 
@@ -117,7 +117,7 @@ def _blocks(t: int, s: int, causal: bool, window: int | None, device: torch.devi
         return flex.create_block_mask(takes_part, None, None, t, s, device=device, _compile=device.type == "cuda")
 
 
-def _score(problem: Problem, added: list[Pair]) -> Any:
+def _score(problem: SoftmaxProblem, added: list[Pair]) -> Any:
     """The score of a pair: what is added to it, and -inf where the key takes no part."""
     t, s, ids, samples = problem.q.shape[-2], problem.k.shape[-2], problem.segments, _samples(problem)
     locality = None if problem.locality is None else problem.locality.expand(samples, t, s)
@@ -139,7 +139,7 @@ def _score(problem: Problem, added: list[Pair]) -> Any:
     return score
 
 
-def _added(problem: Problem, scale: float) -> list[Pair]:
+def _added(problem: SoftmaxProblem) -> list[Pair]:
     """What is added to a score."""
     samples, groups, heads = _samples(problem), problem.groups, problem.batch[-1]
     added: list[Pair] = []
@@ -153,11 +153,11 @@ def _added(problem: Problem, scale: float) -> list[Pair]:
 
         added.append(decay)
     for term in problem.terms:
-        added.append(_number(problem, term) if term.side == "none" else _product(problem, term, scale))
+        added.append(_number(problem, term) if term.side == "none" else _product(problem, term))
     return added
 
 
-def _number(problem: Problem, term: Term) -> Pair:
+def _number(problem: SoftmaxProblem, term: Term) -> Pair:
     """A number of a table, or of a kernel, that a term adds."""
     groups, samples, table, one = problem.groups, _samples(problem), term.table, term.heads == 1
     if isinstance(term, DistanceKernel):
@@ -173,13 +173,13 @@ def _number(problem: Problem, term: Term) -> Pair:
     return lambda b, h, i, j: table[0 * h if one else h // groups, bucket(b, i, j)]
 
 
-def _product(problem: Problem, term: Term, scale: float) -> Pair:
+def _product(problem: SoftmaxProblem, term: Term) -> Pair:
     """The product of a row of a table with the query or the key, of which each has one with every row: ``[b h t n]``."""
     groups, samples, heads, bucket = problem.groups, _samples(problem), problem.batch[-1], term.bucket(_samples(problem))
     assert bucket is not None
     of_query = term.side == "query"
     x, batch = (problem.q, problem.batch) if of_query else (problem.k, torch.Size((samples, heads)))
-    rows = scale * (x.to(torch.float32) @ term.table.mT.to(torch.float32))
+    rows = problem.scale * (x.to(torch.float32) @ term.table.mT.to(torch.float32))
     rows = rows.expand(*batch, *rows.shape[-2:])
     rows = _four(_joined(rows, groups if of_query else 1))
 

@@ -7,23 +7,9 @@ import torch
 from torch import Tensor
 
 from isopos.attention import reference
+from isopos.attention.checks import DecayPair, IsometryPair, Layout, TransportPair
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
-from isopos.attention.problem import (
-    DecayPair,
-    IsometryPair,
-    Layout,
-    LinearOptions,
-    Problem,
-    TransportPair,
-    check_common,
-    check_denominator,
-    check_feature_map,
-    check_linear,
-    group,
-    refuse,
-    restored,
-)
-from isopos.attention.segments import segmented
+from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, check_naive, refuse, restored
 from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
@@ -130,7 +116,7 @@ def linear_attention(
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "path": path}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
-    problem = segmented(check_linear(q, k, v, options, streams=return_state))
+    problem = check_linear(q, k, v, options, streams=return_state)
     with full_precision(q.device):
         if problem.empty:
             out, after = q.new_zeros(*problem.batch, problem.q.shape[-2], v.shape[-1]), problem.state or State()
@@ -159,7 +145,7 @@ def explain(
         triton does not: it runs on CUDA devices, not on cpu
         cpu does not: it sums up float32, not torch.float64
     """
-    problem = segmented(check_linear(q, k, v, options, streams=return_state))
+    problem = check_linear(q, k, v, options, streams=return_state)
     sums = sums_of(problem)
     if problem.window is not None:  # features are made before they are cut into blocks
         (queries, *_), (keys, *_), values = sums.made()
@@ -189,17 +175,15 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    given = {"isometry": isometry, "decay": decay, "path": path, "causal": causal, "mask": mask}
-    problem = group(check_common(q, k, v, given))
-    check_denominator(denominator, q)
-    check_feature_map(feature_map)
+    given: LinearOptions = {"isometry": isometry, "decay": decay, "path": path, "causal": causal, "mask": mask}
+    problem = check_naive(q, k, v, given | {"feature_map": feature_map, "denominator": denominator})
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
     out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
     return restored(out.to(q.dtype), problem)
 
 
-def sums_of(problem: Problem, values: Tensor | None = None) -> Sums:
+def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
     """The problem as the engine has it; `values` are those of a stream with terms, complete."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
@@ -251,14 +235,14 @@ def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
     return None
 
 
-def _divided(total: Tensor, problem: Problem) -> Tensor:
+def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
     """Sums over their denominators, where they have not been divided yet."""
     if problem.denominator == "complex":
         return linear.divide_complex(total)
     return linear.divide(total) if problem.terms and problem.denominator is not None else total
 
 
-def _streamed(problem: Problem, state: State) -> tuple[Tensor, State]:
+def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
     """The output of the next tokens of a stream, and the state after them."""
     values = values_of_terms(problem) if problem.terms else None
     total, found = linear.stream(sums_of(problem, values))

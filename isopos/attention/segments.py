@@ -4,44 +4,48 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.attention.problem import Problem
 from isopos.exact import broadcast, wide_device
+from isopos.ops.linear.features import Decays
 
 JUMP = 1000.0  # of a log decay between segments: exp(-1000) is zero in every dtype
 
 
-def segmented(problem: Problem) -> Problem:
-    """The problem with log decays that fall by a jump from segment to segment, and that of the token before: zero.
+def segmented(
+    ids: Tensor, previous: Tensor | None, decay: Decays, before: Tensor | None, t: int
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Log decays of t queries and of keys that fall by a jump from segment to segment, and that of the token before: zero.
 
     Within a segment differences are those of the given decay. Queries are aligned with the last keys.
+
+    Args:
+        ids: Of keys ``[*b s]``.
+        previous: That of the token before ``[*b]``, in a stream.
+        decay: Log decays of queries and keys, or None.
+        before: That of the token before ``[*b h]``.
+        t: Number of queries.
     """
-    q, state = problem.q, problem.state
-    if problem.segments is None or problem.empty:
-        return problem
-    ids = problem.segments[1]
-    t, s = q.shape[-2], problem.k.shape[-2]
-    previous = state["segment"] if state is not None else None
+    s = ids.shape[-1]
     previous = ids[..., :1] if previous is None else previous[..., None]
     leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
-    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(wide_device(q.device))
+    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(wide_device(ids.device))
     look = not torch.compiler.is_compiling() and ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
     if look and _returns(ids, new):
         raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
     new = new.unsqueeze(-2)
-    if problem.decay is None:
+    if decay is None:
         of_keys = new.to(torch.float64).mul_(-JUMP).cumsum(-1)
         of_queries = of_keys if t == s else of_keys[..., s - t :]
     else:
-        query, key = problem.decay
-        before = key[..., :1] if problem.before is None else problem.before[..., None]
-        first, steps = key[..., :1] - before, key.diff(dim=-1)
+        query, key = decay
+        start = key[..., :1] if before is None else before[..., None]
+        first, steps = key[..., :1] - start, key.diff(dim=-1)
         step = torch.cat((first, steps.expand(*first.shape[:-1], s - 1)), -1)
         if look and (torch.where(new, 0, step) > 0).any():
             raise ValueError("decay: expected log decays that do not increase along a segment; sort tokens by position")
         of_keys = torch.where(new, -JUMP, step).cumsum(-1)
         of_queries = of_keys[..., s - t :] + (query - key[..., s - t :])
-    return problem._replace(g=(of_queries, of_keys), before=torch.zeros_like(of_keys[..., -1]))
+    return (of_queries, of_keys), torch.zeros_like(of_keys[..., -1])
 
 
 def _returns(ids: Tensor, new: Tensor) -> bool:

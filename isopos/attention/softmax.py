@@ -1,6 +1,7 @@
 """Softmax attention with positions, through `scaled_dot_product_attention`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -8,18 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.attention import flex
-from isopos.attention.problem import (
-    DecayPair,
-    IsometryPair,
-    Layout,
-    Problem,
-    SegmentPair,
-    SoftmaxOptions,
-    TransportPair,
-    check_softmax,
-    refuse,
-    restored,
-)
+from isopos.attention.checks import DecayPair, IsometryPair, Layout, SegmentPair, TransportPair
+from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.exact import full_precision, narrow, wide_device
 from isopos.maps import Identity
 from isopos.ops.library import watched
@@ -134,14 +125,14 @@ def softmax_attention(
     options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "path": path}
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
-    out = _isolated(problem, float(q.shape[-1] ** -0.5 if scale is None else scale))
+    out = _isolated(problem)
     out = restored(out, problem).to(q.dtype)
     return (out, after) if return_state else out
 
 
-def _isolated(problem: Problem, scale: float) -> Tensor:
+def _isolated(problem: SoftmaxProblem) -> Tensor:
     """Attention, and attention without broken tokens for the rows that see none of these."""
-    out = _attend(problem, scale)
+    out = _attend(problem)
     if finite(out) and finite(problem.q):  # PyTorch's kernel may answer a query of NaN with numbers
         return out
     with torch.no_grad():
@@ -152,14 +143,14 @@ def _isolated(problem: Problem, scale: float) -> Tensor:
         return out
     q = torch.where(of_queries[..., None], 0, problem.q)
     k, v = (torch.where(of_keys[..., None], 0, x) for x in (problem.k, problem.v))
-    return joined(out, _attend(problem._replace(q=q, k=k, v=v), scale), seen)
+    return joined(out, _attend(replace(problem, q=q, k=k, v=v)), seen)
 
 
-def _attend(problem: Problem, scale: float) -> Tensor:
+def _attend(problem: SoftmaxProblem) -> Tensor:
     q, k, v, causal, mask, dropout = problem.q, problem.k, problem.v, problem.causal, problem.mask, problem.dropout
-    rho_q, rho_k, t, s = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2]
+    rho_q, rho_k, t, s, scale = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2], problem.scale
     if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # its factors may leave float16
-        return _attend(problem._replace(q=q.float(), k=k.float(), v=v.float()), scale).to(q.dtype)
+        return _attend(replace(problem, q=q.float(), k=k.float(), v=v.float())).to(q.dtype)
     added, locality = problem.attn_mask, problem.locality
     unmasked = mask is None and problem.segments is None and added is None and problem.window is None
     plain = len(problem.terms) == 0 and problem.decay is None and locality is None  # Dynamo knows no `not` of a tuple
@@ -167,17 +158,17 @@ def _attend(problem: Problem, scale: float) -> Tensor:
         return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, dropout_p=dropout, is_causal=causal, scale=scale)
     if mask is not None:
         k, v = (torch.where(mask[..., None, :, None], x, 0) for x in (k, v))
-        problem = problem._replace(k=k, v=v)
-    if (out := flex.attended(problem, scale)) is not None:
+        problem = replace(problem, k=k, v=v)
+    if (out := flex.attended(problem)) is not None:
         return out
     if problem.window is not None and not problem.terms and locality is None and added is None and _splits(problem):
-        return _by_blocks(problem, scale)
+        return _by_blocks(problem)
     takes_part = _takes_part(problem)
     alive = takes_part.any(-1, keepdim=True)
     bias = takes_part | ~alive  # a row without keys attends everywhere, which keeps its gradient finite, and is then zero
     if not plain or (added is not None and added.is_floating_point()):
         with full_precision(q.device):
-            bias = _bias(problem, scale)
+            bias = _bias(problem)
         bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~takes_part, -torch.inf).masked_fill(~alive, 0)
     of_values = [term for term in problem.terms if term.side == "value"]
     if locality is None and not of_values:
@@ -194,14 +185,14 @@ def _attend(problem: Problem, scale: float) -> Tensor:
     return torch.where(alive, out, 0).to(q.dtype)
 
 
-def _splits(problem: Problem) -> bool:
+def _splits(problem: SoftmaxProblem) -> bool:
     """Whether some keys are outside all windows of a block of queries; a compiler would unroll blocks for each length."""
     assert problem.window is not None
     short = problem.k.shape[-2] <= 2 * max(problem.window, BLOCK)
     return not (torch.compiler.is_compiling() or watched() or short)
 
 
-def _by_blocks(problem: Problem, scale: float) -> Tensor:
+def _by_blocks(problem: SoftmaxProblem) -> Tensor:
     """Attention of a block of queries at a time to the keys in their windows alone."""
     window, ids, g = problem.window, problem.segments, problem.decay
     t, s = problem.q.shape[-2], problem.k.shape[-2]
@@ -213,7 +204,8 @@ def _by_blocks(problem: Problem, scale: float) -> Tensor:
         first, last = start + s - t - window + 1, stop + s - t + (0 if problem.causal else window - 1)
         rows, columns = slice(start, stop), slice(max(0, first), max(0, min(last, s)))
         index = [torch.arange(a.start, a.stop, device=q.device) for a in (rows, columns)]
-        part = problem._replace(
+        part = replace(
+            problem,
             q=q[..., rows, :],
             k=k[..., columns, :],
             v=problem.v[..., columns, :],
@@ -225,11 +217,11 @@ def _by_blocks(problem: Problem, scale: float) -> Tensor:
             decay=None if g is None else (g[0][..., rows], g[1][..., columns]),
             attn_mask=(index[1] - index[0][:, None] - (s - t)).abs() < window,
         )
-        out.append(_attend(part, scale))
+        out.append(_attend(part))
     return torch.cat(out, -2)
 
 
-def _takes_part(problem: Problem) -> Tensor:
+def _takes_part(problem: SoftmaxProblem) -> Tensor:
     """Which keys take part, for which queries: bool ``[*b h t s]`` or what broadcasts to it, with all keys."""
     t, s, ids, added = problem.q.shape[-2], problem.k.shape[-2], problem.segments, problem.attn_mask
     pairs = problem.causal or problem.window is not None
@@ -247,7 +239,7 @@ def _takes_part(problem: Problem) -> Tensor:
     return found & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
 
 
-def _bias(problem: Problem, scale: float) -> Tensor:
+def _bias(problem: SoftmaxProblem) -> Tensor:
     """What is added to logits, ``[*b h t s]`` or what broadcasts to it: decays in float64 and relative terms."""
     q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
     bias = torch.zeros((), dtype=torch.float64, device=wide_device(q.device))
@@ -260,11 +252,11 @@ def _bias(problem: Problem, scale: float) -> Tensor:
         bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
     for term in problem.terms:
         if term.side != "value":
-            bias = bias + (1 if term.side == "none" else scale) * term.scores(q.to(wide), k.to(wide))
+            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(wide), k.to(wide))
     return bias
 
 
-def _cached(problem: Problem, state: State) -> tuple[Problem, State]:
+def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, State]:
     """The problem with all keys of the stream so far, mapped, and what belongs to them; and the state after its tokens."""
     k, v, mask, g, ids = problem.rho_k(problem.k), problem.v, problem.mask, problem.decay, problem.segments
     batch, count = problem.of_keys, k.shape[-2]
@@ -286,7 +278,7 @@ def _cached(problem: Problem, state: State) -> tuple[Problem, State]:
     k, v, mask = joined["keys"], joined["values"], joined["mask"]
     g = None if g is None else (g[0], joined["decays"])
     ids = None if ids is None else (ids[0], joined["segments"])
-    problem = problem._replace(k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
+    problem = replace(problem, k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
     if problem.window is not None and not problem.terms and problem.locality is None:  # these know all positions so far
         gone = max(0, k.shape[-2] - problem.window + 1)
         for name, x in joined.items() if gone else ():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.attention.linear import linear_attention, sums_of
-from isopos.attention.problem import Problem, check_linear
+from isopos.attention.problem import LinearProblem, check_linear
 from isopos.attention.softmax import softmax_attention
 from isopos.ops.linear import torch_step, triton_step
 from isopos.ops.linear.prepared import Prepared
@@ -153,7 +153,7 @@ class Steps:
         self._rows, at = self._ahead(self.length, most, dtype, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
         rho_q, rho_k = rho if isinstance(rho, tuple) else (rho, rho)
-        features = sums_of(self._problem._replace(rho_q=rho_q, rho_k=rho_k)).features
+        features = sums_of(replace(self._problem, rho_q=rho_q, rho_k=rho_k)).features
         if self._decay is not None:
             last = self._decay[..., -1:]
             self._decay = torch.cat((last, at["decay"].expand(*last.shape[:-1], -1)), -1)
@@ -161,7 +161,7 @@ class Steps:
         prepared.look_ahead((features[0], features[1]), weights)
 
 
-def _bare(problem: Problem) -> bool:
+def _bare(problem: LinearProblem) -> bool:
     """Whether sums and one division are all there is: what is prepared adds and maps nothing else."""
     other = (problem.window, problem.segments, problem.path, problem.mask, problem.outward)
     divided = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"

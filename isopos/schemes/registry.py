@@ -14,6 +14,7 @@ from isopos import bases, encodings
 from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
 from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding, rope_frequencies
+from isopos.kinds import FIELDS, Linear, Softmax, kind_of
 from isopos.scheme import Choices, Scheme, choices_of
 
 __all__ = [
@@ -93,14 +94,16 @@ def register(**said: Any) -> Callable[[Function], Function]:
 
         @functools.cache
         def known() -> dict[str, Any]:
-            """The options of the function, and what `Scheme` takes besides."""
+            """The options of the function, and what `Scheme` and the kinds of attention take besides."""
             named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
-            return named | dict(list(inspect.signature(Scheme).parameters.items())[2:])
+            return named | dict(list(inspect.signature(Scheme).parameters.items())[2:]) | dict.fromkeys(FIELDS)
 
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Scheme:
             if unknown := [option for option in options if option not in known()]:
                 raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known())}")
+            if isinstance(kind := options.get("attention"), Linear | Softmax):
+                options |= {"attention": kind.name, **kind.chosen}
             bound = signature.bind(*arguments, **options)
             given = bound.arguments
             at_least("head_dim", given["head_dim"])
@@ -221,14 +224,22 @@ def _parse(what: str, text: str, kind: Any) -> Any:
 def compose(
     encoding: Coupling, heads: int | None, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
 ) -> Scheme:
-    """A scheme of these parts with a preset's defaults, where they have a meaning and the user has not chosen."""
+    """A scheme of these parts with a preset's defaults, where they have a meaning and the user has not chosen.
+
+    Fields of `Linear` and `Softmax` stand beside the name of the kind: the short form, which users type.
+    """
     defaults = defaults or {}
     if heads is None and choices.get("decay", "none") != "none":
         raise ValueError("heads: expected their number beside a decay, whose rate is each head's own, got none")
     heads = 1 if heads is None else heads
     if {**defaults, **choices}.get("attention") == "softmax":
         defaults = {name: value for name, value in defaults.items() if name in ("attention", "decay")}
-    return Scheme(encoding, heads, **parts, **{**defaults, **choices})
+    options: dict[str, Any] = {**defaults, **choices}
+    if twice := [name for name in parts if name in options]:
+        raise TypeError(f"{twice[0]}: expected none beside this scheme, which decides it itself, got {options[twice[0]]!r}")
+    options |= parts
+    kind = kind_of(**{name: options.pop(name) for name in ("attention", *FIELDS) if name in options})
+    return Scheme(encoding, heads, attention=kind, **options)
 
 
 def even(width: int) -> int:

@@ -1,0 +1,303 @@
+"""What each argument of attention must be: a check with its one error each, of plain values."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isopos.catalog import expect
+from isopos.exact import broadcast, wide_device
+from isopos.feature_maps import Phi
+from isopos.maps import Identity, TokenMap
+from isopos.paths import Path
+from isopos.state import State
+from isopos.terms import Term
+
+__all__ = ["DecayPair", "IsometryPair", "Layout", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
+__all__ += ["check_decay", "check_denominator", "check_feature_map", "check_inputs", "check_isometry", "check_leading"]
+__all__ += ["check_mask", "check_order", "check_pairs", "check_path", "check_segments", "check_stream", "check_tensor"]
+__all__ += ["check_term", "check_transport"]
+
+IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
+DecayPair = Tensor | tuple[Tensor, Tensor] | None
+SegmentPair = Tensor | tuple[Tensor, Tensor] | None
+TransportPair = tuple[TokenMap, TokenMap] | None
+Layout = Literal["bhtd", "bthd"]
+
+PIECE = (1 << 15) - 1  # the most numbers that PyTorch leaves to one thread
+OF_WIDE = ("decay", "decays", "path")  # tensors of a state that are float64
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v ``[*b h t d]`` of either layout."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, q)
+    if layout != "bhtd":
+        expect("layout", layout, get_args(Layout))
+        q, k, v = (x if x.ndim < 3 else x.transpose(-3, -2) for x in (q, k, v))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3 or not x.is_floating_point():
+            raise ValueError(f"{name}: expected a floating tensor [*b h t d], got {x.dtype} {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected {q.shape[-1]} features as q, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v: expected {k.shape[-2]} tokens as k, got {v.shape[-2]}")
+    return q, k, v
+
+
+def heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Heads of queries and of keys where the former share the latter; otherwise one number twice."""
+    heads, own = q.shape[-3], max(k.shape[-3], v.shape[-3])
+    return (heads, own) if own and heads > own and heads % own == 0 else (heads, heads)
+
+
+def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torch.Size:
+    """Leading dimensions ``[*b h]`` of the output; ValueError where those of q, k and v do not broadcast."""
+    try:
+        of_keys, of_values = k.shape[:-2], v.shape[:-2]
+        if heads != own:
+            of_keys, of_values = _shared(of_keys, heads, own), _shared(of_values, heads, own)
+        return broadcast(q.shape[:-2], of_keys, of_values)
+    except RuntimeError:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(
+            f"q, k, v: expected leading dimensions [*b h] that broadcast, q's heads a multiple of k's, got {shapes}"
+        ) from None
+
+
+def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
+    """ValueError where a mask of keys does not fit."""
+    check_tensor("mask", mask, q)
+    if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
+        raise ValueError(
+            f"mask: expected bool [*b {k.shape[-2]}], True for keys that take part, got {mask.dtype} {list(mask.shape)}"
+        )
+    if not broadcasts(mask.shape[:-1], batch[:-1]):
+        raise ValueError(
+            f"mask: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(mask.shape)}; "
+            "[*b s] says which keys take part, for all queries"
+        )
+
+
+def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, own: int) -> None:
+    """ValueError where a relative term does not fit queries and keys."""
+    if not isinstance(term, Term):
+        raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
+    for x in (getattr(term, field.name) for field in fields(term)):  # PyTorch 2.11 cannot trace vars
+        if isinstance(x, Tensor):
+            check_tensor("terms", x, q)
+    width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
+    if term.heads not in (1, batch[-1], own) or width not in (None, term.table.shape[-1]):
+        raise ValueError(
+            f"terms: expected a table of {batch[-1]} heads{'' if width is None else f' and {width} features'}, "
+            f"got {list(term.table.shape)}"
+        )
+    pairs = (q.shape[-2], k.shape[-2] + seen)
+    if term.shape[-2:] != pairs or not broadcasts(term.shape[:-2], batch[:-1]):
+        raise ValueError(
+            f"terms: expected positions of {list(batch[:-1])} samples, {pairs[0]} queries and {pairs[1]} keys, "
+            f"got {list(term.shape)}; evaluate the scheme at the positions of both"
+        )
+
+
+def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[TokenMap, TokenMap]:
+    """The maps of queries and keys; TypeError or ValueError where they do not fit."""
+    rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
+    for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
+        if rho is None or (name == "k" and rho is rho_q and k.shape == q.shape):
+            continue
+        if not isinstance(rho, TokenMap):
+            raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
+        rho.check(x, name)
+        for tensor in rho.tensors():
+            check_tensor("isometry", tensor, q)
+        if not _fits(rho.leading, x.shape[:-2], heads, own):
+            raise ValueError(
+                f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
+                f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
+            )
+    return rho_q or Identity(), rho_k or Identity()
+
+
+def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[Tensor, Tensor] | None:
+    """The log decays of queries and keys; ValueError where they do not fit."""
+    if decay is None:
+        return None
+    pair = decay if isinstance(decay, tuple) else (decay, decay)
+    for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
+        if name == "keys" and g is pair[0] and k.shape == q.shape:
+            continue
+        check_tensor("decay", g, q, wide_device(q.device))
+        if g.dtype != torch.float64:
+            raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
+        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], heads, own):
+            expected = [*x.shape[:-2], x.shape[-2]]
+            swapped = g.ndim > 0 and g.shape[-1] == x.shape[-3] and x.ndim > 3
+            remedy = "; [b t h d] needs layout='bthd'" if swapped else ""
+            raise ValueError(
+                f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}{remedy}"
+            )
+    return pair
+
+
+def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> None:
+    """ValueError where there is no stream to continue, or where its tensors are elsewhere."""
+    for name, tensor in () if state is None else state.tensors.items():
+        if name != "positions":  # the scheme's
+            check_tensor("state", tensor, q, wide_device(q.device) if name in OF_WIDE else None)
+    if not causal or q.shape[-2] != k.shape[-2]:
+        what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
+        raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
+
+
+def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, batch: torch.Size) -> None:
+    """TypeError or ValueError where maps of values and of outputs do not fit."""
+    if not isinstance(transport, tuple) or not all(isinstance(rho, TokenMap) for rho in transport) or len(transport) != 2:
+        got = type(transport).__name__
+        raise TypeError(f"transport: expected a pair of maps, of values and of outputs, as scheme.at gives them, got {got}")
+    for name, rho, x, leading in (("v", transport[0], v, v.shape[:-2]), ("q", transport[1], q, batch)):
+        for tensor in rho.tensors():
+            check_tensor("transport", tensor, q)
+        if rho.features not in (None, v.shape[-1]) or rho.length not in (None, x.shape[-2]):
+            got = f"{v.shape[-1]} features of values, {x.shape[-2]} tokens of {name}"
+            raise ValueError(f"transport: expected {got}, got maps of {rho.features} features, {rho.length} tokens")
+        if not broadcasts(rho.leading, leading):
+            raise ValueError(
+                f"transport: expected leading dimensions that broadcast to {list(leading)} of {name}, got "
+                f"{list(rho.leading)}; maps of a head each need as many heads of values as of queries"
+            )
+
+
+def check_path(path: Sequence[Path], q: Tensor, k: Tensor, causal: bool, heads: int, own: int) -> None:
+    """TypeError or ValueError where tokens make no path."""
+    t, s = q.shape[-2], k.shape[-2]
+    if not causal:
+        raise ValueError(
+            "causal: expected True beside a path that tokens make (forget gates, selective rotation), which runs from a key "
+            "to a later query, got False"
+        )
+    if t > s:
+        raise ValueError(f"path: expected no more queries than keys, whose steps it is made of, got {t} and {s}")
+    for part in path:
+        if not isinstance(part, Path):
+            raise TypeError(f"path: expected those of isopos.paths, got {type(part).__name__}")
+        if part.features != k.shape[-1] or part.heads not in (1, own, heads):
+            raise ValueError(
+                f"path: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of {part.features} and "
+                f"{part.heads}"
+            )
+        check_tensor("path", part.parameter, q)
+
+
+def check_feature_map(phi: Phi | None) -> None:
+    """TypeError where it is no function."""
+    if phi is not None and not callable(phi):
+        raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
+
+
+def check_denominator(denominator: str | None, q: Tensor) -> None:
+    """ValueError where there is no such denominator, of these features."""
+    if not (denominator is None or (isinstance(denominator, str) and denominator in ("plain", "encoded", "complex"))):
+        raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
+    if denominator == "complex" and q.shape[-1] % 2:
+        raise ValueError(
+            f"denominator: expected an even number of features for 'complex', which pairs them, got {q.shape[-1]}"
+        )
+
+
+def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Tensor, batch: torch.Size) -> None:
+    """ValueError where segment ids do not fit the tokens of the keys, or of both."""
+    t, s = q.shape[-2], k.shape[-2]
+    pair = isinstance(segment_ids, tuple)
+    for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
+        check_tensor("segment_ids", ids, q)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
+            raise ValueError(f"segment_ids: expected integers [*b {count}], one a token, got {ids.dtype} {list(ids.shape)}")
+        if not broadcasts(ids.shape[:-1], batch[:-1]):
+            raise ValueError(
+                f"segment_ids: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(ids.shape)}"
+            )
+    if t > s and not pair:
+        raise ValueError(f"segment_ids: expected no more queries than keys, got {t} and {s}")
+
+
+def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
+    """ValueError where a mask of pairs does not fit ``[*b h t s]``."""
+    check_tensor("attn_mask", attn_mask, q)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask: expected bool, True for a key that takes part, or floats, which are added, got {attn_mask.dtype}"
+        )
+    if not broadcasts(attn_mask.shape, pairs):
+        raise ValueError(
+            f"attn_mask: expected what broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
+            "one a sample needs an axis of heads, attn_mask[:, None]"
+        )
+
+
+def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None = None) -> None:
+    """ValueError where a weight would grow with distance; not while compiling, nor on a GPU, which would have to wait."""
+    if torch.compiler.is_compiling() or pair[0].device.type != "cpu" or isinstance(pair[0], FakeTensor):
+        return
+    query, key = pair
+    rises = _rises(key) or (query is not key and _rises(query))
+    if rises or (before is not None and (key[..., :1] > before[..., None]).any()):
+        raise ValueError("decay: expected log decays that do not increase along tokens; sort tokens by position")
+    if query is key:
+        return
+    count = min(query.shape[-1], key.shape[-1])
+    query, key = query[..., query.shape[-1] - count :], key[..., key.shape[-1] - count :]
+    if (query > key).any() or (not causal and (key[..., 1:] > query[..., :-1]).any()):
+        where = "not before" if causal else "between"
+        raise ValueError(
+            f"decay: expected queries {where} the keys of their index{'' if causal else ' and the next'}, counted from the "
+            "end, or weights would grow with distance; softmax_attention takes any positions"
+        )
+
+
+def _rises(g: Tensor) -> bool:
+    """Whether a number is larger than the one before it, in pieces that one thread looks at: several may have to wait."""
+    count = g.shape[-1] - 1
+    step = max(1, PIECE // max(1, g.shape[:-1].numel()))
+    pairs = ((n, min(n + step, count)) for n in range(0, count, step))
+    return any(bool((g[..., n + 1 : end + 1] > g[..., n:end]).any()) for n, end in pairs)
+
+
+def _shared(leading: torch.Size, heads: int, own: int) -> torch.Size:
+    """Leading dimensions ``[*b h]`` of keys, with the heads of the queries that share them."""
+    return leading if leading[-1] in (1, heads) or leading[-1] != own else torch.Size((*leading[:-1], heads))
+
+
+def _fits(leading: torch.Size, to: torch.Size, heads: int, own: int) -> bool:
+    """Whether leading dimensions ``[*b h]`` broadcast to others; where heads share, h may be those of queries or of keys."""
+    return broadcasts(leading, to) or (
+        leading[-1:] in ((heads,), (own,)) and heads != own and broadcasts(leading[:-1], to[:-1])
+    )
+
+
+def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = None) -> None:
+    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one.
+
+    Log decays, which are float64, are on another device where q's has none.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    device = q.device if device is None else device
+    if type(x) is type(q) is Tensor and x.layout is torch.strided and x.device == device and not x.is_nested:
+        return
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested one" if x.is_nested else str(x.layout)
+        raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
+    if x.device != device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
+        own, of_q = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
+        raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
+
+
+def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a shape broadcasts to another without changing it."""
+    return len(shape) <= len(to) and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(to), strict=False))
