@@ -13,7 +13,8 @@ from torch import Tensor
 
 from isopos.exact import ExactModule
 
-__all__ = ["FEATURE_MAPS", "Favor", "FeatureMap", "Phi", "elu1", "exp", "identity", "register", "relu", "relu2", "sides"]
+__all__ = ["COMPILED", "FEATURE_MAPS", "Favor", "FeatureMap", "Phi", "elu1", "exp", "identity", "register", "relu", "relu2"]
+__all__ += ["sides"]
 
 LARGEST = 30.0  # exponent of a feature of `Favor`
 LIFT = 20.0  # exponent added to features of keys that share a scale
@@ -110,6 +111,7 @@ relu2 = register(
 )
 exp = register(FeatureMap("exp", _exp, lambda x, out, scratch: torch.exp(x, out=out), lambda x, y: y))
 identity = register(FeatureMap("identity", _identity, lambda x, out, scratch: out.copy_(x), lambda x, y: y.fill_(1)))
+COMPILED = (identity, elu1, relu, relu2, exp)  # those that the C and Triton kernels know, by their numbers in cpu/call.h
 
 
 class Favor(ExactModule):

@@ -579,3 +579,17 @@ def with_gradients(inputs, dtype, given, grad, attend=linear_attention):
         given = given | {"decay": tuple(learned) if isinstance(decay, tuple) else learned[0]}
     out = attend(*inputs, **given)
     return [out.detach(), *torch.autograd.grad(out, [*inputs, *learned], grad.to(dtype))]
+
+
+# Numbers at which compiled kernels are compared with the table of feature maps; 128 are whole vectors of any library.
+EDGES = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12, 1e-3, torch.inf, -torch.inf, torch.nan])
+EDGES = torch.cat((torch.linspace(-30, 30, 118), EDGES))
+
+
+def as_the_table(phi, y, slope):
+    """Compare values and derivatives of a compiled feature map at EDGES with those of its entry in float64."""
+    x = EDGES.double().requires_grad_()
+    exact = phi(x)
+    torch.testing.assert_close(y, exact.float(), rtol=3e-7, atol=0, equal_nan=True)
+    finite = EDGES.isfinite()
+    torch.testing.assert_close(slope[finite], torch.autograd.grad(exact.sum(), x)[0][finite].float(), rtol=3e-7, atol=0)

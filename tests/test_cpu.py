@@ -1,4 +1,4 @@
-"""cpu.c beside the PyTorch operations that it replaces, and the same in float64."""
+"""The C kernel beside the PyTorch operations that it replaces, and the same in float64."""
 
 import math
 import os

@@ -1,15 +1,16 @@
 """Feature maps: functions of one number, and random features of exp(<q, k> / sqrt(d))."""
 
 import copy
+import ctypes
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import close, inputs, quadratic, same_everywhere
+from cases import EDGES, as_the_table, close, inputs, quadratic, same_everywhere
 
 from isopos import feature_maps, schemes
 from isopos.attention import explain, linear_attention, naive_linear_attention
-from isopos.feature_maps import FEATURE_MAPS, Favor, FeatureMap, register
+from isopos.feature_maps import COMPILED, FEATURE_MAPS, Favor, FeatureMap, register
 from isopos.maps import Append
 from isopos.ops import library
 from isopos.positions import sequence
@@ -60,6 +61,21 @@ def test_positive_maps_are_positive(name, dtype):
     y = FEATURE_MAPS[name](torch.linspace(-5, 5, 41, dtype=dtype))
     assert (y > 0).all()
     assert y.dtype == dtype
+
+
+# Compiled kernels
+
+
+@pytest.mark.parametrize("phi", COMPILED, ids=lambda phi: phi.name)
+@pytest.mark.parametrize("lanes", library.LANES.values())
+def test_the_c_kernel_has_the_values_and_derivatives_of_the_table(lanes, phi):
+    """In float64; derivatives at NaN or infinity are multiplied by a gradient that is lost already."""
+    if (lib := library.libraries()[0].get(lanes)) is None:
+        pytest.skip(f"no library with vectors of {lanes} numbers: {library.libraries()[1]}")
+    y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, slope))
+    lib.isopos_features(ctypes.c_long(COMPILED.index(phi)), *pointers, ctypes.c_long(EDGES.numel()))
+    as_the_table(phi, y, slope)
 
 
 # From outside

@@ -50,7 +50,7 @@ def test_the_wheel_is_the_package(built):
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = next(name for name in archive.namelist() if name.endswith("/METADATA"))
         said = email.message_from_bytes(archive.read(metadata))
-    package = {name for name in tracked() if name.startswith("isopos/") and not name.endswith(".c")}
+    package = {name for name in tracked() if name.startswith("isopos/") and not name.endswith((".c", ".h"))}
     compiled = {name for name in held if re.fullmatch(r"isopos/ops/_cpu_\w+\..*\.so", name)}
     assert held - compiled == package
     assert said["Version"] == isopos.__version__

@@ -5,17 +5,18 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, LINEAR, linear_options, quadratic, with_edges, with_gradients
+from cases import ALL_KEYS, EDGES, LINEAR, as_the_table, linear_options, quadratic, with_edges, with_gradients
 
 from isopos import schemes
 from isopos.attention import explain, linear_attention
 from isopos.attention.linear import sums_of
 from isopos.attention.problem import check_linear
-from isopos.feature_maps import FeatureMap, elu1
+from isopos.feature_maps import COMPILED, FeatureMap, elu1
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
 from isopos.ops import gpu
 from isopos.ops import linear as ops
 from isopos.ops.linear import triton
+from isopos.ops.linear import triton_tiles as tiles
 from isopos.ops.linear.features import ALL_READY, READY, Features
 from isopos.ops.place import Place
 from isopos.positions import sequence
@@ -25,7 +26,24 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; tests/test_gpu.py asks a GPU"),
 ]
+tl = gpu.language()[1]
 SERVED = [*(name for name in LINEAR if name != "favor"), *ALL_KEYS]
+
+
+@gpu.language()[0]
+def _features(x, y, slope, PHI: tl.constexpr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    number = tl.load(x + n)
+    value = tiles.phi(number, PHI)
+    tl.store(y + n, value)
+    tl.store(slope + n, tiles.slope(number, value, PHI))
+
+
+@pytest.mark.parametrize("phi", COMPILED, ids=lambda phi: phi.name)
+def test_feature_maps_have_the_values_and_derivatives_of_the_table(phi):
+    y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
+    _features[(1,)](EDGES, y, slope, PHI=phi.name, N=EDGES.numel())
+    as_the_table(phi, y, slope)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def _without_gradients():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches of the kernel so far, where cpu.c serves nothing."""
+    """Launches of the kernel so far, where the C kernel serves nothing."""
     from isopos.ops.linear import triton_step
 
     found, launch = [], triton_step.Plan.__call__

@@ -1,4 +1,4 @@
-/* The functions of OpenMP that cpu.c calls, with threads of POSIX: a sanitizer knows how these wait for each other. */
+/* The functions of OpenMP that the C kernel calls, with threads of POSIX: a sanitizer knows how these wait for each other. */
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 """Random calls of the compiled sums under a sanitizer of gcc: `python -m tools.sanitize address|undefined|thread [CALLS]`.
 
-It builds isopos/ops/linear/cpu.c with the sanitizer in a temporary folder and calls that library in a process of its own:
+It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a process of its own:
 forward and backward, in any width, dtype and number of threads, from several Python threads at once and after a fork. Under
 "thread" OpenMP's functions are those of tools/sanitize.c, as the sanitizer does not see how gcc's own threads wait for each
 other. It ends with an error where the sanitizer finds one, or a result is not that of float64.
@@ -39,7 +39,7 @@ def runtime(sanitizer: str) -> str:
 
 def build(sanitizer: str, instructions: str, out: Path) -> None:
     """Build the library with a sanitizer."""
-    sources = [ROOT / "isopos/ops/linear/cpu.c", *[ROOT / "tools/sanitize.c"] * (sanitizer == "thread")]
+    sources = [ROOT / "isopos/ops/linear/cpu/kernel.c", *[ROOT / "tools/sanitize.c"] * (sanitizer == "thread")]
     common = ["-g", "-O1", "-fPIC", "-shared", "-fopenmp", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     own = ["-Wl,-Bsymbolic"] if sanitizer == "thread" else []  # its own OpenMP before the one that is loaded
     subprocess.run(["gcc", *common, *flags(instructions), *own, *map(str, sources), "-o", str(out)], check=True)

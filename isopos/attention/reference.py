@@ -22,6 +22,7 @@ from torch import Tensor
 from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Composed, Identity, TokenMap
+from isopos.ops.linear.division import EPS
 from isopos.paths import Path, along, parts
 from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
@@ -29,7 +30,6 @@ __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
 
 Pair = Tensor | tuple[Tensor, Tensor] | None  # one for queries and one for keys, or one for both
 Maps = TokenMap | tuple[TokenMap | None, TokenMap | None] | None
-LEAST = 1e-6  # magnitude of a denominator
 
 
 def linear(
@@ -72,13 +72,13 @@ def linear(
         real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor
         imaginary = (a[0] @ b[1].mT - a[1] @ b[0].mT) * factor
         x, y = (weight.sum(-1, keepdim=True) for weight in (real, imaginary))
-        return outward((real @ v * x + imaginary @ v * y) / (x.square() + y.square()).clamp_min(LEAST**2))
+        return outward((real @ v * x + imaginary @ v * y) / (x.square() + y.square()).clamp_min(EPS**2))
     added = sum(scores(term, q, k, phi) for term in terms)
     weight = (rho_q(q) @ rho_k(k).mT + added) * factor
     if denominator is None:
         return outward(weight @ v)
     total = (weight if denominator == "encoded" else (q @ k.mT + added) * factor).sum(-1, keepdim=True)
-    return outward(weight @ v / torch.where(total.abs() < LEAST, torch.full_like(total, LEAST).copysign(total), total))
+    return outward(weight @ v / torch.where(total.abs() < EPS, torch.full_like(total, EPS).copysign(total), total))
 
 
 def softmax(

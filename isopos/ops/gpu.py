@@ -48,7 +48,7 @@ def language() -> tuple[Any, Any]:
     Where Triton is not installed such a module can be imported all the same, for the sake of who reads every module.
     """
     if _absent():
-        return (lambda function, **options: function), SimpleNamespace(constexpr=object)
+        return (lambda function, **options: function), SimpleNamespace(constexpr=lambda value: value)
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language  # pyright: ignore[reportMissingImports]
 

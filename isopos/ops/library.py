@@ -1,4 +1,4 @@
-"""The library compiled from ops/linear/cpu.c: how it is found, what it may read, and its rotations.
+"""The library compiled from ops/linear/cpu/kernel.c: how it is found, what it may read, and its rotations.
 
 It serves float32 and narrower numbers on Linux and x86-64, where installation found gcc. `isopos.ops.linear.cpu` calls its
 sums.
@@ -18,12 +18,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: float32 numbers of a vector
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cpu.c counts them
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the library counts them
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
 PLAIN = (Tensor, torch.nn.Parameter)
 ABSENT = "no library is installed"
-OUT_OF_RANGE, NOT_FINITE = 1, 2  # what cpu.c finds on the way
+OUT_OF_RANGE, NOT_FINITE = 1, 2  # bits of a call's status
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
 
@@ -38,25 +38,64 @@ class Input(ctypes.Structure):
 
     _fields_ = (
         *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
-        *((name, ctypes.c_long) for name in ("type", "numbers", "width", "phi", "kind", "add", "past")),
+        *((name, ctypes.c_long) for name in ("type", "numbers", "width", "phi", "kind", "add", "uncached")),
         ("grad_decay", ctypes.c_void_p),
     )
 
 
-class Call(ctypes.Structure):
-    """The sums of some tokens of heads, or a step."""
+class State(ctypes.Structure):
+    """Sums of keys and values, and of the keys of a denominator."""
+
+    _fields_ = (("sums", ctypes.c_void_p), ("row", ctypes.c_void_p))
+
+
+class Sizes(ctypes.Structure):
+    """Numbers of heads, tokens, features and values."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("all", "heads", "length", "keys", "d", "e", "own", "values"))
+
+
+class Flags(ctypes.Structure):
+    """What is summed up, and in which direction."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("denominated", "divide", "begins", "ends", "reverse"))
+
+
+class Decay(ctypes.Structure):
+    """Log decays of tokens, or the weights of states before a step."""
+
+    _fields_ = (("query", View), ("key", View), ("across", ctypes.c_void_p))
+
+
+class Output(ctypes.Structure):
+    """Sums, denominators and the gradients of sums."""
+
+    _fields_ = (*((name, View) for name in ("sums", "denominator", "grad")), ("uncached", ctypes.c_long))
+
+
+class Split(ctypes.Structure):
+    """Parts of a head, threads, and their buffers."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("all", "heads", "length", "keys", "parts", "d", "e", "own")),
-        *((name, ctypes.c_long) for name in ("values", "threads", "denominated", "divide")),
-        *((name, ctypes.c_long) for name in ("begins", "ends", "reverse", "start")),
-        *((name, View) for name in ("g_q", "g_k")),
-        *((name, ctypes.c_void_p) for name in ("state", "row", "saved", "saved_rows", "across")),
-        *((name, View) for name in ("out", "denominator", "grad")),
-        *((name, ctypes.c_void_p) for name in ("grad_state", "grad_row", "totals", "scratch")),
-        *((name, ctypes.c_long) for name in ("total_size", "scratch_size", "past")),
-        ("found", ctypes.POINTER(ctypes.c_long)),
+        *((name, ctypes.c_long) for name in ("parts", "threads", "total_size", "scratch_size")),
+        *((name, ctypes.c_void_p) for name in ("totals", "scratch")),
+    )
+
+
+class Call(ctypes.Structure):
+    """The sums of some tokens of heads, or a step: `Call` of cpu/call.h."""
+
+    _fields_ = (
+        ("size", Sizes),
+        ("flags", Flags),
+        ("decay", Decay),
+        *((name, State) for name in ("state", "saved", "grad_state")),
+        ("out", Output),
+        ("split", Split),
         *((name, Input) for name in ("q", "k", "v")),
+        ("token", ctypes.c_long),
+        ("status", ctypes.POINTER(ctypes.c_long)),
+        ("floor", ctypes.c_float),
     )
 
 
@@ -181,12 +220,12 @@ def flat(x: Tensor) -> Tensor:
 
 def run(function: Any, call: Call) -> bool:
     """Call the library; IndexError where a gather's index is no feature's. Whether all sums are finite."""
-    found = ctypes.c_long(0)
-    call.found = ctypes.pointer(found)
+    status = ctypes.c_long(0)
+    call.status = ctypes.pointer(status)
     function(ctypes.byref(call))
-    if found.value & OUT_OF_RANGE:
+    if status.value & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
-    return not found.value & NOT_FINITE
+    return not status.value & NOT_FINITE
 
 
 def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:

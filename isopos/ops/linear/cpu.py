@@ -1,4 +1,4 @@
-"""The compiled sums of cpu.c, on a CPU: features, positions, decay, float32 sums and division of a chunk in one go.
+"""The compiled sums of the C kernel, on a CPU: features, positions, decay, float32 sums and division of a chunk in one go.
 
 Features in closed form are made on the way, with gradients of tables that are learned. Those of `ROWS`, of opaque maps and
 of learned normals are made by PyTorch and read as they are.
@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
+from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
-from isopos.ops.library import KIND, TYPES, Call, Input, View, flat, view, whole
+from isopos.ops.library import KIND, TYPES, Call, Decay, Flags, Input, Sizes, State, View, flat, view, whole
 from isopos.ops.linear.autograd import needs, refusal
 from isopos.ops.linear.chunks import CHUNKS
-from isopos.ops.linear.division import count
+from isopos.ops.linear.division import EPS, count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking, operands_of
 from isopos.ops.place import Place
 
-PHI = {phi: n for n, phi in enumerate((identity, elu1, relu, relu2, exp))}  # as cpu.c counts them
-ROWS = ("favor",)  # feature maps that cpu.c does not know, but whose features it sums up
+PHI = {phi: n for n, phi in enumerate(COMPILED)}
+ROWS = ("favor",)  # feature maps that the C kernel does not know, but whose features it sums up
 ONE = slice(0, 1)
 
 
 class Closed(NamedTuple):
-    """Features as cpu.c makes them: phi, a reflection, then a table. They are float32, and tables but an index, too."""
+    """Features as the C kernel makes them: phi, a reflection, then a table. All is float32 but an index."""
 
     phi: int
     kind: str  # of the table
@@ -40,7 +40,7 @@ class Closed(NamedTuple):
 
     @classmethod
     def of(cls, features: Features, x: Tensor) -> "Closed | None":
-        """What makes features of x, if cpu.c knows it and its widths fit; PyTorch says what is wrong with others."""
+        """What makes features of x, if the C kernel knows it and its widths fit; PyTorch says what is wrong with others."""
         phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
         if phi is None or (closed := features.closed()) is None:
             return None
@@ -86,7 +86,7 @@ def _closed(operands: Sequence[Operand]) -> list[Closed | None]:
 
 
 def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[int, int], list[int]]:
-    """How features of x lie, in so many runs of so many numbers; and the widths that cpu.c meets."""
+    """How features of x lie, in so many runs of so many numbers; and the widths that the C kernel meets."""
     if known is not None:
         return (known.doubled, x.shape[-1]), [known.doubled * x.shape[-1]]
     if features.ready(x):
@@ -118,29 +118,31 @@ class Pass:
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
         heads, length = self.leading.numel(), self.span.stop - self.span.start
-        call = self.call = Call(all=heads, heads=self.leading[-1], length=length, denominated=denominator)
-        call.begins, call.ends, call.reverse = n == walk.order[0], n == walk.order[-1], walk.reverse
-        call.threads = torch.get_num_threads()
+        keys = self.spans[1].stop - self.spans[1].start
+        call = self.call = Call(Sizes(heads, self.leading[-1], length, keys), floor=EPS)
+        call.flags = Flags(denominator, 0, n == walk.order[0], n == walk.order[-1], walk.reverse)
+        size, split = call.size, call.split
+        split.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
-        call.keys = self.spans[1].stop - self.spans[1].start
         closed = walk.notes["closed"] if walk.plan.whole else [None] * len(operands)
         widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, closed, strict=True)]
-        _, (call.d, call.own), (call.e, _) = widths
+        _, (size.d, size.own), (size.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
-        self.library, groups, own = lib, 1 if self.all_keys else lib.isopos_groups(length), call.own or call.d
-        call.parts = self._parts_of_all() if self.all_keys else min(groups, -(-call.threads // heads))
-        self.shapes = [(groups, call.d, call.e), *[(groups, 1, own)] * denominator]
-        call.scratch_size, call.total_size = lib.isopos_scratch_size(call.d, call.e, call.own), call.d * call.e + own + 1
-        call.scratch = buffers("cpu scratch", call.threads, call.scratch_size).data_ptr()
-        if call.parts > 1:
-            call.totals = buffers("cpu totals", heads, call.parts, call.total_size).data_ptr()
+        self.library, groups, own = lib, 1 if self.all_keys else lib.isopos_groups(length), size.own or size.d
+        split.parts = self._parts_of_all() if self.all_keys else min(groups, -(-split.threads // heads))
+        self.shapes = [(groups, size.d, size.e), *[(groups, 1, own)] * denominator]
+        split.scratch_size, split.total_size = lib.isopos_scratch_size(size.d, size.e, size.own), size.d * size.e + own + 1
+        split.scratch = buffers("cpu scratch", split.threads, split.scratch_size).data_ptr()
+        if split.parts > 1:
+            split.totals = buffers("cpu totals", heads, split.parts, split.total_size).data_ptr()
 
     def _parts(self) -> tuple[Input, ...]:
         return self.call.q, self.call.k, self.call.v
 
     def _parts_of_all(self) -> int:
         """Parts of a head, which cost a sum of states: where heads do not suffice, some for each thread, and as many."""
-        heads, threads, chunks = self.call.all, self.call.threads, -(-max(self.call.length, self.call.keys) // CHUNK)
+        size, threads = self.call.size, self.call.split.threads
+        heads, chunks = size.all, -(-max(size.length, size.keys) // CHUNK)
         if heads % threads == 0 or heads >= 4 * threads:
             return 1
         even = threads // math.gcd(heads, threads)
@@ -172,12 +174,12 @@ class Pass:
         if g is not None:
             decays = [x[..., None] for x in g]  # of all tokens: the one before counts, too
             self.alive += decays
-            call.g_q, call.g_k = (view(x) for x in decays)
-            for rows in (call.g_q, call.g_k):
+            call.decay = Decay(*(view(x) for x in decays))
+            for rows in (call.decay.query, call.decay.key):
                 rows.first += 8 * rows.token * self.span.start
-        call.state, call.row = states[0].data_ptr(), states[-1].data_ptr()
+        call.state = State(states[0].data_ptr(), states[-1].data_ptr())
         if saved:
-            call.saved, call.saved_rows = saved[0].data_ptr(), saved[-1].data_ptr()
+            call.saved = State(saved[0].data_ptr(), saved[-1].data_ptr())
 
     def forward(
         self,
@@ -194,11 +196,12 @@ class Pass:
         Returns whether all are finite.
         """
         self._prepare(g, states, saved)
-        self.call.out, self.call.values, self.call.divide = view(out), out.shape[-1], divide
+        call = self.call
+        call.out.sums, call.size.values, call.flags.divide = view(out), out.shape[-1], divide
         if denominator is not None:
-            self.call.denominator = view(denominator)
+            call.out.denominator = view(denominator)
         run = self.library.isopos_forward_all if self.all_keys else self.library.isopos_forward
-        return library.run(run, self.call)
+        return library.run(run, call)
 
     def backward(
         self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
@@ -212,19 +215,19 @@ class Pass:
         grad, out, denominator = (None if part is None else part[self.n] for part in upstream.parts)
         assert grad is not None
         grad = flat(grad)
-        call.grad, call.values = view(grad), grad.shape[-1]
+        call.out.grad, call.size.values = view(grad), grad.shape[-1]
         if out is not None and denominator is not None:
-            call.out, call.denominator, call.divide = view(out), view(denominator), 1
-        elif call.denominated:
-            call.values -= 1  # the last column is the denominator
-        call.grad_state, call.grad_row = grads[0].data_ptr(), grads[-1].data_ptr()
+            call.out.sums, call.out.denominator, call.flags.divide = view(out), view(denominator), 1
+        elif call.flags.denominated:
+            call.size.values -= 1  # the last column is the denominator
+        call.grad_state = State(grads[0].data_ptr(), grads[-1].data_ptr())
         pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, self.spans, strict=True)]
         shape = (*self.leading, self.span.stop - self.span.start)
         grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
             part.grad_decay = x.data_ptr()
         library.run(self.library.isopos_backward_all if self.all_keys else self.library.isopos_backward, call)
-        if call.reverse:
+        if call.flags.reverse:
             grad_g = tuple(-x.flip(-1) for x in grad_g)
         for operand, own, rows, span in zip(self.operands, pulled, self.rows, self.spans, strict=True):
             if rows is not None:
@@ -287,7 +290,7 @@ class CpuWalk(Walk):
 
 
 class Cpu(Walking):
-    """cpu.c, chunk by chunk, and a token of a stream at a time."""
+    """The C kernel, chunk by chunk, and a token of a stream at a time."""
 
     name = "cpu"
 
@@ -351,11 +354,11 @@ class Cpu(Walking):
         if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
             return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
         lib = library.libraries()[0].get(library.lanes())
-        sums.notes["step"] = lib, known, Call(math.prod(leading), leading[-1], 1, 1, 1, d, e, own)
+        sums.notes["step"] = lib, known, Call(Sizes(math.prod(leading), leading[-1], 1, 1, d, e, own), floor=EPS)
         return ""
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
-        """Not cut, where cpu.c makes all features."""
+        """Not cut, where the C kernel makes all features."""
         if "closed" not in sums.notes:
             sums.notes["closed"] = _closed(operands)
         return Plan(sums.q, cut=not all(sums.notes["closed"]))
@@ -383,20 +386,19 @@ class Cpu(Walking):
         """The output ``[*b h 1 e]`` of the next token of a stream, and its sums."""
         (lib, known, call), v, stream, alive = sums.notes["step"], sums.v, sums.stream, []
         assert stream is not None
-        call.threads = torch.get_num_threads()
+        call.split.threads = torch.get_num_threads()
         for part, x, closed in zip((call.q, call.k, call.v), sums.inputs, known, strict=True):
             alive += closed.describe(part, x)[1]
         after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
         out, denominator = torch.empty_like(v, memory_format=torch.contiguous_format), None
-        call.out, call.state, call.saved = view(out), stream.sums[0].data_ptr(), after[0].data_ptr()
-        if call.own:
-            call.row, call.saved_rows = stream.sums[1].data_ptr(), after[1].data_ptr()
+        call.out.sums = view(out)
+        call.state, call.saved = (State(x[0].data_ptr(), x[-1].data_ptr()) for x in (stream.sums, after))
         if sums.denominator is not None:
             denominator = v.new_empty(*v.shape[:-1], 1)
-            call.denominated, call.denominator = 1, view(denominator)
+            call.flags.denominated, call.out.denominator = 1, view(denominator)
         if (across := sums.across) is not None:
             alive.append(across)
-            call.across = across.data_ptr()
+            call.decay.across = across.data_ptr()
         library.run(lib.isopos_step, call)
         if stream.in_place:
             torch.autograd.graph.increment_version(after)

@@ -1,10 +1,10 @@
-"""Steps of a stream in cpu.c, prepared: what one step was checked for holds for those after it."""
+"""Steps of a stream in the C kernel, prepared: what one step was checked for holds for those after it."""
 
 import torch
 from torch import Tensor
 
 from isopos.ops import library
-from isopos.ops.library import view
+from isopos.ops.library import State, view
 from isopos.ops.linear.cpu import CPU, Closed
 from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
@@ -16,7 +16,7 @@ class Prepared:
     """Steps that write over the sums of a stream, one call of the library each.
 
     Args:
-        sums: One step, which cpu.c serves; its stream's sums are written over from then on.
+        sums: One step, which the C kernel serves; its stream's sums are written over from then on.
 
     Attributes:
         sums: Those of all tokens so far.
@@ -27,18 +27,17 @@ class Prepared:
         lib, (*_, values), self.call = sums.notes["step"]
         call, self.step, self.sums = self.call, lib.isopos_step, sums.stream.sums
         self.inputs, self.shapes, self.strides = sums.inputs, [x.shape for x in sums.inputs], [()] * 3
-        call.denominated = sums.denominator is not None
-        call.state = call.saved = self.sums[0].data_ptr()
-        if call.own:
-            call.row = call.saved_rows = self.sums[1].data_ptr()
+        call.flags.denominated = sums.denominator is not None
+        call.state = call.saved = State(self.sums[0].data_ptr(), self.sums[-1].data_ptr())
         self.parts = call.q, call.k, call.v
         values.describe(call.v, sums.v)
-        call.out = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
-        self.firsts = (*(part.x for part in self.parts), call.out)  # of the call's own memory
+        call.out.sums = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
+        self.firsts = (*(part.x for part in self.parts), call.out.sums)  # of the call's own memory
+        self.flags, self.split = call.flags, call.split
 
     @classmethod
     def of(cls, sums: Sums) -> "Prepared | None":
-        """The steps after this one, if cpu.c serves them."""
+        """The steps after this one, if the C kernel serves them."""
         if sums.stream is None:
             return None
         library.warn_if_absent(why := CPU.serves(sums))
@@ -56,7 +55,7 @@ class Prepared:
             closed = Closed.of(own, x)
             assert closed is not None
             self.alive += closed.describe(part, x)[1]
-        self.call.across = None if weights is None else weights.data_ptr()
+        self.call.decay.across = None if weights is None else weights.data_ptr()
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these are what the step had, and nobody watches."""
@@ -76,12 +75,12 @@ class Prepared:
                 part.x = view(x)
         for x, own in zip((*inputs, out), self.firsts, strict=True):
             own.first = x.data_ptr()
-        call.start, call.threads, denominator = n, torch.get_num_threads(), None
-        if call.denominated and counted():
+        call.token, self.split.threads, denominator = n, torch.get_num_threads(), None
+        if self.flags.denominated and counted():
             denominator = v.new_empty(*v.shape[:-1], 1)
-            call.denominator = view(denominator)
+            call.out.denominator = view(denominator)
         library.run(self.step, call)
         if denominator is not None:
-            call.denominator.first = None
+            call.out.denominator.first = None
             count(denominator)
         return out

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isopos.feature_maps import FeatureMap, elu1, exp, identity, relu, relu2
+from isopos.feature_maps import COMPILED, FeatureMap, identity
 from isopos.ops import gpu
 from isopos.ops.linear import triton_stream
 from isopos.ops.linear.autograd import Kernel, refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
 
-PHI = (identity, elu1, relu, relu2, exp)
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # features, and values
 REFLECTED = 128  # features of a reflection that are no bfloat16, or before sm_90: they spill too much above
@@ -98,7 +97,7 @@ class Closed(NamedTuple):
     @classmethod
     def of(cls, features: Features) -> "Closed | None":
         """What makes these features, if the kernels know it."""
-        if not isinstance(features.phi, FeatureMap) or features.phi not in PHI or (closed := features.closed()) is None:
+        if not isinstance(features.phi, FeatureMap) or features.phi not in COMPILED or (closed := features.closed()) is None:
             return None
         return cls(features.phi.name, *closed)
 
@@ -552,8 +551,8 @@ def _refuses(sums: Sums) -> str:
     if any(x.numel() == 0 for x in sums.inputs):
         return "there is nothing to sum up"
     for phi in (queries.phi, keys.phi):
-        if isinstance(phi, FeatureMap) and phi not in PHI:
-            known = ", ".join(own.name for own in PHI)
+        if isinstance(phi, FeatureMap) and phi not in COMPILED:
+            known = ", ".join(own.name for own in COMPILED)
             return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
     of_q, of_k = Closed.of(queries), Closed.of(keys)
     if of_q is None or of_k is None:

@@ -228,7 +228,7 @@ def quotients(grad, out, denominators, own, less, shape, C: tl.constexpr, E: tl.
     of_sums = tiles.load_tile(grad, place, token, ok, column, shape.columns).to(tl.float32) / denominator[:, None]
     of_sums = of_sums.to(own.first.dtype.element_ty).to(tl.float32)  # as others will read them, so that errors cancel
     found = tl.sum(of_sums * tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32), 1)
-    tl.store(tiles.address(less, place, token), tl.where(tl.abs(denominator) <= 1e-6, 0, found), mask=ok)
+    tl.store(tiles.address(less, place, token), tl.where(tl.abs(denominator) <= tiles.FLOOR, 0, found), mask=ok)
     both = ok[:, None] & (column < shape.columns)[None, :]
     to = tiles.address(own, place, token)[:, None] + column[None, :]
     tl.store(to, of_sums.to(own.first.dtype.element_ty), mask=both)

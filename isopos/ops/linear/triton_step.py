@@ -13,7 +13,7 @@ from torch import Tensor
 from isopos.ops import gpu
 from isopos.ops.library import flat
 from isopos.ops.linear.autograd import Backend
-from isopos.ops.linear.division import EPS, count, counted
+from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton import Closed
 
@@ -116,7 +116,6 @@ class Plan(NamedTuple):
                 self.leading[-1],
                 n,
                 across,
-                EPS,
                 D=self.d,
                 W=self.w,
                 WP=power,

@@ -10,7 +10,7 @@ by one of them, so a barrier stands between: otherwise a warp that lags behind l
 from functools import partial
 
 from isopos.ops import gpu
-from isopos.ops.linear.triton_tiles import phi
+from isopos.ops.linear.triton_tiles import clamped, phi
 
 jit, tl = gpu.language()
 
@@ -110,7 +110,6 @@ def step(
     heads,
     n,
     across,
-    eps,
     D: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
@@ -160,6 +159,5 @@ def step(
             denominator = _own(query, key, value[4], rows, weight, W, WP, OF_Q, OF_K, DECAYS)
         if COUNTED:
             tl.store(denominators + pid, denominator)
-        least = tl.where(denominator.to(tl.int32, bitcast=True) < 0, -eps, eps)  # of its sign, that of -0, too
-        total /= tl.where(tl.abs(denominator) < eps, least, denominator)
+        total /= clamped(denominator)
     tl.store(out + pid * E + values, total.to(out.dtype.element_ty), mask=values < E)

@@ -7,8 +7,10 @@ are (x_0 cos, x_0 sin, x_1 cos, ...): their order is nobody's business but a sta
 # pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
 
 from isopos.ops.gpu import language
+from isopos.ops.linear.division import EPS
 
 jit, tl = language()
+FLOOR = tl.constexpr(EPS)  # of denominators
 
 
 @jit
@@ -315,6 +317,6 @@ def advanced(state, own, rows, summed, tile, falls, PRECISION: tl.constexpr):
 
 @jit
 def clamped(x):
-    """A denominator with a magnitude of at least 1e-6 and its own sign."""
-    least = tl.where(x.to(tl.int32, bitcast=True) < 0, -1e-6, 1e-6)
-    return tl.where(tl.abs(x) < 1e-6, least, x)
+    """A denominator with a magnitude of at least the floor and its own sign, that of -0, too."""
+    least = tl.where(x.to(tl.int32, bitcast=True) < 0, -FLOOR, FLOOR)
+    return tl.where(tl.abs(x) < FLOOR, least, x)

@@ -1,0 +1,169 @@
+/* What a call describes, the same in library.py, and how its tokens are addressed, read and written. */
+
+#define CHUNK 64 /* the most tokens of a chunk */
+#define MOST 256 /* the most features */
+
+/* Rows of tokens, contiguous features: strides in numbers; those of samples and heads may be zero. */
+typedef struct {
+    void *first;
+    long sample, head, token;
+} View;
+
+enum { IDENTITY, ELU1, RELU, RELU2, EXP }; /* COMPILED of feature_maps.py */
+enum { NONE, ROTATION, LIFT, GATHER };
+enum { OUT_OF_RANGE = 1, NOT_FINITE = 2 }; /* an index of a gather that is no feature's; NaN or infinite sums */
+
+/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. x and its
+   gradient are `numbers` of a type, all others float32. */
+typedef struct {
+    View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; any may be null but x */
+    long type, numbers, width;                                    /* width: the numbers up to whole vectors */
+    long phi, kind, add;                                          /* add: to gradients that are there */
+    long uncached;                                                /* whether gradients are written past the caches */
+    double *grad_decay;                                           /* [all length] or null */
+} Input;
+
+/* Sums of k v^T [all groups d e], and of the keys of a denominator [all groups own or d]. */
+typedef struct {
+    float *sums, *row;
+} State;
+
+typedef struct {
+    long all, heads;   /* heads of all samples, and of one */
+    long length, keys; /* tokens, of queries and of keys where sums are over all keys */
+    long d, e, own;    /* features of keys, of values, and of the denominator alone or 0: up to whole vectors */
+    long values;       /* numbers of a sum */
+} Sizes;
+
+typedef struct {
+    long denominated, divide;
+    long begins, ends; /* no token comes before these, or after them */
+    long reverse;      /* sums over later tokens, added to those that are there */
+} Flags;
+
+typedef struct {
+    View query, key; /* log decays, double, or null */
+    float *across;   /* of a step: weights of the states before [. all], or null */
+} Decay;
+
+typedef struct {
+    View sums, denominator, grad; /* sums are divided or not */
+    long uncached;                /* whether sums are written past the caches */
+} Output;
+
+/* How heads are cut into parts, and buffers: threads may have small stacks. */
+typedef struct {
+    long parts, threads, total_size, scratch_size;
+    float *totals, *scratch; /* [all parts total_size] and [threads scratch_size] */
+} Split;
+
+/* `state` holds that before these tokens and ends as that after them, `grad_state` the reverse; `saved` are those before each
+   group of chunks, or null. A step reads `state` and writes `saved`, which may be the same. */
+typedef struct {
+    Sizes size;
+    Flags flags;
+    Decay decay;
+    State state, saved, grad_state;
+    Output out;
+    Split split;
+    Input q, k, v;
+    long token;   /* of a step: its row in tables and weights */
+    long *status; /* bits of what went wrong on the way */
+    float floor;  /* the least magnitude of a denominator */
+} Call;
+
+/* c tokens of a head, from `start` on; the head is one of all, and number `in_sample` of its sample. */
+typedef struct {
+    long head, sample, in_sample, start, c;
+} Chunk;
+
+typedef struct {
+    const float *at;
+    long stride;
+} Rows;
+
+INLINE Chunk chunk_of(const Call *call, long head, long start, long to)
+{
+    return (Chunk){head, head / call->size.heads, head % call->size.heads, start, to - start < CHUNK ? to - start : CHUNK};
+}
+
+INLINE long index_of(const View *view, Chunk n)
+{
+    return n.sample * view->sample + n.in_sample * view->head + n.start * view->token;
+}
+
+INLINE char *address_of(const View *view, Chunk n, long i, long type)
+{
+    return (char *)view->first + (index_of(view, n) + i * view->token) * (type == FLOAT32 ? 4 : 2);
+}
+
+INLINE float *rows_of(const View *view, Chunk n)
+{
+    return (float *)view->first + index_of(view, n);
+}
+
+INLINE void report(const Call *call, long what)
+{
+    __atomic_fetch_or(call->status, what, __ATOMIC_RELAXED);
+}
+
+/* A denominator with a magnitude of at least the floor and its own sign. */
+INLINE float clamped(const Call *call, float denominator)
+{
+    return __builtin_fabsf(denominator) < call->floor ? __builtin_copysignf(call->floor, denominator) : denominator;
+}
+
+INLINE long blocks(long c)
+{
+    return (c + ROWS - 1) / ROWS * ROWS;
+}
+
+INLINE float *scratch_of(const Call *call)
+{
+    return call->split.scratch + omp_get_thread_num() * call->split.scratch_size;
+}
+
+INLINE float *take(float **buffer, long count)
+{
+    float *taken = *buffer;
+    *buffer += count;
+    return taken;
+}
+
+/* Some numbers as float32 with zeros up to a width: where they are, or in the buffer. */
+INLINE const float *load(const void *from, long type, long numbers, long width, float *buffer)
+{
+    if (type == FLOAT32 && numbers == width)
+        return from;
+    const long size = type == FLOAT32 ? 4 : 2;
+    for (long m = 0; m < width; m += LANES) {
+        const char *part = (const char *)from + m * size;
+        char room[LANES * 4] = {0};
+        if (m + LANES > numbers)
+            part = m < numbers ? memcpy(room, part, (numbers - m) * size) : room;
+        *(lanes *)(buffer + m) = type == FLOAT32 ? *(const lanes *)part : widen(part, type);
+    }
+    return buffer;
+}
+
+/* The row i of an input. */
+INLINE const float *load_row(const Input *o, Chunk n, long i, float *buffer)
+{
+    return load(address_of(&o->x, n, i, o->type), o->type, o->numbers, o->width, buffer);
+}
+
+INLINE void store(const float *x, long type, long numbers, void *to)
+{
+    const long whole = numbers / LANES * LANES;
+    char room[LANES * 2];
+    if (type == FLOAT32) {
+        memcpy(to, x, numbers * 4);
+        return;
+    }
+    for (long m = 0; m < whole; m += LANES)
+        narrow(*(const lanes *)(x + m), type, (char *)to + m * 2);
+    if (whole < numbers) {
+        narrow(*(const lanes *)(x + whole), type, room);
+        memcpy((char *)to + whole * 2, room, (numbers - whole) * 2);
+    }
+}

@@ -1,0 +1,81 @@
+/* Weights that a log decay gives to tokens of a chunk, and to the states before and after it. */
+
+#define STEEP 64 /* the most that a log decay falls by inside a chunk whose weights are products */
+
+/* exp(g_i - g_j) from the token before a chunk to each (before), from each to its last one (after), from token to token (step)
+   and across it. No exponent of these exceeds zero: r^i and r^-j, which overflow, are not formed. But where a log decay falls by
+   at most STEEP inside a chunk, weights there are row_i * column_j, with the first key between them. */
+typedef struct {
+    float before[CHUNK], after[CHUNK], step[CHUNK], row[CHUNK], column[CHUNK], across;
+    double query[CHUNK], key[CHUNK];
+    int fades, steep; /* whether any weight is not 1, and whether there are no rows and columns */
+} Weights;
+
+static void make_weights(const Call *call, Chunk n, Weights *w)
+{
+    const long c = n.c;
+    double step[CHUNK], start = 0, end = 0;
+    w->fades = 0;
+    if (call->decay.query.first) {
+        const double *query = (const double *)call->decay.query.first + index_of(&call->decay.query, n);
+        const double *key = (const double *)call->decay.key.first + index_of(&call->decay.key, n);
+        const int first = call->flags.begins && n.start == 0; /* then the state before is zero */
+        const double sign = call->flags.reverse ? -1 : 1; /* tokens that are further away have less weight in either direction */
+        start = sign * key[first ? 0 : -call->decay.key.token], end = sign * key[(c - 1) * call->decay.key.token];
+        if (first && start < sign * *query) /* that token has no key before it, from which to fall */
+            start = sign * *query;
+        for (long i = 0; i < c; i++) {
+            w->query[i] = sign * query[i * call->decay.query.token];
+            w->key[i] = sign * key[i * call->decay.key.token];
+            w->fades |= w->query[i] != start || w->key[i] != start;
+            step[i] = w->query[i] - (i ? w->query[i - 1] : start);
+        }
+    }
+    if (!w->fades) {
+        for (long i = 0; i < CHUNK; i++)
+            w->before[i] = w->after[i] = w->step[i] = 1;
+        w->across = 1;
+        return;
+    }
+    for (long i = c; i % LANES; i++)
+        w->query[i] = w->key[i] = end, step[i] = 0;
+    w->steep = !(w->query[c - 1] - w->key[0] >= -STEEP && end - w->key[0] >= -STEEP);
+    w->across = exponentials((doubles){end - start})[0];
+    for (long i = 0; i < c; i += LANES) {
+        const doubles query = *(const doubles *)(w->query + i), key = *(const doubles *)(w->key + i);
+        *(lanes *)(w->before + i) = exponentials(query - start);
+        *(lanes *)(w->after + i) = exponentials(end - key);
+        *(lanes *)(w->step + i) = exponentials(*(const doubles *)(step + i));
+        *(lanes *)(w->row + i) = exponentials(query - w->key[0]);
+        *(lanes *)(w->column + i) = exponentials(w->key[0] - key);
+    }
+}
+
+/* The weight of a token's own key, and that of the key before it. */
+INLINE float own_weight(const Weights *w, long i)
+{
+    return w->fades && w->query[i] != w->key[i] ? exponentials((doubles){w->query[i] - w->key[i]})[0] : 1;
+}
+
+INLINE float next_weight(const Weights *w, long i)
+{
+    return w->fades && w->query[i - 1] != w->key[i - 1] ? exponentials((doubles){w->query[i] - w->key[i - 1]})[0] : w->step[i];
+}
+
+/* The weight of the last key that token i of a chunk sees, its own one or in `reverse` that before it; 0 where another chunk has
+   it. */
+INLINE float last_weight(const Weights *w, long i, long reverse)
+{
+    return !reverse ? own_weight(w, i) : i ? next_weight(w, i) : 0;
+}
+
+/* Weights inside a chunk [c CHUNK], for those that a query sees; null where they are products of rows and columns, or 1. */
+static const float *make_inside(const Weights *w, long c, float *out)
+{
+    if (!w->fades || !w->steep)
+        return 0;
+    for (long i = 0; i < c; i++)
+        for (long j = 0; j <= i; j += LANES)
+            *(lanes *)(out + i * CHUNK + j) = exponentials(w->query[i] - *(const doubles *)(w->key + j));
+    return out;
+}

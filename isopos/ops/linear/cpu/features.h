@@ -1,0 +1,369 @@
+/* Features of tokens and their gradients: phi, a reflection, then the table of an isometry. */
+
+INLINE lanes feature(long phi, lanes x)
+{
+    const lanes positive = at_least(x, 0);
+    if (phi == ELU1)
+        return exponential(x, 0) + positive;
+    if (phi == RELU)
+        return positive + 1e-3f;
+    if (phi == RELU2)
+        return positive * positive;
+    return phi == EXP ? exponential(x, 89) : x;
+}
+
+/* Of x and its feature y. */
+INLINE lanes slope(long phi, lanes x, lanes y)
+{
+    const lanes zero = {0}, one = zero + 1.0f;
+    if (phi == ELU1)
+        return at_most(y, 1);
+    if (phi == RELU)
+        return choose(x > zero, one, zero);
+    if (phi == RELU2)
+        return choose(x > zero, x + x, zero);
+    return phi == EXP ? y : one;
+}
+
+/* A call with each feature map as a constant, by which loops have no choices. */
+#define BY_MAP(phi, call)         \
+    switch (phi) {                \
+    case ELU1:                    \
+        call(ELU1);               \
+        break;                    \
+    case RELU:                    \
+        call(RELU);               \
+        break;                    \
+    case RELU2:                   \
+        call(RELU2);              \
+        break;                    \
+    case EXP:                     \
+        call(EXP);                \
+        break;                    \
+    default:                      \
+        call(IDENTITY);           \
+    }
+
+static void map(long phi, const float *x, float *y, long width)
+{
+#define MAP(phi)                              \
+    for (long m = 0; m < width; m += LANES)   \
+    *(lanes *)(y + m) = feature(phi, *(const lanes *)(x + m))
+    BY_MAP(phi, MAP)
+}
+
+/* phi(x) and phi'(x) of numbers up to whole vectors: what tests compare with feature_maps.py. */
+void isopos_features(long phi, const float *x, float *y, float *derivative, long count)
+{
+    map(phi, x, y, count);
+    for (long m = 0; m < count; m += LANES)
+        *(lanes *)(derivative + m) = slope(phi, *(const lanes *)(x + m), *(const lanes *)(y + m));
+}
+
+/* a * b, less c in even lanes and c more in odd ones; with sign -1 the reverse. */
+INLINE lanes alternate(lanes a, lanes b, lanes c, float sign)
+{
+#if LANES == 16
+    const __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c;
+    return (lanes)(sign > 0 ? _mm512_fmaddsub_ps(x, y, z) : _mm512_fmsubadd_ps(x, y, z));
+#else
+    const __m256 x = (__m256)a, y = (__m256)b, z = (__m256)c;
+    return (lanes)(sign > 0 ? _mm256_fmaddsub_ps(x, y, z) : _mm256_fmsubadd_ps(x, y, z));
+#endif
+}
+
+/* Pairs times cos + i sin, or with sign -1 times cos - i sin; x may be y. */
+INLINE void rotate(const float *x, const float *table, float sign, float *y, long width)
+{
+#define OTHER(l) ((l) ^ 1)
+#define EVEN(l) ((l) & ~1)
+#define ODD(l) ((l) | 1)
+    for (long m = 0; m < width; m += LANES) {
+        const lanes a = *(const lanes *)(x + m), t = *(const lanes *)(table + m);
+        const lanes cosine = __builtin_shuffle(t, (order)LANES_LIST(EVEN)), sine = __builtin_shuffle(t, (order)LANES_LIST(ODD));
+        *(lanes *)(y + m) = alternate(a, cosine, __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * sine, sign);
+    }
+}
+
+INLINE void split_table(const float *table, lanes *cosine, lanes *sine)
+{
+#define FIRST(l) (2 * (l))
+#define SECOND(l) (2 * (l) + 1)
+    const lanes a = *(const lanes *)table, b = *(const lanes *)(table + LANES);
+    *cosine = __builtin_shuffle(a, b, (order)LANES_LIST(FIRST));
+    *sine = __builtin_shuffle(a, b, (order)LANES_LIST(SECOND));
+}
+
+/* The reflection of x, which may be y. */
+INLINE void reflect(const float *normal, const float *x, float *y, long width)
+{
+    const float twice = 2 * dot(x, normal, width);
+    for (long m = 0; m < width; m += LANES)
+        *(lanes *)(y + m) = *(const lanes *)(x + m) - twice * *(const lanes *)(normal + m);
+}
+
+INLINE int in_range(const unsigned char *index, long width)
+{
+    unsigned char most = 0;
+    for (long m = 0; m < width; m++)
+        most = index[m] > most ? index[m] : most;
+    return most < width;
+}
+
+INLINE void gather(const float *x, const unsigned char *index, float *y, long width)
+{
+    if (width % (2 * LANES) == 0 && width <= 8 * LANES) { /* out of every two registers, which the bits above those say */
+        for (long m = 0; m < width; m += LANES) {
+            order at;
+            for (int l = 0; l < LANES; l++)
+                at[l] = index[m + l];
+            lanes found = __builtin_shuffle(*(const lanes *)x, *(const lanes *)(x + LANES), at);
+            for (long n = 2 * LANES; n < width; n += 2 * LANES) {
+                const lanes other = __builtin_shuffle(*(const lanes *)(x + n), *(const lanes *)(x + n + LANES), at);
+                found = choose(at >= (int)n, other, found);
+            }
+            *(lanes *)(y + m) = found;
+        }
+        return;
+    }
+    for (long m = 0; m < width; m++)
+        y[m] = x[index[m]];
+}
+
+/* The table of an isometry applied to features x [width], which are not y. */
+INLINE void move(const Input *o, const float *x, const void *table, float *y)
+{
+    if (o->kind == ROTATION)
+        rotate(x, table, 1, y, o->width);
+    else if (o->kind == GATHER)
+        gather(x, table, y, o->numbers);
+    else
+        for (long m = 0; m < o->width; m += LANES) {
+            lanes cosine, sine;
+            split_table((const float *)table + 2 * m, &cosine, &sine);
+            *(lanes *)(y + m) = *(const lanes *)(x + m) * cosine;
+            *(lanes *)(y + o->width + m) = *(const lanes *)(x + m) * sine;
+        }
+}
+
+/* Its adjoint. */
+INLINE void move_adjoint(const Input *o, const float *y, const void *table, float *x)
+{
+    if (o->kind == ROTATION)
+        rotate(y, table, -1, x, o->width);
+    else if (o->kind == GATHER) {
+        for (long m = 0; m < o->numbers; m++)
+            x[((const unsigned char *)table)[m]] = y[m];
+        for (long m = o->numbers; m < o->width; m++)
+            x[m] = 0;
+    } else
+        for (long m = 0; m < o->width; m += LANES) {
+            lanes cosine, sine;
+            split_table((const float *)table + 2 * m, &cosine, &sine);
+            *(lanes *)(x + m) = *(const lanes *)(y + m) * cosine + *(const lanes *)(y + o->width + m) * sine;
+        }
+}
+
+/* The gradient of a token's table [2 a pair], from features before it and gradients after it. */
+INLINE void pull_table(const Input *o, const float *x, const float *grad, float *out)
+{
+#define SIGN(l) ((l) & 1 ? 1 : -1)
+#define ODD_OF_SECOND(l) ((l) & 1 ? LANES + (l) : (l))
+#define FROM_LOW(l) (((l) & 1 ? LANES : 0) + (l) / 2)
+#define FROM_HIGH(l) (((l) & 1 ? LANES : 0) + LANES / 2 + (l) / 2)
+    const lanes signs = LANES_LIST(SIGN);
+    for (long m = 0; m < o->width; m += LANES) {
+        const lanes a = *(const lanes *)(x + m), g = *(const lanes *)(grad + m);
+        if (o->kind == ROTATION) {
+            const lanes same = a * g, crossed = __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * g * signs;
+            const lanes cosine = same + __builtin_shuffle(same, (order)LANES_LIST(OTHER));
+            const lanes sine = crossed + __builtin_shuffle(crossed, (order)LANES_LIST(OTHER));
+            *(lanes *)(out + m) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(ODD_OF_SECOND));
+        } else {
+            const lanes cosine = a * g, sine = a * *(const lanes *)(grad + o->width + m);
+            *(lanes *)(out + 2 * m) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(FROM_LOW));
+            *(lanes *)(out + 2 * m + LANES) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(FROM_HIGH));
+        }
+    }
+}
+
+/* The token i of a chunk in the table of an input, in the buffer if need be: indices of a byte, or float32. */
+INLINE const void *table_of(const Input *o, Chunk n, long i, float *buffer)
+{
+    const long at = index_of(&o->table, n) + i * o->table.token;
+    if (o->kind == GATHER)
+        return (const unsigned char *)o->table.first + at;
+    const long each = o->kind == LIFT ? 2 : 1;
+    return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
+}
+
+/* The normal of a head, in the buffer if need be, or null. */
+INLINE const float *normal_of(const Input *o, Chunk n, float *buffer)
+{
+    return o->normal.first ? load(rows_of(&o->normal, n), FLOAT32, o->numbers, o->width, buffer) : 0;
+}
+
+INLINE int whole(const Input *o)
+{
+    return o->type == FLOAT32 && o->numbers == o->width;
+}
+
+INLINE int ready(const Input *o, long c)
+{
+    return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0 && whole(o);
+}
+
+INLINE int dropped(const Input *o, Chunk n, long i)
+{
+    return o->mask.first && !((const char *)o->mask.first)[index_of(&o->mask, n) + i * o->mask.token];
+}
+
+/* What is known of an input's chunk: features [c d], those of its denominator alone [c own], and phi's [c width] or null. */
+typedef struct {
+    Rows features, own;
+    const float *plain;
+} Made;
+
+INLINE int moves(const Input *o)
+{
+    return o->kind != NONE || o->normal.first;
+}
+
+/* The features of token i of a chunk, phi's own on the way: where nothing moves them these are the same. */
+INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d, float *plain, float *features)
+{
+    const long width = o->width;
+    if (dropped(o, n, i)) { /* whatever it holds */
+        memset(plain, 0, width * sizeof(float));
+        memset(features, 0, d * sizeof(float));
+        return;
+    }
+    float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
+    map(o->phi, load_row(o, n, i, buffer), plain, width);
+    for (long m = o->numbers; m < width; m++)
+        plain[m] = 0; /* whatever phi makes of zero */
+    if (!moves(o))
+        return;
+    const float *y = plain;
+    if (o->normal.first) {
+        float *reflected = o->kind == NONE ? features : buffer;
+        reflect(normal_of(o, n, room), plain, reflected, width);
+        y = reflected;
+    }
+    if (o->kind == NONE)
+        return;
+    const void *table = table_of(o, n, i, room);
+    if (o->kind == GATHER && !in_range(table, o->numbers)) {
+        report(call, OUT_OF_RANGE);
+        memset(features, 0, d * sizeof(float));
+        return;
+    }
+    move(o, y, table, features);
+    for (long m = o->numbers; o->kind == GATHER && m < width; m++)
+        features[m] = 0;
+}
+
+/* The features of a chunk, in the buffer or where they are; their buffer ends with zeros up to a whole block. */
+static Made make_features(const Call *call, const Input *o, Chunk n, long d, float **buffer)
+{
+    const long c = n.c;
+    const int own = call->size.own && o != &call->v;
+    Made made = {{rows_of(&o->x, n), o->x.token}, {0, 0}, 0};
+    if (!ready(o, c)) {
+        const int apart = moves(o) && own && !o->own.first;
+        float *rows = take(buffer, CHUNK * d), *plains = apart ? take(buffer, CHUNK * o->width) : 0, room[MOST] ALIGNED;
+        for (long i = 0; i < c; i++) {
+            float *features = rows + i * d, *plain = moves(o) ? apart ? plains + i * o->width : room : features;
+            make_token(call, o, n, i, d, plain, features);
+        }
+        memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
+        made = (Made){{rows, d}, {plains, o->width}, apart ? plains : moves(o) ? 0 : rows};
+    }
+    if (own && o->own.first)
+        made.own = (Rows){rows_of(&o->own, n), o->own.token};
+    else if (!made.own.at)
+        made.own = made.features; /* of maps that move nothing, and where denominators have none of their own */
+    return made;
+}
+
+/* Gradients of a learned table from those of features [c d], given phi's own where they are. */
+static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const float *grad, const float *saved)
+{
+    const long numbers = (o->kind == LIFT ? 2 : 1) * o->numbers;
+    float *out = rows_of(&o->grad_table, n), buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
+    for (long i = 0; i < n.c; i++, grad += d, out += o->grad_table.token) {
+        if (dropped(o, n, i)) {
+            memset(out, 0, numbers * sizeof(float));
+            continue;
+        }
+        if (saved)
+            memcpy(buffer, saved + i * o->width, o->width * sizeof(float));
+        else
+            map(o->phi, load_row(o, n, i, room), buffer, o->width);
+        if (o->normal.first)
+            reflect(normal_of(o, n, room), buffer, buffer, o->width);
+        pull_table(o, buffer, grad, room);
+        memcpy(out, room, numbers * sizeof(float));
+    }
+}
+
+/* The gradient of a token x, from that of phi's features and phi's features y, or null. */
+static void pull_token(long phi, const float *x, const float *y, const float *grad, const float *more, long width, long add,
+                       int uncached, float *out)
+{
+#define PULL(phi)                                                                                    \
+    for (long m = 0; m < width; m += LANES) {                                                        \
+        lanes g = *(const lanes *)(grad + m);                                                        \
+        if (more)                                                                                    \
+            g += *(const lanes *)(more + m);                                                         \
+        if (phi != IDENTITY) {                                                                       \
+            const lanes a = *(const lanes *)(x + m);                                                 \
+            g *= slope(phi, a, y ? *(const lanes *)(y + m) : feature(phi, a));                       \
+        }                                                                                            \
+        if (add)                                                                                     \
+            g += *(const lanes *)(out + m);                                                          \
+        put(out + m, g, uncached);                                                                       \
+    }
+    BY_MAP(phi, PULL)
+}
+
+/* Gradients of x from those of its features [c d] and of its own ones [c own]; saved are phi's features or null. */
+static void pull(const Call *call, const Input *o, Chunk n, long d, const float *saved, float *grad, float *grad_own)
+{
+    const long width = o->width, size = o->numbers * (o->type == FLOAT32 ? 4 : 2);
+    float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED, sum[MOST] ALIGNED;
+    if (o->grad_own.first) {
+        for (long i = 0; i < n.c; i++)
+            memcpy(rows_of(&o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->size.own, call->size.own * sizeof(float));
+        grad_own = 0;
+    }
+    if (o->grad_table.first)
+        pull_tables(call, o, n, d, grad, saved);
+    for (long i = 0; i < n.c; i++, grad += d) {
+        const float *from = grad;
+        char *out = address_of(&o->grad, n, i, o->type);
+        if (dropped(o, n, i)) { /* whatever it holds */
+            if (!o->add)
+                memset(out, 0, size);
+            continue;
+        }
+        if (o->kind != NONE && !(__atomic_load_n(call->status, __ATOMIC_RELAXED) & OUT_OF_RANGE)) {
+            move_adjoint(o, grad, table_of(o, n, i, room), buffer);
+            from = buffer;
+        }
+        if (o->normal.first) {
+            reflect(normal_of(o, n, room), from, buffer, width);
+            from = buffer;
+        }
+        const float *x = load_row(o, n, i, room);
+        const float *y = saved ? saved + i * width : 0, *more = grad_own ? grad_own + i * call->size.own : 0;
+        if (whole(o)) {
+            pull_token(o->phi, x, y, from, more, width, o->add, o->uncached, (float *)out);
+            continue;
+        }
+        if (o->add)
+            load(out, o->type, o->numbers, width, sum); /* into it, as they are not whole */
+        pull_token(o->phi, x, y, from, more, width, o->add, 0, sum);
+        store(sum, o->type, o->numbers, out);
+    }
+}

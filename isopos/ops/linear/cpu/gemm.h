@@ -1,0 +1,195 @@
+/* Products of matrices: blocks of rows that stay in registers, and the next chunk asked for meanwhile. */
+
+#define STEPS (64 / LANES) /* of a product, between lines of memory that it asks for */
+
+/* a [rows depth] times b [depth columns]; a's strides let it be a transpose. */
+typedef struct {
+    const float *a;
+    long row, column;
+    const float *b;
+    long stride, depth;
+} Product;
+
+/* Tokens of a chunk that is further than a processor looks ahead: asked for line by line while products are made, as all at once
+   would take the buffers that other lines need. Of k, v, q, the gradient and the output of sums, and gradients of k, v and q
+   some that follow each other. */
+typedef struct {
+    const Call *call;
+    Chunk n;
+    int tensor, tensors;   /* the next one, and the end */
+    const char *at, *stop; /* the next line, and the end of its row */
+    long stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
+    long left, twice;      /* lines of this tensor; whether two are asked for at a time, not one */
+} Ahead;
+
+/* To the next tensor that there is, when one is done. */
+static void go_on(Ahead *ahead)
+{
+    const Call *call = ahead->call;
+    while (!ahead->left && ahead->tensor < ahead->tensors) {
+        const int m = ahead->tensor++;
+        const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = m < 3 ? inputs[m] : m < 5 ? 0 : inputs[m - 5];
+        const View *view = m < 3 ? &o->x : m == 3 ? &call->out.grad : m == 4 ? &call->out.sums : &o->grad;
+        const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->size.values, size = type == FLOAT32 ? 4 : 2;
+        const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
+        if (!view->first)
+            continue;
+        ahead->at = address_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
+        ahead->stride = view->token * size, ahead->gap = ahead->stride - lines * 64;
+        ahead->left = ahead->n.c / together * lines;
+    }
+}
+
+INLINE Ahead ahead_of(const Call *call, Chunk n, int tensor, int tensors)
+{
+    Ahead ahead = {call, n, tensor, n.c > 0 ? tensors : 0};
+    ahead.twice = call->size.d <= 32 || call->flags.reverse; /* by which about all are asked for */
+    return ahead;
+}
+
+INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, long m)
+{
+    lanes b[WIDE];
+    for (int w = 0; w < wide; w++)
+        b[w] = *(const lanes *)(p->b + m * p->stride + j + w * LANES);
+    for (int r = 0; r < ROWS; r++) {
+        const float a = p->a[r * p->row + m * p->column];
+        for (int w = 0; w < wide; w++)
+            sum[r][w] += a * b[w];
+    }
+}
+
+/* Columns of b from j on. */
+INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, Ahead *ahead)
+{
+    const char *at = ahead->at, *stop = ahead->stop;
+    long left = ahead->left, m = 0;
+    for (; m + STEPS <= p->depth; m += STEPS) {
+        for (int n = 0; n < 2 && (n == 0 || ahead->twice) && left > 0; n++) {
+            __builtin_prefetch(at, 0, 2);
+            left--, at += 64;
+            if (at == stop)
+                at += ahead->gap, stop += ahead->stride;
+        }
+        for (int n = 0; n < STEPS; n++)
+            add_step(sum, wide, p, j, m + n);
+    }
+    for (; m < p->depth; m++)
+        add_step(sum, wide, p, j, m);
+    ahead->at = at, ahead->stop = stop, ahead->left = left;
+}
+
+/* Where ROWS rows of a block go, and what they are multiplied by at the end, or null; `uncached` as `put` has it. Zero times every
+   number is added to `zeros`, if it is given: they stay zeros where all are finite. */
+typedef struct {
+    float *at;
+    long stride;
+    const float *last;
+    int uncached;
+    lanes *zeros;
+} Out;
+
+INLINE void scale_rows(lanes sum[ROWS][WIDE], const int wide, const float *by)
+{
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] *= by[r];
+}
+
+INLINE void panel(const int wide, const Out *out, long j, const Product *p, const float *scale, const Product *more,
+                  Ahead *ahead)
+{
+    lanes sum[ROWS][WIDE], zeros[WIDE] = {0};
+    float *at = out->at + j;
+    go_on(ahead);
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] = (lanes){0};
+    add_product(sum, wide, p, j, ahead);
+    if (scale)
+        scale_rows(sum, wide, scale);
+    add_product(sum, wide, more, j, ahead);
+    if (out->last)
+        scale_rows(sum, wide, out->last);
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            put(at + r * out->stride + w * LANES, sum[r][w], out->uncached);
+    for (int r = 0; out->zeros && r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            zeros[w] += 0 * sum[r][w];
+    for (int w = 0; out->zeros && w < wide; w++)
+        *out->zeros += zeros[w];
+}
+
+/* out [ROWS columns] = last * (scale * p + more); a scale that is null is 1. */
+static void block(const Out *out, long columns, const Product *p, const float *scale, const Product *more, Ahead *ahead)
+{
+    long j = 0;
+    for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+        panel(WIDE, out, j, p, scale, more, ahead);
+    if (j < columns)
+        panel(1, out, j, p, scale, more, ahead);
+}
+
+/* to [rows columns] = across * from + p, of whole blocks of rows: a chunk's own sum, as sums of all tokens one by one would lose
+   digits. */
+INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, const Product *p, long j,
+                        Ahead *ahead)
+{
+    lanes sum[ROWS][WIDE];
+    go_on(ahead);
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            sum[r][w] = (lanes){0};
+    add_product(sum, wide, p, j, ahead);
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++)
+            *(lanes *)(to + r * stride + j + w * LANES) = across * *(const lanes *)(from + r * stride + j + w * LANES) + sum[r][w];
+}
+
+static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p, Ahead *ahead)
+{
+    for (long i = 0; i < rows; i += ROWS, p.a += ROWS * p.row, from += ROWS * columns, to += ROWS * columns) {
+        long j = 0;
+        for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+            state_panel(WIDE, from, to, columns, across, &p, j, ahead);
+        if (j < columns)
+            state_panel(1, from, to, columns, across, &p, j, ahead);
+    }
+}
+
+/* x [rows columns] into out [columns stride], with zeros for the rows up to the stride. */
+static void transpose(Rows x, long rows, long columns, float *out, long stride)
+{
+#define LOW(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))
+#define HIGH(s, l) ((l) & (s) ? LANES + (l) : (l) + (s))
+#define LOW1(l) LOW(1, l)
+#define LOW2(l) LOW(2, l)
+#define LOW4(l) LOW(4, l)
+#define LOW8(l) LOW(8, l)
+#define HIGH1(l) HIGH(1, l)
+#define HIGH2(l) HIGH(2, l)
+#define HIGH4(l) HIGH(4, l)
+#define HIGH8(l) HIGH(8, l)
+#define SWAP(s, low, high)                                                            \
+    _Pragma("GCC unroll 16") for (int r = 0; r < LANES; r++) if (!(r & s))            \
+    {                                                                                 \
+        const lanes a = row[r], b = row[r + s];                                       \
+        row[r] = __builtin_shuffle(a, b, (order)LANES_LIST(low));                     \
+        row[r + s] = __builtin_shuffle(a, b, (order)LANES_LIST(high));                \
+    }
+    for (long i = 0; i < stride; i += LANES)
+        for (long j = 0; j < columns; j += LANES) {
+            lanes row[LANES];
+            for (int r = 0; r < LANES; r++)
+                row[r] = i + r < rows ? *(const lanes *)(x.at + (i + r) * x.stride + j) : (lanes){0};
+            SWAP(1, LOW1, HIGH1)
+            SWAP(2, LOW2, HIGH2)
+            SWAP(4, LOW4, HIGH4)
+#if LANES == 16
+            SWAP(8, LOW8, HIGH8)
+#endif
+            for (int r = 0; r < LANES; r++)
+                *(lanes *)(out + (j + r) * stride + i) = row[r];
+        }
+}
