@@ -34,8 +34,8 @@ test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest P
 docs: .venv/.installed-docs     ## the site in site/: runs the tutorials, builds the pages, follows every link
 	@$(BIN)/python -m tools.site
 
-fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: EXAMPLES=1000 of each, or -k call
-	@$(BIN)/pytest --hypothesis-profile=fuzz -m "not slow" -rs $(ARGS) tests/test_fuzz.py
+fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders, EXAMPLES=1000 of each
+	@$(BIN)/pytest --hypothesis-profile=fuzz -m "not slow" $(ARGS) tests/test_fuzz.py || { echo "last case: build/fuzz.txt"; exit 1; }
 
 lint: .venv/.installed-dev      ## check style, format and types
 	@$(BIN)/ruff check
