@@ -351,7 +351,7 @@ class Call:
         if not isinstance(rho_q, Mapped):
             norms = [torch.maximum(a, b.norm(dim=-1)) for a, b in zip(norms, (fq, fk), strict=True)]
         most = 1e8 if self.exact["denominator"] == "complex" else 1e18  # beyond it products are no numbers of float32
-        if max((float(x.max()) for x in norms if x.numel()), default=0.0) > most:
+        if max((float(x.detach().max()) for x in norms if x.numel()), default=0.0) > most:
             return torch.full((*q.shape[:-1], 1), torch.inf), 1.0
         options = {**self.own, "decay": self.exact.get("decay")}
         one = {"denominator": None, **{n: options.get(n) for n in ("decay", "mask", "segment_ids")}, "causal": self.causal}

@@ -101,8 +101,8 @@ def test_a_damaged_file_is_read_as_before_or_named(made, whole, examples):
 
 
 def test_what_fails_is_reduced_to_what_makes_it_fail():
-    assert find(calls(), lambda case: case.get("mask") == "left" and case.get("t") == 65) == {"t": 65, "mask": "left"}
-    assert find(command_lines(), lambda words: "1e400" in words and "eval" in words)[0] == "eval"
+    assert find(calls(), lambda case: case.get("mask") == "left") == {"mask": "left"}
+    assert len(find(command_lines(), lambda words: "nan" in words)) <= 3
     found = find(damages(["done/a.json", "half/b.pt"]), lambda case: case.kind == "fifo")
     assert found == Damage("runs", "done/a.json", "fifo", 0.0)
 

@@ -36,6 +36,11 @@ def exits():
 '''
 
 
+def is_unclear(text: str) -> bool:
+    """Whether a message is Python's or PyTorch's own; one of a module of the user's that fails has the name of its error."""
+    return bool(UNCLEAR.search(re.sub(r"cannot import [^:]+: \w+: ", "", text)))
+
+
 class Ended(NamedTuple):
     """How a command ended: its exit status, and what it wrote."""
 
@@ -115,7 +120,7 @@ def run_command(words: Sequence[str], made: Path) -> str:
         raise Wrong(f"exit status 2, but runs/{left[0]} is left: {ended.err[-200:]!r}")
     if ended.err.startswith("isopos: ") and len(ended.err.strip().splitlines()) > 3:
         raise Wrong(f"more than one message: {ended.err[:300]!r}")
-    if UNCLEAR.search(ended.err):
+    if is_unclear(ended.err):
         raise Wrong(f"not a clear message: {ended.err[-300:]!r}")
     return "error"
 
@@ -149,7 +154,7 @@ def run_damaged(case: Damage, made: Path, whole: Ended) -> str:
     words = ended.err.replace("\n", " ")
     if not any(part in words for part in {file.name, file.parent.name, "/".join(file.parts[-3:-1])}):
         raise Wrong(f"the message does not name {file.name}: {ended.err[-300:]!r}")
-    if UNCLEAR.search(words):
+    if is_unclear(words):
         raise Wrong(f"not a clear message: {ended.err[-300:]!r}")
     return "error"
 
