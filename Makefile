@@ -1,6 +1,6 @@
 # Everything is installed into .venv, in this folder, on first use. Variables, all optional:
 #   PYTHON=python3.12   the interpreter that makes .venv
-#   ARGS="..."          more arguments for isopos compare (run), pytest (test, test-all) or tools.fuzz (fuzz); pairs as 3.12=2.13 (test-versions)
+#   ARGS="..."          more arguments for isopos compare (run) or pytest (test, test-all, fuzz); pairs as 3.12=2.13 (test-versions)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux: PyTorch's own index of CPU builds, without CUDA
 
 PYTHON ?= python3
@@ -29,13 +29,13 @@ test-gpu: .venv/.installed-dev  ## on a GPU: every scheme beside float64, and Tr
 	@ISOPOS_TRITON=1 $(BIN)/pytest -rs -m "triton or not triton" $(ARGS) tests/test_gpu.py tests/test_triton*.py
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
-	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/versions.py $(ARGS)
+	@TORCH_INDEX="$(TORCH_INDEX)" VERSIONS="$(ARGS)" $(BIN)/nox
 
 docs: .venv/.installed-docs     ## the site in site/: runs the tutorials, builds the pages, follows every link
 	@$(BIN)/python -m tools.site
 
-fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders: python -m tools.fuzz ARGS
-	@$(BIN)/python -m tools.fuzz $(ARGS)
+fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders, EXAMPLES=1000 of each
+	@$(BIN)/pytest --hypothesis-profile=fuzz -m "not slow" $(ARGS) tests/test_fuzz.py || { echo "last case: build/fuzz.txt"; exit 1; }
 
 lint: .venv/.installed-dev      ## check style, format and types
 	@$(BIN)/ruff check
@@ -47,9 +47,9 @@ format: .venv/.installed-dev    ## format the code and repair what ruff can
 	@$(BIN)/ruff format
 
 clean:     ## remove .venv, caches and build files; runs/ stays
-	@rm -rf .venv .versions build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .versions build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis mutants
 	@find isopos -name '*.so' -delete
-	@find isopos tests tools -name __pycache__ -prune -exec rm -rf {} +
+	@find isopos tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted installation leaves none. Each installation includes those before it.
 STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-docs .venv/.installed-peers

@@ -1,6 +1,7 @@
 """What every test starts from: seeded random numbers, one thread, float32 by default."""
 
 import importlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ from cases import SchemeCase
 from isopos import catalog, cli, feature_maps, schemes
 
 hypothesis.settings.register_profile("isopos", deadline=None, max_examples=20, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "fuzz", deadline=None, max_examples=int(os.environ.get("EXAMPLES", "1000")), print_blob=True, derandomize=False
+)  # --hypothesis-profile=fuzz: many examples, other ones at each run; those that fail are kept and come first
 hypothesis.settings.load_profile("isopos")
 torch.set_num_threads(1)
 

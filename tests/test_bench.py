@@ -1,7 +1,10 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
+import benchmarks.races as others
+from benchmarks.peers import PEERS
 from isopos.lab.bench import accuracy, ceilings, gpu, peers, processes, races, results, timing
 from isopos.lab.bench.timing import Row, at_least, at_most, rounds_of
 from isopos.lab.commands import bench
@@ -135,15 +140,20 @@ def test_a_row_comes_back_from_json(row):
 
 
 def test_every_work_of_a_race_is_known():
-    contests = itertools.chain(*races.RACES.values(), *gpu.RACES.values())
-    names = {name for contest in contests for name in itertools.chain(*contest.pairs)}
-    assert names <= {*races.WORKS, *peers.PEERS, ceilings.PRODUCT, ceilings.ROOFLINE, ceilings.FRESH}
-    assert set(races.WORKS) <= names
+    ours, theirs = (
+        {name for contest in itertools.chain(*known) for name in itertools.chain(*contest.pairs)}
+        for known in ([*races.RACES.values(), *gpu.RACES.values()], [*others.RACES.values(), *others.GPU.values()])
+    )
+    assert ours <= {*races.WORKS, ceilings.PRODUCT, ceilings.ROOFLINE, ceilings.FRESH}
+    assert theirs & PEERS.keys() == {*PEERS} - {"transformers RoFormer"}, "whose table takes minutes"
+    assert theirs - PEERS.keys() <= {*races.WORKS}
+    assert set(races.WORKS) <= ours | theirs
 
 
 @pytest.mark.parametrize(("ours", "other"), [(ours, other) for ours, others in SAME.items() for other in others])
-def test_works_of_a_race_compute_the_same(ours, other):
-    if other in peers.PEERS and (why := peers.PEERS[other].absence()):
+def test_works_of_a_race_compute_the_same(ours, other, monkeypatch):
+    monkeypatch.setattr(races, "PEERS", PEERS)
+    if other in PEERS and (why := PEERS[other].absence()):
         pytest.skip(why)
     shape = SHAPE._replace(length=1) if "step" in ours else SHAPE
     inputs = torch.randn(3 if ours != "rotation" else 2, *shape[1:3], shape.length, shape.head_dim)
@@ -307,8 +317,9 @@ def test_the_states_of_the_allocator_are_below_each_other(here):
 
 
 def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
-    monkeypatch.setitem(peers.PEERS, "fast-transformers", peers.PEERS["fast-transformers"]._replace(module="no_such_module"))
-    (row, *_) = races.race("attention", replace(races.RACES["attention"][0], shape=races.Shape(SMALL)), 1)
+    absent = {"fast-transformers": PEERS["fast-transformers"]._replace(module="no_such_module")}
+    monkeypatch.setattr(races, "PEERS", PEERS | absent)
+    (row, *_) = races.race("attention", replace(others.ATTENTION[0], shape=races.Shape(SMALL)), 1)
     absence = "pytorch-fast-transformers is not installed: pip install pytorch-fast-transformers, needs a compiler"
     assert absence in row.cells()
     assert not row.raced
@@ -363,7 +374,7 @@ COMMITTED = Path(__file__).parents[1] / "docs" / "performance.md"
 def test_the_committed_page_has_the_races_and_the_goals_that_are_run():
     lines = (line.split(" | ") for line in COMMITTED.read_text(encoding="utf-8").splitlines() if line.count(" | ") == 7)
     goals = {(work.removeprefix("| "), other): goal for work, other, _, _, _, _, goal, _ in lines}
-    for contest in itertools.chain(*races.RACES.values()):
+    for contest in itertools.chain(*races.RACES.values(), *others.RACES.values()):
         passing = "" if contest.passing == races.STEP else f", {contest.passing}"
         for (ours, other), goal in contest.pairs.items():
             assert goals[f"{ours}{passing}, {contest.shape}", other] == str(goal or "")
@@ -515,3 +526,17 @@ def test_the_formulas_of_others_rotate_as_ours_does():
         found = races.work_of(name, SHAPE)(q[..., order], k[..., order])
         for ours, theirs in zip(rotated, found, strict=True):
             torch.testing.assert_close(theirs, ours[..., order], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_races_against_other_libraries_run_in_processes_of_their_own(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "rotary", "--rounds", "1", "--state", "as-is", "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(COMMITTED.parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / results.DATA).read_text())
+    assert content["command"].startswith("python -m benchmarks rotary")
+    assert set(PEERS[other].package for _, other in others.EMBEDDINGS) <= content["versions"].keys()
+    found = [(row["other"], row["note"]) for row in content["rows"] if row["other"]]
+    assert [other for other, _ in found] == [other for _, other in others.EMBEDDINGS] * 2
+    assert all(not note or "pip install" in note for _, note in found)

@@ -5,9 +5,9 @@ import torch
 from rich.console import Console
 
 import isopos
+from benchmarks.peers import ROTARY
 from isopos.catalog import CATALOG
 from isopos.lab.bench import accuracy, exactness
-from isopos.lab.bench.peers import ROTARY
 from isopos.lab.commands import bench
 
 COMMITTED = Path(isopos.__file__).parent.parent / "docs" / "exactness.md"

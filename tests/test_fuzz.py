@@ -1,64 +1,117 @@
-"""The tools that attack: fuzzing finds what is wrong and reduces it, mutants change what they say; and a seeded piece."""
+"""Random calls, command lines and damaged files: a right answer or one clear error. `make fuzz` draws many of each."""
 
+import contextlib
+import faulthandler
 import itertools
 import os
-import signal
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
-from random import Random
 
 import pytest
+import random_calls
+import torch
+import workspace
+from hypothesis import HealthCheck, find, given, settings
+from random_calls import Wrong, is_clear
+from strategies import COUNTS, READERS, Damage, calls, command_lines, damages
+from workspace import Ended, command, copied, make, run_command, run_damaged
 
-from tools import fuzz, fuzz_commands, fuzz_functions, mutants
+import isopos
 
-ROOT = Path(__file__).parents[1]
-TOY = """
-import os, signal, sys, time
-from tools import fuzz
-
-def run(words):
-    if "sleep" in words and "deep" in words:
-        time.sleep(100)
-    if "segfault" in words:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if "wrong" in words and "b" in words:
-        raise ArithmeticError(f"{len(words)} is not it")
-    return "error" if "clear" in words else "answer"
-
-fuzz.ENDLESS = 8.0
-CASES = [["a"], ["clear"], ["b", "a", "wrong"], ["deep", "a", "sleep"], ["c", "segfault"]]
-draw = lambda random: random.choice(CASES)
-sys.exit(fuzz.fuzz(fuzz.Target("toy", draw, lambda word: iter(()), run), 300, 0, cases=16))
-"""
+pytestmark = pytest.mark.filterwarnings("default")  # as for a user: no warning of ours is an error
+CASE = Path("build/fuzz.txt")  # the case that runs, for one that ends the process
+ENDLESS = 60.0  # seconds after which a case counts as one that never ends
+MEMORY = 4 << 30  # bytes that this process may take
+FUZZ = "fuzz"  # a profile of Hypothesis
 
 
-def python(*arguments, timeout=600):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=timeout)
+def run_examples(strategy, run, examples):
+    """Run examples of a strategy; under the profile "fuzz" as many as it has."""
+    many = settings.get_current_profile_name() == FUZZ
+    count = settings().max_examples if many else examples
+
+    @settings(max_examples=count, suppress_health_check=[*HealthCheck])
+    @given(strategy)
+    def one(case):
+        with guarded(case) if many else contextlib.nullcontext():
+            assert run(case) in ("answer", "error")
+
+    one()
+
+
+@contextlib.contextmanager
+def guarded(case):
+    """A case that ends the process, or never ends, is in a file, with the traceback of the latter; memory has a limit."""
+    CASE.parent.mkdir(exist_ok=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with CASE.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        print(repr(case), file=file, flush=True)
+        faulthandler.dump_traceback_later(ENDLESS, exit=True, file=file)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            faulthandler.cancel_dump_traceback_later()
+
+
+def few(fast, slow):
+    """How many examples: few, and more among the slow tests."""
+    return pytest.mark.parametrize("examples", [fast, pytest.param(slow, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
-def toy():
-    return python("-c", TOY)
+def made(tmp_path_factory):
+    """A working folder, and how each command that reads runs ends in it."""
+    folder = tmp_path_factory.mktemp("made")
+    make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(made):
+    """How commands that read runs end in the whole folder, when they are asked for."""
+    found = {}
+
+    def ended(name):
+        if name not in found:
+            with copied(made):
+                found[name] = command(READERS[name][0].split())
+        return found[name]
+
+    return ended
+
+
+@few(100, 1200)
+def test_a_random_call_is_right_or_one_clear_error(examples):
+    run_examples(calls(), random_calls.run, examples)
+
+
+@few(8, 80)
+def test_a_random_command_is_right_or_one_clear_error(made, examples):
+    run_examples(command_lines(), lambda words: run_command(words, made), examples)
+
+
+@few(8, 60)
+def test_a_damaged_file_is_read_as_before_or_named(made, whole, examples):
+    files = sorted(str(path.relative_to(made / "runs")) for path in made.glob("runs/**/*") if path.is_file())
+    run_examples(damages(files), lambda case: run_damaged(case, made, whole(case.command)), examples)
 
 
 @pytest.mark.slow
-def test_a_failure_is_reduced_to_a_line_and_counted(toy):
-    assert "--case 'b wrong'" in toy.stdout
-    assert "ArithmeticError in nowhere: 3 is not it" in toy.stdout
-    assert toy.returncode > 0
-    assert "toy: 16 cases from 0 on of seed 0: " in toy.stdout
-    assert "failures of 3 kinds" in toy.stdout
+def test_what_fails_is_reduced_to_what_makes_it_fail():
+    assert find(calls(), lambda case: case.get("mask") == "left") == {"mask": "left"}
+    found = find(damages(["done/a.json", "half/b.pt"]), lambda case: case.kind == "fifo")
+    assert found == Damage("runs", "done/a.json", "fifo", 0.0)
 
 
-@pytest.mark.slow
-def test_a_crash_and_an_endless_loop_have_their_case(toy):
-    assert "crash: SIGSEGV in nowhere" in toy.stdout
-    assert "--case segfault" in toy.stdout
-    assert "endless: no end after 8 seconds" in toy.stdout
-    assert "--case 'deep sleep'" in toy.stdout
+@settings(max_examples=100)
+@given(command_lines())
+def test_drawn_command_lines_keep_to_what_ends(words):
+    for flag, value in itertools.pairwise(words):
+        assert flag not in COUNTS or len(value) < 3 or not value.isdecimal()
 
 
 @pytest.mark.parametrize(
@@ -73,123 +126,103 @@ def test_a_crash_and_an_endless_loop_have_their_case(toy):
     ],
 )
 def test_a_clear_error_says_what_was_expected_and_what_came(message, clear):
-    assert fuzz_functions.is_clear(ValueError(message)) == clear
-    assert not fuzz_functions.is_clear(AttributeError(message))
+    assert is_clear(ValueError(message)) == clear
+    assert not is_clear(AttributeError(message))
 
 
-def test_a_wrong_number_is_seen(monkeypatch):
-    right = fuzz_functions.isopos.linear_attention
-    assert fuzz_functions.run(["t=9", "scheme=rope"]) == "answer"
-    monkeypatch.setattr(fuzz_functions.isopos, "linear_attention", lambda *a, **k: right(*a, **k) * (1 + 1e-3))
-    with pytest.raises(fuzz_functions.Wrong, match=r"160 numbers|288 numbers"):
-        fuzz_functions.run(["t=9", "scheme=rope"])
+def unclear(right, q, k, v, **options):
+    raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
 
 
-def test_a_wrong_gradient_is_seen(monkeypatch):
-    right = fuzz_functions.isopos.linear_attention
-
-    def scaled(q, k, v, **options):
-        return right(q, k * 1.01 - k.detach() * 0.01, v, **options)
-
-    assert fuzz_functions.run(["t=9", "grad=yes", "dtype=float64"]) == "answer"
-    monkeypatch.setattr(fuzz_functions.isopos, "linear_attention", scaled)
-    with pytest.raises(fuzz_functions.Wrong, match="the gradient of k is off by"):
-        fuzz_functions.run(["t=9", "grad=yes", "dtype=float64"])
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_cases_end_with_who_reads_them():
-    target = fuzz.Target("x", lambda random: ["a"], lambda word: iter(()), lambda words: "answer")
-    child = fuzz.Child(target, ((n, ["a"]) for n in itertools.count()))
-    assert next(child.outcomes()) == (0, "answer")
-    os.close(child.reader)
-    until, ended = time.monotonic() + 20, 0
-    while not ended and time.monotonic() < until:
-        time.sleep(0.01)
-        ended, _ = os.waitpid(child.pid, os.WNOHANG)
-    if not ended:
-        os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
-    child.crash.close()
-    assert ended
+BUGS = {
+    "160 numbers|288 numbers": (lambda right, *qkv, **at: right(*qkv, **at) * (1 + 1e-3), {}),
+    "the gradient of k is off": (
+        lambda right, q, k, v, **at: right(q, k * 1.01 - k.detach() * 0.01, v, **at),
+        {"grad": True, "dtype": "float64"},
+    ),
+    "must match the size": (unclear, {}),
+    "nan, not": (
+        lambda right, q, k, v, **at: right(q, k, v, **at | {"mask": None}),
+        {"mask": "left", "garbage": "masked-nan"},
+    ),
+    "an answer on the CPU": (lambda right, q, k, v, **at: torch.zeros(1), {"odd": "q:meta"}),
+    "expected torch.float32, got torch.float64": (lambda right, *qkv, **at: right(*qkv, **at).double(), {}),
+}
 
 
-def test_cases_are_those_of_the_seed():
-    for module in (fuzz_functions, fuzz_commands):
-        target = fuzz.Target("x", module.draw, module.smaller, module.run)
-        assert [target.case(1, n) for n in range(20)] == [target.case(1, n) for n in range(20)]
-        assert target.case(1, 0) != target.case(2, 0)
+@pytest.mark.parametrize("found", BUGS)
+def test_a_wrong_answer_of_a_call_is_found(found, monkeypatch):
+    bug, case = BUGS[found]
+    case = {"t": 9, "scheme": "rope"} | case
+    assert random_calls.run(case) in ("answer", "error")
+    right = isopos.linear_attention
+    monkeypatch.setattr(isopos, "linear_attention", lambda *qkv, **at: bug(right, *qkv, **at))
+    with pytest.raises((Wrong, RuntimeError), match=found):
+        random_calls.run(case)
 
 
-def test_mutants_change_what_they_say(tmp_path):
-    source = '''
-"""Words."""
-__all__ = ["f"]
+def leaves(path):
+    """A command that is refused, and leaves a folder."""
+    Path(path).mkdir(parents=True)
+    return Ended(2, "", "isopos: refused")
 
 
-def f(x: int, y: int = 3, *, z=True) -> int:
-    """Words."""
-    assert x > 0, "words"
-    if x < y and not z:
-        raise ValueError(f"x: {x + 1}")
-    x += 1
-    g(x, y)
-    return -x * 2.5
-'''
-    (tmp_path / "m.py").write_text(source)
-    found = mutants.mutants(tmp_path, ".")
-    said = {(mutant.old, mutant.new) for mutant in found}
-    assert said == {
-        ("3", "(4)"),
-        ("True", "(False)"),
-        ("x < y and not z", "(not (x < y and (not z)))"),
-        ("x < y and not z", "(x < y or not z)"),
-        ("x < y", "(x <= y)"),
-        ("not z", "(z)"),
-        ('raise ValueError(f"x: {x + 1}")', "pass"),
-        ("x += 1", "pass"),
-        ("x += 1", "x -= 1"),
-        ("1", "(2)"),
-        ("g(x, y)", "pass"),
-        ("g(x, y)", "(g(y, x))"),
-        ("-x * 2.5", "(-x / 2.5)"),
-        ("-x", "(x)"),
-        ("2.5", "(5.0)"),
-    }
-    assert {mutant.scope for mutant in found} == {"f"}
-    for mutant in found:
-        changed = mutant.apply(source.encode()).decode()
-        assert changed != source
-        compile(changed, "m.py", "exec")
+@pytest.fixture
+def small(tmp_path):
+    """A folder with a run."""
+    (tmp_path / "runs" / "done").mkdir(parents=True)
+    (tmp_path / "runs" / "done" / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
 
 
-def test_what_no_test_is_to_hold_is_left_alone(tmp_path):
-    """The dress of pictures, where there are any, and what cannot matter."""
-    lines = "axes.set(xlabel=1)", "axes.plot(x, 2, linewidth=3)", "max(x, y)", "zip(z, strict=True)", "axes.set_ylim(4)"
-    (tmp_path / "plain.py").write_text("\n".join(lines))
-    (tmp_path / "drawn.py").write_text("\n".join(["from matplotlib.axes import Axes", *lines]))
-    found = {name: {m.old for m in mutants.mutants(tmp_path, ".") if m.file == f"{name}.py"} for name in ("plain", "drawn")}
-    assert found["drawn"] == {
-        "axes.plot(x, 2, linewidth=3)",
-        "2",
-        "max(x, y)",
-        "zip(z, strict=True)",
-        "axes.set_ylim(4)",
-        "4",
-    }
-    assert found["plain"] - found["drawn"] == {"axes.set(xlabel=1)", "1", "3"}
+TRACEBACK = Ended(1, "", "Traceback (most recent call last)")
 
 
-def test_drawn_command_lines_keep_to_what_ends():
-    for n in range(300):
-        words = fuzz_commands.draw(Random(n))
-        for flag, value in itertools.pairwise(words):
-            assert flag != "--steps" or len(value) < 3 or not value.isdecimal()
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        (lambda words: leaves("../beside"), "wrote outside the working folder"),
+        (lambda words: leaves("runs/new"), "runs/new is left"),
+        (lambda words: TRACEBACK, "a traceback"),
+        (lambda words: Ended(2, "", "isopos: \x1b[31mred"), "control characters"),
+        (lambda words: Ended(3, "", ""), "exit status 3"),
+        (lambda words: Ended(2, "", ""), "exit status 2"),
+        (lambda words: Ended(2, "", "isopos: a\nb\nc\nd"), "more than one message"),
+        (lambda words: Ended(2, "", "isopos: [Errno 2] a"), "not a clear message"),
+    ],
+)
+def test_a_wrong_end_of_a_command_is_found(ends, found, small, monkeypatch):
+    assert run_command(["list"], small) == "answer"
+    monkeypatch.setattr(workspace, "command", ends)
+    with pytest.raises(Wrong, match=found):
+        run_command(["list"], small)
+
+
+@pytest.mark.parametrize(
+    ("command", "ended", "found"),
+    [
+        ("eval", TRACEBACK, "a traceback"),
+        ("eval", Ended(0, "\x07", ""), "control characters"),
+        ("runs", Ended(0, "pair/rope-seed0", ""), "not all other runs are listed"),
+        ("eval", Ended(0, "loss 1.5", ""), r"other figures without a word: \['1.5'\], not \['2.5'\]"),
+        ("eval", Ended(1, "", ""), "not one message"),
+        ("eval", Ended(2, "", "isopos: it cannot be read"), "does not name model.safetensors"),
+        ("eval", Ended(2, "", "isopos: model.safetensors: NoneType"), "not a clear message"),
+    ],
+)
+def test_a_wrong_end_of_a_reader_is_found(command, ended, found, small, monkeypatch):
+    monkeypatch.setattr(workspace, "command", lambda words: ended)
+    with pytest.raises(Wrong, match=found):
+        run_damaged(Damage(command, "done/model.safetensors", "flip", 0.5), small, Ended(0, "loss 2.5", ""))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "cases"), [("functions", 1200), ("commands", 80), ("folders", 60)])
-def test_a_seeded_piece(target, cases):
-    ended = python("-m", "tools.fuzz", target, "--seconds", "600", "--cases", str(cases))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"{target}: {cases:,} cases" in ended.stdout
+@pytest.mark.parametrize(("end", "said"), [("os.kill(os.getpid(), 11)", ""), ("time.sleep(60)", "Timeout")])
+def test_a_case_that_ends_the_process_or_never_ends_is_in_a_file(end, said, tmp_path):
+    code = f"import os, time, test_fuzz\ntest_fuzz.ENDLESS = 2\nwith test_fuzz.guarded(['a case']):\n    {end}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode in (1, -11)
+    text = (tmp_path / CASE).read_text()
+    assert text.startswith("['a case']")
+    assert said in text

@@ -10,13 +10,13 @@ import torch
 from cases import close
 
 import isopos
+from benchmarks.peers import ROTARY
+from benchmarks.peers_page import COMPARISONS, rotated
+from benchmarks.peers_page import error as difference_of
 from isopos.biases import T5, DeBERTa
 from isopos.decays import alibi_rates
 from isopos.feature_maps import Favor
 from isopos.lab.bench import accuracy
-from isopos.lab.bench.peers import ROTARY
-from tools.peers_page import COMPARISONS, rotated
-from tools.peers_page import error as difference_of
 
 pytestmark = pytest.mark.oracles
 HEADS, HEAD_DIM, MODEL_DIM, LENGTH = 2, 16, 24, 70
@@ -340,7 +340,8 @@ def test_tables_are_closer_to_float64_than_theirs(peer, name):
     assert {setting.start for setting in theirs} == ({0} if "RoFormer" in name else {0, 10**6})
 
 
-def test_the_table_of_accuracy_names_every_library():
+def test_the_table_of_accuracy_names_every_library(monkeypatch):
+    monkeypatch.setattr(accuracy, "LIBRARIES", accuracy.LIBRARIES | ROTARY)
     table = accuracy.accuracy()
     shown = [*map(str, table.columns[0].cells), *accuracy.absent()]
     assert shown.count("isopos") == 1

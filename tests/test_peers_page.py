@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import isopos
+from benchmarks import peers_page
 from isopos.catalog import CATALOG
-from tools import peers_page
 
 PAGE = peers_page.ROOT / "docs" / "peers.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="docs/ is part of the repository only")

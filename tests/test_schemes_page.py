@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from benchmarks import peers_page
 from isopos.catalog import CATALOG
 from isopos.schemes.registry import build, options_of
 from isopos.spec import split_spec
-from tools import generate, peers_page, schemes_page
+from tools import generate, schemes_page
 from tools.authors import AUTHORS
 
 pytestmark = pytest.mark.skipif(not (generate.ROOT / "docs").exists(), reason="docs/ is part of the repository only")

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isopos.lab.bench import gpu, peers, processes, races, timing
+from benchmarks import races as others
+from benchmarks.peers import PEERS
+from isopos.lab.bench import gpu, processes, races, timing
 from isopos.ops import gpu as gate
 from isopos.ops import triton_rotate
 from isopos.ops.linear import triton, triton_step_kernel
@@ -32,13 +34,14 @@ def small(contest):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """No work is repeated."""
+    """No work is repeated, and other libraries' works are known."""
+    monkeypatch.setattr(races, "PEERS", PEERS)
     monkeypatch.setattr(timing, "_pace", lambda *_: (1, 0))
 
 
-@pytest.mark.parametrize("section", gpu.RACES)
-def test_every_race_runs(section, monkeypatch):
-    contests = {(contest.passing, *contest.pairs): small(contest) for contest in gpu.RACES[section]}
+@pytest.mark.parametrize(("known", "section"), [(known, section) for known in (gpu.RACES, others.GPU) for section in known])
+def test_every_race_runs(known, section, monkeypatch):
+    contests = {(contest.passing, *contest.pairs): small(contest) for contest in known[section]}
     monkeypatch.setitem(gpu.RACES, section, [*contests.values()])
     owner, name = KERNELS[section]
     kernel, calls = getattr(owner, name), []
@@ -47,7 +50,7 @@ def test_every_race_runs(section, monkeypatch):
     rows = list(processes.section(section, 1, device=DEVICE))
     pairs = [pair for contest in contests.values() for pair in contest.pairs.items()]
     assert [(row.other, row.goal) for row in rows] == [(other, goal) for (_, other), goal in pairs]
-    excused = [*peers.PEERS] if gate.interpreted() else []  # fla's kernels cannot be interpreted in bfloat16
+    excused = [*PEERS] if gate.interpreted() else []  # fla's kernels cannot be interpreted in bfloat16
     assert not [row.note for row in rows if not (row.raced or row.other in excused or "is not installed" in row.note)]
     assert calls
 
@@ -78,13 +81,13 @@ def test_what_memory_does_not_do_for_is_a_row_that_says_so(monkeypatch):
     assert [(row.raced, row.note) for row in rows] == [(False, "two clones: out of memory"), (True, "")]
 
 
-PAIRS = {pair for contests in gpu.RACES.values() for contest in contests for pair in contest.pairs if pair[1] in peers.PEERS}
+PAIRS = {pair for contests in others.GPU.values() for contest in contests for pair in contest.pairs}
 
 
 @pytest.mark.parametrize(("ours", "other"), sorted(PAIRS))
 def test_peers_compute_the_same(ours, other):
     """With all gradients, in the dtype that the interpreter does not round otherwise."""
-    if why := peers.PEERS[other].absence():
+    if why := PEERS[other].absence():
         pytest.skip(why)
     dtype = torch.float32 if gate.interpreted() else torch.bfloat16
     kind = "rotary" if ours == "rotation" else "attention"

@@ -4,6 +4,7 @@ import platform
 
 import torch
 
+from benchmarks.peers import ROTARY
 from isopos.lab.bench import accuracy
 from isopos.lab.bench.exactness import BATCH, HEAD_DIM, HEADS, LENGTH, Table, beside, measure, tables
 from isopos.lab.reports.grids import markdown
@@ -55,6 +56,7 @@ positions in the dtype of its inputs, and a cast rounds the frequencies of all t
 
 def page() -> str:
     """The whole page."""
+    accuracy.LIBRARIES.update(ROTARY)
     notes: list[str] = []
     sections = list(tables(measure(), notes))
     sizes = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH}

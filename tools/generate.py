@@ -13,10 +13,10 @@ from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
 from tools import results_page, schemes_page
+from tools.pages import ROOT
 
 __all__ = ["COMMAND", "generated"]
 
-ROOT = Path(__file__).parents[1]
 COMMAND = schemes_page.COMMAND
 OPTIONS = {
     "attention": "the kind of attention",

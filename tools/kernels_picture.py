@@ -1,7 +1,5 @@
 """docs/kernels.svg, the picture of the README: `python -m tools.kernels_picture` writes it."""
 
-from pathlib import Path
-
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,8 +7,9 @@ from matplotlib.figure import Figure
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import EVEN, HEAD, ODD, draw_heat, draw_tree, plain
 from isopos.schemes import build
+from tools.pages import ROOT
 
-PATH = Path(__file__).parents[1] / "docs" / "kernels.svg"
+PATH = ROOT / "docs" / "kernels.svg"
 SHOWN = (
     ("rope", "rope: a line"),
     ("permuteformer", "permuteformer: a line, with its decay"),

@@ -1,4 +1,4 @@
-"""docs/performance.md from a run: python -m tools.performance_page FOLDER/bench.json > docs/performance.md."""
+"""docs/performance.md from runs: python -m tools.performance_page {FOLDER,OTHERS}/bench.json > docs/performance.md."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from isopos.lab.bench.processes import ALLOCATORS
+from isopos.lab.bench.results import merged
 from isopos.lab.bench.timing import TITLES, Row
 from isopos.lab.reports.grids import markdown
 
@@ -25,8 +26,9 @@ SECTIONS = {
 INTRODUCTION = """# Performance
 
 One run on one machine; `{command}` prints and writes it for yours, and
-`python -m tools.performance_page FOLDER/bench.json > docs/performance.md` wrote this page. Peers are measured where they are
-installed: `pip install isopos[lab,peers]`, and fast-transformers' kernel where a compiler builds it.
+`python -m tools.performance_page {{FOLDER,OTHERS}}/bench.json > docs/performance.md` wrote this page. Other libraries are
+measured by `python -m benchmarks --out OTHERS` in the repository, where they are installed: `pip install isopos[lab,peers]`,
+and fast-transformers' kernel where a compiler builds it.
 
 **Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}.
 
@@ -46,16 +48,18 @@ unless a row says otherwise. "forward + backward" takes gradients of all inputs,
 Positions are evaluated once, outside the clock, as layers share them; a decoding step evaluates its own."""
 
 
-def page(content: dict[str, Any]) -> str:
-    """The page of what a run has written.
+def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
+    """The page of what runs have written.
 
     Args:
-        content: Of bench.json.
+        content: Of bench.json, which names the command and the machine.
+        others: Of other races on the same machine.
     """
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    known = {name: version for one in (*others, content) for name, version in one["versions"].items()}
+    versions = ", ".join(f"{name} {version}" for name, version in known.items())
     trim = ALLOCATORS["reused"]["MALLOC_TRIM_THRESHOLD_"]
     parts = [INTRODUCTION.format(**content | {"versions": versions, "trim": trim})]
-    rows = [Row.from_json(row) for row in content["rows"]]
+    rows = merged([Row.from_json(row) for one in (content, *others) for row in one["rows"]])
     for section, title in SECTIONS.items():
         own = [row for row in rows if row.section == section]
         if own:
@@ -64,4 +68,4 @@ def page(content: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(json.loads(Path(sys.argv[1]).read_text())), end="")
+    print(page(*(json.loads(Path(file).read_text()) for file in sys.argv[1:])), end="")

@@ -19,11 +19,12 @@ from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import UNSHOWN, Difference
 from isopos.lab.reports.paper import FEW, FIGURES, PAIRED, spearman
 from isopos.lab.tables.loader import load_table
+from tools.pages import ROOT, tables
 
 __all__ = ["Shown", "findings", "folders", "read", "shown_in"]
 
 APART = "quartiles do not overlap"
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,12 @@ class Shown:
 def read(path: Path) -> Shown:
     """The table in a file that `isopos table` wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    tables = [[_cells(line) for line in part] for bar, part in itertools.groupby(lines, lambda s: s[:1] == "|") if bar]
-    (titles, _, *rows), *second = tables
+    (titles, *rows), *second = tables(path)
     paper = {title.removesuffix(": paper"): n for n, title in enumerate(titles) if title.endswith(": paper")}
     last = len(titles) - sum(title.startswith("updates to ") for title in titles)
     ours = {titles[n].removesuffix(": ours"): n for n in range(2, last) if n not in paper.values()}
     apart = {title: n for n, title in enumerate(second[0][0]) if n} if second else {}
-    distances = second[0][2:] if second else []
+    distances = second[0][1:] if second else []
     said = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
     commands = [line.strip() for line in lines if line.startswith("    isopos table ")]
     table = load_table(commands[0].split()[2])
@@ -151,10 +151,6 @@ def _lacking(said: Sequence[str], column: str, corpus: str) -> dict[str, frozens
 def _most(said: Sequence[str]) -> int:
     """How many seeds a row of a table has, if it lacks none."""
     return int(found[1]) if (found := re.search(r"of up to (\d+) seeds", " ".join(said))) else 1
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def _figure(cell: str) -> tuple[float, float] | None:

@@ -15,7 +15,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools.pages import ROOT
+
 SANITIZERS = {"address": "libasan.so", "undefined": "", "thread": "libtsan.so"}  # and the runtime that is loaded first
 SCHEMES = ("none", "rope", "retnet", "permuteformer", "lrpe-unitary", "lrpe-orthogonal", "cosformer")
 
@@ -70,13 +71,8 @@ def call(draw: random.Random) -> None:
     from isopos.attention import explain, linear_attention
 
     name, dtype = draw.choice(SCHEMES), draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
-    b, h, t, d, e = (
-        draw.randint(1, 2),
-        draw.randint(1, 3),
-        draw.randint(1, 700),
-        2 * draw.randint(1, 40),
-        draw.randint(1, 80),
-    )
+    b, h, t, half, e = (draw.randint(1, most) for most in (2, 3, 700, 40, 80))
+    d = 2 * half
     kind = draw.choice(["plain", "encoded", "none"])
     scheme, s = schemes.REGISTRY[name](d, h, denominator=kind), t
     given = scheme.at(positions.sequence(t)) | {"causal": draw.random() < 0.6}
@@ -97,14 +93,8 @@ def call(draw: random.Random) -> None:
         largest = exact.abs().max().clamp_min(1e-2 * found[1][0].abs().max())
         if name in ("none", "retnet") or kind != "plain":  # a rotated sum over a plain denominator may be almost nothing
             error = ((ours.double() - exact).abs().max() / largest).item()
-            assert error < (1e-2 if dtype == torch.float32 else 0.2), (
-                name,
-                kind,
-                dtype,
-                (b, h, t, s, d, e),
-                given.keys(),
-                error,
-            )
+            case = name, kind, dtype, (b, h, t, s, d, e), given.keys()
+            assert error < (1e-2 if dtype == torch.float32 else 0.2), (case, error)
         assert ours.isfinite().all()
 
 

@@ -5,7 +5,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,12 +19,12 @@ from isopos.positions import Group, Product, Tree, tree
 from isopos.schemes import REGISTRY, Choices, Scheme
 from isopos.state import State
 from tools.authors import AUTHORS
+from tools.pages import ROOT, tables
 
 __all__ = ["page"]
 
 HEAD_DIM, HEADS = 16, 2  # small sizes for what is tried
 FAR, STEPS = 10**6, "path"
-ROOT = Path(__file__).parents[1]
 COMMAND = "python -m tools.generate"
 INTRODUCTION = f"""# The schemes
 
@@ -311,13 +310,9 @@ def _code() -> Iterator[str]:
 
 
 def _plain(value: object) -> str:
-    return (
-        f"{value}".lower()
-        if isinstance(value, bool) or value is None
-        else f"{value:g}"
-        if isinstance(value, float)
-        else f"{value}"
-    )
+    if isinstance(value, bool) or value is None:
+        return f"{value}".lower()
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _criteria(schemes: list[_Measured]) -> Iterator[str]:
@@ -394,12 +389,8 @@ def _far(group: Group) -> Tensor:
 
 def _performance() -> dict[str, str]:
     """Bits a byte of each scheme in the first table of docs/laboratory.md, that of the default run."""
-    lines = (ROOT / "docs" / "laboratory.md").read_text(encoding="utf-8").splitlines()
-    starts = [n for n, line in enumerate(lines) if line.startswith("| scheme |")]
-    if not starts:
+    found = [table for table in tables(ROOT / "docs" / "laboratory.md") if table[0][0] == "scheme"]
+    if not found:
         raise ValueError("docs/laboratory.md: expected the table of the default run, got none")
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(str.strip, lines[starts[0] :])
-    ]
-    column = rows[0].index("bits/byte")
-    return {row[0]: row[column] for row in rows[2:]}
+    titles, *rows = found[0]
+    return {row[0]: row[titles.index("bits/byte")] for row in rows}

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,10 +17,10 @@ from urllib.parse import unquote, urlsplit
 
 from isopos.catalog import CATALOG
 from isopos.schemes import REGISTRY, Scheme
+from tools.pages import ROOT, Rows, tables
 
 __all__ = ["BUILT", "broken", "build"]
 
-ROOT = Path(__file__).parents[1]
 STAGED, BUILT = ROOT / "build" / "docs", ROOT / "site"
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 API = {  # a page, and the modules of isopos on it
@@ -85,8 +85,8 @@ def _formula(found: re.Match[str]) -> str:
 def _gallery() -> None:
     """A picture of each scheme's kernel, with its laws and its exactness, ahead of the tables of docs/schemes.md."""
     (STAGED / "gallery").mkdir()
-    laws = {row[0].strip("`"): row[3] for row in _rows("schemes.md", "| name | direction |")}
-    errors = {row[0]: row for row in _rows("exactness.md", "| scheme | linear f64 |")}
+    laws = {row[0].strip("`"): row[3] for row in _table("schemes.md", "name", "direction")}
+    errors = {row[0]: row for row in _table("exactness.md", "scheme", "linear f64")}
     cards = []
     for name, entry in CATALOG.items():
         _picture(REGISTRY[name](64, 8), STAGED / "gallery" / f"{name}.svg")
@@ -131,14 +131,9 @@ def _picture(scheme: Scheme, path: Path) -> None:
         figure.savefig(path, bbox_inches="tight")
 
 
-def _rows(page: str, head: str) -> Iterator[list[str]]:
-    """The rows of the table of a page that begins so."""
-    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
-    start = next(n for n, line in enumerate(lines) if line.startswith(head))
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            return
-        yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+def _table(page: str, *titles: str) -> Rows:
+    """The rows of the table of a page whose first titles are these."""
+    return next(rows[1:] for rows in tables(ROOT / "docs" / page) if rows[0][: len(titles)] == [*titles])
 
 
 def _api() -> None:

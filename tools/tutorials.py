@@ -11,9 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.pages import ROOT
+
 __all__ = ["pages", "run", "script"]
 
-ROOT = Path(__file__).parents[1]
 GIVEN = {  # what a page takes for granted
     "README.md": "from transformers import LlamaConfig as C, LlamaForCausalLM as M; "
     "model = M(C(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1))",

@@ -1,4 +1,4 @@
-"""How far rotary tables are from a float64 reference, ours beside other libraries'."""
+"""How far rotary tables are from a float64 reference: ours, and other libraries' where `benchmarks` has added them."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from isopos import __version__
-from isopos.lab.bench.peers import ROTARY, Peer
+from isopos.lab.bench.peers import Peer
 from isopos.lab.reports import grids
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
@@ -48,7 +48,7 @@ def _ours(module: ModuleType, x: Tensor, start: int, cast: torch.dtype | None) -
 
 
 OURS = Peer("isopos", "isopos", _ours)
-LIBRARIES = {"isopos": OURS, **ROTARY}
+LIBRARIES = {"isopos": OURS}
 
 
 def absent() -> list[str]:

@@ -1,7 +1,7 @@
-"""Races on a CUDA device, in bfloat16: against flash-linear-attention, flash attention, copies, and products of matrices.
+"""Races on a CUDA device, in bfloat16: against flash attention, copies, and products of matrices.
 
 Each is run with the kernels of Triton and with PyTorch's operations, a process each. Queries, keys and values lie in memory
-as projections leave them, ``[b t h d]``, which is what the others ask for. A race has its rounds, or as many as it begins
+as projections leave them, ``[b t h d]``. A race has its rounds, or as many as it begins
 in `LIMIT` seconds: forward and backward, softmax attention with 128k keys takes seconds a call.
 """
 
@@ -27,8 +27,6 @@ def _attention(passing: Passing, length: int, head_dim: int) -> Race:
     long = length >= 4096
     soft = at_least(8) if length >= 1 << 16 else at_least(1) if long else None
     pairs: dict[tuple[str, str], Goal | None] = {
-        (PLAIN, "fla, linear attention"): at_least(1.2) if long else None,
-        ("causal, no features, retnet decay", "fla, simple gated linear attention"): at_least(1.2) if long else None,
         (PLAIN, ROOFLINE): at_least(0.7) if long else None,
         ("causal", "softmax (SDPA)"): soft if passing == BOTH else None,
     }
@@ -54,13 +52,10 @@ ATTENTION = (
     *(_both_ways(BOTH, 1 << n, head_dim) for n in (10, 12, 14, 16) for head_dim in (64, 128)),
     *(_both_ways(FORWARD, 1 << n, 64) for n in (12, 16)),
 )
-PEERS = {("rotation", "fla, rotary"): None, ("rotation", "flash-attn, rotary"): None}
 # 0.9 of the rate of copies: a clone's gradient is no copy
 COPIES: dict[Passing, Goal] = {FORWARD: at_most(1.11), BOTH: at_most(2.22)}
 ROTARY = tuple(
-    Race("rotary", passing, Shape(8192, 8, 16, d), {CLONES: COPIES[passing]} | PEERS)
-    for passing in COPIES
-    for d in (64, 128)
+    Race("rotary", passing, Shape(8192, 8, 16, d), {CLONES: COPIES[passing]}) for passing in COPIES for d in (64, 128)
 )
 STEPS = {(PREPARED, "mul_ of the state"): at_least(0.8), ("prepared step, rotary", PREPARED): at_most(1.3)}
 DECODE = tuple(Race("attention", STEP, Shape(1, batch, 16, 64), STEPS) for batch in (1, 256))

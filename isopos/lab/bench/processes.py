@@ -38,6 +38,7 @@ MEMORY = {"none": at_most(4.5), "rope": None, "permuteformer": None, "retnet": N
 LENGTHS = (8192, 32768)
 LONG = 1 << 17  # tokens of a long sequence
 NODES = 65536  # of a tree; at most two for each token that a short section is cut to
+COMMAND, MODULE = ("isopos", "bench"), "isopos.lab.bench.processes"  # what runs it, and what a process of its own runs
 MARK = "\x1e"  # before what a process returns: peers print, too
 
 
@@ -97,7 +98,7 @@ def in_states(
 
 def stream(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Iterator[Any]:
     """What a function of `FUNCTIONS` yields in a process of its own, as it comes; or what it returns."""
-    command = [sys.executable, "-m", "isopos.lab.bench.processes", function, json.dumps(arguments)]
+    command = [sys.executable, "-m", MODULE, function, json.dumps(arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
         assert process.stdout is not None
         try:
@@ -216,6 +217,12 @@ FUNCTIONS = {
     "tree": lambda nodes: [tree(nodes)],
 }
 
-if __name__ == "__main__":  # a function in this process: FUNCTION ARGUMENTS, each of what it gives printed as a line of JSON
-    for found in FUNCTIONS[sys.argv[1]](**json.loads(sys.argv[2])):
+
+def main(function: str, arguments: str) -> None:
+    """Run a function in this process; each of what it gives is printed as a line of JSON."""
+    for found in FUNCTIONS[function](**json.loads(arguments)):
         print(MARK + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -257,7 +257,7 @@ class Race:
         return [(", ".join((ours, *passing, str(self.shape))), other) for ours, other in self.pairs]
 
 
-FT, PERFORMER, SDPA = (("causal", peer) for peer in ("fast-transformers", "performer-pytorch", "softmax (SDPA)"))
+SDPA = "causal", "softmax (SDPA)"
 WRITTEN = {("causal", FRESH): None}
 DECAY = {("causal, retnet decay", "causal"): at_most(1.1)}
 BESIDES = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
@@ -272,32 +272,24 @@ def _share(goal: float) -> dict[tuple[str, str], Goal | None]:
 
 
 ATTENTION = (
-    Race("attention", BOTH, Shape(512), {FT: at_least(2.6), PERFORMER: None} | _share(0.45)),
-    Race("attention", BOTH, Shape(2048), {FT: at_least(6), SDPA: at_least(5)} | _share(0.6) | DECAY | BESIDES),
-    Race("attention", BOTH, Shape(2048, batch=1, heads=4), {FT: at_least(1.9)} | _share(0.6)),
+    Race("attention", BOTH, Shape(512), _share(0.45)),
+    Race("attention", BOTH, Shape(2048), {SDPA: at_least(5)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(2048, batch=1, heads=4), _share(0.6)),
     Race("attention", BOTH, Shape(2048, head_dim=32), _share(0.45)),
     Race("attention", BOTH, Shape(2048, head_dim=128), _share(0.65)),
-    Race("attention", BOTH, Shape(8192), {FT: at_least(6)} | _share(0.6) | WRITTEN | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(8192), _share(0.6) | WRITTEN | DECAY | BESIDES),
     Race("attention", BOTH, Shape(8192, batch=1, heads=1), _share(0.45)),
-    Race("attention", FORWARD, Shape(512), {FT: at_least(1.7), PERFORMER: None} | _share(0.45)),
-    Race("attention", FORWARD, Shape(2048), {FT: at_least(2.3)} | _share(0.6) | DECAY | BESIDES),
-    Race(
-        "attention", FORWARD, Shape(8192), {FT: at_least(2.3), SDPA: at_least(12)} | _share(0.6) | WRITTEN | DECAY | BESIDES
-    ),
+    Race("attention", FORWARD, Shape(512), _share(0.45)),
+    Race("attention", FORWARD, Shape(2048), _share(0.6) | DECAY | BESIDES),
+    Race("attention", FORWARD, Shape(8192), {SDPA: at_least(12)} | _share(0.6) | WRITTEN | DECAY | BESIDES),
     Race("attention", FORWARD, Shape(8192, batch=1, heads=1), _share(0.45)),
     *(Race("attention", passing, Shape(length), PRODUCTS) for passing in (FORWARD, BOTH) for length in (2048, 8192)),
 )
-PEERS_OF_ROTATION = {
-    ("rotation", "rotary-embedding-torch"): at_least(10),
-    ("rotation", "torchtune's formula"): at_least(10),
-    ("rotation", "rotate-half"): None,
-    ("rotation", "x-transformers"): None,
-    ("rotation", "transformers Llama"): None,
-}
+FORMULAS = {("rotation", "torchtune's formula"): at_least(10), ("rotation", "rotate-half"): None}
 CLONES = ("rotation", "two clones")
 ROTARY = (
-    Race("rotary", FORWARD, Shape(8192), {CLONES: at_most(1.4)} | PEERS_OF_ROTATION),
-    Race("rotary", BOTH, Shape(8192), {CLONES: at_most(2.6)} | PEERS_OF_ROTATION),
+    Race("rotary", FORWARD, Shape(8192), {CLONES: at_most(1.4)} | FORMULAS),
+    Race("rotary", BOTH, Shape(8192), {CLONES: at_most(2.6)} | FORMULAS),
 )
 PREPARED = "prepared step, no positions"
 STEPS = {
@@ -326,7 +318,7 @@ RACES = {"attention": ATTENTION, "rotary": ROTARY, "decode": DECODE, "sublayer":
 
 
 WHOLE = "the race"
-LOADED = tuple(Race("attention", BOTH, Shape(length), {FT: at_least(4)}) for length in (2048, 8192))
+LOADED = tuple(Race("attention", BOTH, Shape(length), {("causal", PRODUCT): None}) for length in (2048, 8192))
 IDLE = at_most(2.5)
 
 
@@ -413,7 +405,7 @@ def threads(rounds: int, most: int) -> Iterator[Row]:
 
 
 def load(rounds: int, most: int) -> Iterator[Row]:
-    """Causal attention while other processes keep one core busy, then two, beside a peer then, and itself when alone."""
+    """Causal attention while other processes keep one core busy, then two, beside products then, and itself when alone."""
     for contest in LOADED:
         contest = replace(contest, shape=contest.shape.limited(most))
         idle = list(race("load", contest, rounds))

@@ -15,7 +15,7 @@ __all__ = ["Options", "run"]
 
 @dataclass(frozen=True)
 class Options:
-    """Measure on this machine: ours beside others' in turns, as ratios with their spread; memory, construction, accuracy.
+    """Measure on this machine: ours beside PyTorch's in turns, as ratios with their spread; memory, construction, accuracy.
 
     Exactness is the error of every scheme in every setting and dtype, which takes a minute.
     """
@@ -75,7 +75,7 @@ def run(options: Options, console: Console) -> int:
     names = [name for name in (processes.SECTIONS if device == "cpu" else gpu.RACES) if section in ("all", name)]
     if names:
         console.print(results.heading(rounds, device))
-    command, written = shlex.join(["isopos", *sys.argv[1:]]), []
+    command, written = shlex.join([*processes.COMMAND, *sys.argv[2:]]), []
     for name in names:
         with console.status(name):
             for row in processes.in_states(name, states, rounds, device, rows):

@@ -1,19 +1,20 @@
-"""Random calls of attention, measured by the definition in float64: a target of `tools.fuzz`.
+"""A random call of attention, measured by the definition in float64.
 
-A case is words ``name=value``; what is not said has the first of its values. An argument may be odd, of another device,
-kind, dtype or shape than it should be: then there is an answer that is right, or one clear error. NaN and infinity stand
-where no key takes part, and may change nothing.
+One argument may be odd, of another device, kind, dtype or shape than it should be: then there is an answer that is right, or
+one clear error. NaN and infinity stand where no key takes part, and may change nothing.
 """
 
 import copy
 import itertools
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from strategies import CALL
 from torch import Tensor
 
 import isopos
@@ -22,77 +23,16 @@ from isopos.attention import reference
 from isopos.feature_maps import FEATURE_MAPS, Favor, identity, sides
 from isopos.maps import Identity, Mapped, TokenMap
 from isopos.terms import Term
-from tools.record import OPTIONS, positions
+from tools.record import positions
 
-__all__ = ["FIELDS", "Wrong", "draw", "is_clear", "prepare", "run", "smaller"]
-
-ODD = "meta fake zero neg subclass sparse strided expanded graph half double integer complex bool longer shorter deeper flat"
-ODD += " empty nan inf list numpy none text number pair"
-ARGUMENTS = "q k v isometry decay mask segments terms locality positions denominator feature_map"
-TABLES = "meta fake zero neg subclass strided graph double nan inf"  # of maps and terms, which are not made by hand
-TABLE = """
-    call        linear softmax naive stream-linear stream-softmax decoder explain
-    seed        0 1 2 3 4 5 6 7 8 9
-    batch       2 none 1 3 0 2,3 1,2
-    heads       2 1 4 6
-    shared      1 2 3
-    t           5 1 2 3 4 6 7 8 9 13 17 31 33 63 64 65 66 96 127 128 129 130 200 0
-    s           t 1 2 3 4 5 7 8 13 33 64 65 100 129 0
-    d           8 4 6 16 12 2 10 32 64 1 7
-    e           d 1 2 3 5 8 16 33 0
-    dtype       float32 float64 bfloat16 float16
-    layout      contiguous transposed strided expanded offset packed reversed
-    phi         scheme favor none own
-    denominator scheme plain encoded complex none
-    decay       scheme none gentle steep zero one-head samples stairs
-    causal      yes no
-    mask        none random left right nothing everything shared
-    segments    none two many each int32 samples pair
-    grad        no yes
-    scale       1 0 1e-20 1e-3 30 1e4
-    far         0 2147483648 -1000
-    samples     no yes
-    garbage     none masked-nan masked-inf segment-nan segment-inf later-nan
-    default     float32 float64
-    mode        grad no_grad inference autocast
-    in_place    no yes
-"""
-RARE = {"odd": 0.2, "default": 0.05, "mode": 0.15, "batch": 0.2, "scale": 0.15, "garbage": 0.2, "e": 0.2, "far": 0.15}
-RARE |= {"heads": 0.2, "shared": 0.15, "s": 0.25, "d": 0.4, "phi": 0.3, "denominator": 0.3, "in_place": 0.2}
-FIELDS: dict[str, tuple[str, ...]] = {name: tuple(rest) for name, *rest in map(str.split, TABLE.strip().splitlines())}
-"""The values of each word; the first is the simplest."""
-FIELDS["phi"] += tuple(FEATURE_MAPS)
-FIELDS["scheme"] = ("none", *(name for name in isopos.schemes.REGISTRY if name != "none"), *OPTIONS.split())
-OF = {"isometry": TABLES, "terms": TABLES, "positions": "meta"}
-FIELDS["odd"] = ("none", *(f"{name}:{kind}" for name in ARGUMENTS.split() for kind in OF.get(name, ODD).split()))
+OTHER_SHAPES = ("longer", "shorter", "deeper", "flat", "pair", "list", "numpy", "text", "number", "none")
+OTHER_NUMBERS = ("nan", "inf", "half", "double", "integer", "complex", "bool", "sparse", "empty", "zero", "expanded")
 ROUNDINGS = 1024  # times eps, of what is summed up
 CLEAR = re.compile(r"^(\w[\w .,:\[\]'-]*): .*expected .*\bgot\b|^\w+: expected ", re.S)
 
 
-class Wrong(Exception):
+class Wrong(AssertionError):
     """What is not as it should be."""
-
-
-def prepare() -> None:
-    """One thread: what is random is in the words."""
-    torch.set_num_threads(1)
-
-
-def draw(random: Random) -> list[str]:
-    """The words of a case."""
-    words = []
-    for name, values in FIELDS.items():
-        if random.random() < RARE.get(name, 0.5):
-            words.append(f"{name}={random.choice(values)}")
-    return words
-
-
-def smaller(word: str) -> Iterator[str]:
-    """Simpler words in the place of one."""
-    name, _, value = word.partition("=")
-    values = FIELDS[name]
-    if value in values:
-        yield from (f"{name}={other}" for other in values[1 : values.index(value)])
 
 
 def is_clear(error: BaseException) -> bool:
@@ -100,16 +40,13 @@ def is_clear(error: BaseException) -> bool:
     return isinstance(error, ValueError | TypeError | RuntimeError) and bool(CLEAR.search(str(error)))
 
 
-def run(words: Sequence[str]) -> str:
-    """What comes of a case: "answer" or "error"; raises what is no answer and no clear error."""
-    said = dict(word.split("=", 1) for word in words)
-    if unknown := said.keys() - FIELDS.keys():
-        raise SystemExit(f"expected words name=value of {', '.join(FIELDS)}, got {', '.join(unknown)}")
-    case = {name: said.get(name, values[0]) for name, values in FIELDS.items()}
-    torch.manual_seed(int(case["seed"]))
-    torch.set_default_dtype(getattr(torch, case["default"]))
+def run(case: Mapping[str, Any]) -> str:
+    """What comes of a call with these arguments, else the simplest: "answer" or "error"; raises where neither is right."""
+    whole = SimpleNamespace(**{name: values[0] for name, values in CALL.items()} | case)
+    torch.manual_seed(whole.seed)
+    torch.set_default_dtype(getattr(torch, whole.default))
     try:
-        return Call(case).outcome()
+        return Call(whole).outcome()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -117,20 +54,19 @@ def run(words: Sequence[str]) -> str:
 class Call:
     """One call, its arguments, and what they should give."""
 
-    def __init__(self, case: dict[str, str]):
-        self.case, self.kind = case, "softmax" if case["call"].endswith("softmax") else "linear"
-        self.batch = [int(n) for n in case["batch"].replace("none", "").split(",") if n]
-        self.heads, self.shared, self.t = int(case["heads"]), int(case["shared"]), int(case["t"])
-        self.streams = case["call"].startswith("stream")
-        self.s = self.t if case["s"] == "t" or self.streams else int(case["s"])
-        self.dtype, self.causal = getattr(torch, case["dtype"]), case["causal"] == "yes" or self.streams
+    def __init__(self, case: SimpleNamespace):
+        self.case, self.kind = case, "softmax" if case.call.endswith("softmax") else "linear"
+        self.batch, self.heads, self.shared, self.t = case.batch, case.heads, case.shared, case.t
+        self.streams = case.call.startswith("stream")
+        self.s = self.t if case.s is None or self.streams else case.s
+        self.dtype, self.causal = getattr(torch, case.dtype), case.causal or self.streams
         self.wide = torch.promote_types(self.dtype, torch.float32)
 
     def outcome(self) -> str:
         """What comes of it."""
         try:
             self.prepare()
-            if self.case["call"] == "decoder":
+            if self.case.call == "decoder":
                 return self.decoded()
             with self.mode():
                 out = self.answer()
@@ -138,35 +74,34 @@ class Call:
             if is_clear(error):
                 return "error"
             raise
-        if self.case["call"] != "explain":
+        if self.case.call != "explain":
             self.compare(out)
         return "answer"
 
     def mode(self) -> Any:
         """The surroundings of the call."""
         modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-        if self.case["mode"] in modes:
-            return modes[self.case["mode"]]()
+        if self.case.mode in modes:
+            return modes[self.case.mode]()
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype != torch.float16)  # torch has none for it
 
     def prepare(self) -> None:
         """The scheme and all arguments."""
         case = self.case
-        name, _, rest = case["scheme"].partition(":")
+        name, _, rest = case.scheme.partition(":")
         options = dict(option.split("=") for option in rest.split(",") if option)
-        scheme = isopos.schemes.build(name, int(case["d"]), self.heads, {"attention": self.kind} | options)
+        scheme = isopos.schemes.build(name, case.d, self.heads, {"attention": self.kind} | options)
         with torch.no_grad():
             for parameter in scheme.to(self.wide).parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         self.scheme, d = scheme, scheme.encoding.features
-        e = d // scheme.width if case["e"] == "d" else int(case["e"])
-        size = float(case["scale"])
+        e = d // scheme.width if case.e is None else case.e
         shapes = (self.heads * self.shared, self.t, d), (self.heads, self.s, d), (self.heads, self.s, e)
-        if case["layout"] == "packed" and self.t == self.s and self.shared == 1 and d == e:
-            packed = torch.randn(*self.batch, self.t, 3, self.heads, d) * size
+        if case.layout == "packed" and self.t == self.s and self.shared == 1 and d == e:
+            packed = torch.randn(*self.batch, self.t, 3, self.heads, d) * case.scale
             self.qkv = [x.transpose(-2, -3) for x in packed.to(self.dtype).unbind(-3)]
         else:
-            self.qkv = [self.laid_out((size * torch.randn(*self.batch, *shape)).to(self.dtype)) for shape in shapes]
+            self.qkv = [self.laid_out((case.scale * torch.randn(*self.batch, *shape)).to(self.dtype)) for shape in shapes]
         longest = max(self.t, self.s)
         ordered = self.places(longest)
         self.x, self.y = ordered[..., longest - self.t :, :], ordered[..., longest - self.s :, :]
@@ -176,22 +111,22 @@ class Call:
         self.garbage()
         self.exact, self.given = self.at(torch.float64), self.at(self.wide)
         self.odd()
-        for x in self.qkv if case["grad"] == "yes" else ():
+        for x in self.qkv if case.grad else ():
             if isinstance(x, Tensor) and x.is_floating_point() and x.is_leaf:
                 x.requires_grad_()
 
     def places(self, t: int) -> Tensor:
         """Positions, of each sample its own where that is asked for."""
-        first = int(self.case["far"]) if self.scheme.group.is_grid else 0
-        if self.case["samples"] == "no":
-            return positions(self.scheme.group, t, int(self.case["seed"])) + first
+        first = self.case.far if self.scheme.group.is_grid else 0
+        if not self.case.samples:
+            return positions(self.scheme.group, t, self.case.seed) + first
         count = torch.Size(self.batch).numel()
         rows = torch.stack([positions(self.scheme.group, t, seed) + first for seed in range(max(1, count))])[:count]
         return rows.view(*self.batch, t, rows.shape[-1])
 
     def laid_out(self, x: Tensor) -> Tensor:
         """The same numbers in memory of another layout."""
-        kind = self.case["layout"]
+        kind = self.case.layout
         if kind == "transposed":
             return x.transpose(-2, -3).contiguous().transpose(-2, -3)
         if kind == "strided":
@@ -216,10 +151,10 @@ class Call:
             "everything": torch.ones(*self.batch, s, dtype=torch.bool),
             "shared": torch.rand(s) < 0.7,
         }
-        if case["mask"] != "none" and self.s:
-            found["mask"] = masks[case["mask"]]
-        kind = case["segments"]
-        if kind != "none" and case["call"] != "naive":
+        if case.mask and self.s:
+            found["mask"] = masks[case.mask]
+        kind = case.segments
+        if kind and case.call != "naive":
             count = {"two": 2, "each": max(1, longest)}.get(kind, 4)
             ids = torch.arange(longest) * count // max(1, longest)
             ids = torch.sort(torch.randint(count, (*self.batch, longest)), -1).values if kind == "samples" else ids
@@ -230,11 +165,11 @@ class Call:
     def decays(self, longest: int) -> Any:
         """Log decays of queries and keys, or one of both."""
         shape = {"one-head": (longest,), "samples": (*self.batch, self.heads, longest)}.get(
-            self.case["decay"], (self.heads, longest)
+            self.case.decay, (self.heads, longest)
         )
-        rate = {"steep": 50.0, "zero": 0.0, "stairs": 300.0}.get(self.case["decay"], 0.2)
+        rate = {"steep": 50.0, "zero": 0.0, "stairs": 300.0}.get(self.case.decay, 0.2)
         steps = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * rate
-        if self.case["decay"] == "stairs":
+        if self.case.decay == "stairs":
             steps = torch.where(steps > 0.8 * rate, steps, 0)
         g = -steps.cumsum(-1)
         return g if self.t == self.s else (g[..., longest - self.t :], g[..., longest - self.s :])
@@ -244,36 +179,36 @@ class Call:
         case, scheme = self.case, self.scheme if dtype != torch.float64 else copy.deepcopy(self.scheme).double()
         same = self.x.shape == self.y.shape and torch.equal(self.x, self.y)
         found = dict(scheme.at(self.x, None if same else self.y, dtype=dtype))
-        if case["call"] == "naive":
+        if case.call == "naive":
             found.pop("terms", None)
-        if case["decay"] != "scheme":
-            found["decay"] = None if case["decay"] == "none" else self.decays(max(self.t, self.s))
+        if case.decay != "scheme":
+            found["decay"] = None if case.decay is None else self.decays(max(self.t, self.s))
         if self.kind == "linear" and not scheme.inside:
-            if case["phi"] != "scheme":
+            if case.phi != "scheme":
                 favor = Favor(scheme.encoding.features, scheme.encoding.features)
-                other = {"none": None, "own": torch.nn.functional.softplus, "favor": favor}
-                found["feature_map"] = other[case["phi"]] if case["phi"] in other else FEATURE_MAPS[case["phi"]]
-            if case["denominator"] != "scheme":
-                found["denominator"] = None if case["denominator"] == "none" else case["denominator"]
+                other = {None: None, "own": torch.nn.functional.softplus, "favor": favor}
+                found["feature_map"] = other[case.phi] if case.phi in other else FEATURE_MAPS[case.phi]
+            if case.denominator != "scheme":
+                found["denominator"] = case.denominator
         return found
 
     def garbage(self) -> None:
         """NaN or infinity where no weight is."""
-        kind, value = self.case["garbage"], float("inf") if self.case["garbage"].endswith("inf") else float("nan")
+        kind, value = self.case.garbage, float("inf") if self.case.garbage.endswith("inf") else float("nan")
         q, k, v = self.qkv
         self.clean, self.spoilt = [x.clone() for x in self.qkv], None
         if kind.startswith("masked") and "mask" in self.own:
             self.spoilt = ~self.own["mask"][..., None, :, None]
         elif kind.startswith("segment") and isinstance(ids := self.own.get("segment_ids"), Tensor) and ids.numel():
             self.spoilt = (ids == ids.flatten()[0])[..., None, :, None]
-        elif kind == "later-nan" and self.causal and self.t == self.s > 1 and self.case["call"] != "naive":
+        elif kind == "later-nan" and self.causal and self.t == self.s > 1 and self.case.call != "naive":
             self.spoilt = (torch.arange(self.s) >= self.s // 2)[:, None]
         if self.spoilt is not None:
             self.qkv = [q, *(torch.where(self.spoilt, value, x) for x in (k, v))]
 
     def odd(self) -> None:
         """Make one argument odd."""
-        name, _, kind = self.case["odd"].partition(":")
+        name, _, kind = self.case.odd.partition(":")
         self.changed: str | None = None
         if self.streams and (kind in ("sparse", "flat") or name in ("isometry", "terms", "locality", "decay", "positions")):
             return  # chunks are cut here, and schemes asked for each
@@ -300,30 +235,30 @@ class Call:
             "naive": isopos.attention.naive_linear_attention,
             "explain": isopos.attention.explain,
         }
-        if self.case["call"] == "naive":
+        if self.case.call == "naive":
             options = {name: value for name, value in options.items() if name != "segment_ids"}
-        return functions[self.case["call"]](*qkv, **options)
+        return functions[self.case.call](*qkv, **options)
 
     def answer(self) -> Any:
         """What attention makes of it."""
         if not self.streams:
             return self.call(self.qkv, self.given | self.own)
         attend = isopos.linear_attention if self.kind == "linear" else isopos.softmax_attention
-        random = Random(int(self.case["seed"]))
+        random = Random(self.case.seed)
         cuts = sorted({0, self.t, *(random.randint(0, self.t) for _ in range(random.choice((1, 3, 6))))})
-        in_place = self.case["in_place"] == "yes" and self.case["mode"] != "grad"
+        in_place = self.case.in_place and self.case.mode != "grad"
         outs, state = [], isopos.State(in_place=in_place)
         overriding = {name: self.given[name] for name in ("feature_map", "denominator") if name in self.given}
         for start, stop in itertools.pairwise(cuts):
             at = {**self.scheme.at(self.x[..., start:stop, :], state=state, dtype=self.wide), **overriding}
-            if self.case["decay"] != "scheme":
+            if self.case.decay != "scheme":
                 g = self.given["decay"]
                 at["decay"] = g[..., start:stop] if isinstance(g, Tensor) else g
             own = {n: a[..., start:stop] if isinstance(a, Tensor) else a for n, a in self.own.items()}
             part = [x[..., start:stop, :] if isinstance(x, Tensor) else x for x in self.qkv]
             out, state = attend(*part, **at, **own, return_state=True)
             outs.append(out)
-            if random.random() < 0.2 and self.case["grad"] == "no" and self.changed != "zero":  # a saved state has no graph
+            if random.random() < 0.2 and not self.case.grad and self.changed != "zero":  # a saved state has no graph
                 state = pickle.loads(pickle.dumps(state))
         with torch.autocast("cpu", enabled=False):
             return torch.cat(outs, -2) if outs else torch.empty(0, dtype=getattr(self.qkv[0], "dtype", self.dtype))
@@ -334,28 +269,16 @@ class Call:
             if out.numel() and out.device.type == "cpu" and type(out) is Tensor:
                 raise Wrong(f"an answer on the CPU, though an argument is {self.changed}")
             return
-        if self.changed in ("longer", "shorter", "deeper", "flat", "pair", "list", "numpy", "text", "number", "none"):
+        if self.changed in OTHER_SHAPES:
             return
-        dtypes = {self.qkv[0].dtype, torch.bfloat16} if self.case["mode"] == "autocast" else {self.qkv[0].dtype}
+        dtypes = {self.qkv[0].dtype, torch.bfloat16} if self.case.mode == "autocast" else {self.qkv[0].dtype}
         if not isinstance(out, Tensor) or out.dtype not in dtypes:
             raise Wrong(f"expected {self.qkv[0].dtype}, got {getattr(out, 'dtype', type(out).__name__)}")
-        if self.changed in (
-            "nan",
-            "inf",
-            "half",
-            "double",
-            "integer",
-            "complex",
-            "bool",
-            "sparse",
-            "empty",
-            "zero",
-            "expanded",
-        ):
+        if self.changed in OTHER_NUMBERS:
             return
         if self.changed == "subclass" and self.spoilt is not None:
             return  # a subclass may mean anything by its sum: its rows are not isolated
-        clean = [x.detach().double().contiguous().requires_grad_(self.case["grad"] == "yes") for x in self.clean]
+        clean = [x.detach().double().contiguous().requires_grad_(self.case.grad) for x in self.clean]
         if not out.numel() or 0 in (self.t, self.s):
             return
         with torch.enable_grad():
@@ -365,29 +288,29 @@ class Call:
             expected = expected.movedim(0, -3).flatten(-4, -3)
         bound, ratio = self.bounds(clean)
         taken = expected.isfinite() & bound.isfinite() & (expected.abs() < 6e4) & (bound < 1e30)
-        if self.spoilt is not None and "segment" in self.case["garbage"]:
+        if self.spoilt is not None and "segment" in self.case.garbage:
             taken &= ~self.spoilt[..., self.s - self.t :, :]
-        if self.spoilt is not None and self.case["garbage"] == "later-nan":
+        if self.spoilt is not None and self.case.garbage == "later-nan":
             taken &= (torch.arange(self.t) < self.s // 2)[:, None]
         eps = torch.finfo(self.wide).eps
-        if self.case["mode"] == "autocast":
+        if self.case.mode == "autocast":
             eps = torch.finfo(torch.bfloat16).eps
         error = (out.detach().double() - expected.detach()).abs()
         own = torch.finfo(out.dtype)
         allowed = ROUNDINGS * eps * bound + 4 * own.eps * (expected.detach().abs() + own.tiny) + 1e-30
-        size = max(1.0, float(self.case["scale"]))
+        size = max(1.0, self.case.scale)
         allowed += 1024 * torch.finfo(self.wide).tiny * size**3 / reference.LEAST  # what is next to no number has few digits
         if (wrong := taken & ~(error <= allowed)).any():
             where = wrong.nonzero()[0].tolist()
             got, should = out[tuple(where)].item(), expected[tuple(where)].item()
             count = f"{int(wrong.sum())} of {wrong.numel()} numbers"
             raise Wrong(f"{count}; at {where}: {got}, not {should} ({allowed[tuple(where)]:.1g})")
-        if self.case["grad"] == "yes" and out.requires_grad and self.spoilt is None and taken.all():
+        if self.case.grad and out.requires_grad and self.spoilt is None and taken.all():
             self.compare_gradients(out, expected, clean, ratio)
 
     def compare_gradients(self, out: Tensor, expected: Tensor, clean: list[Tensor], ratio: float) -> None:
         """The same of gradients, where the sums are not too ill conditioned."""
-        if not ratio < 1e3 or self.case["mode"] == "autocast":
+        if not ratio < 1e3 or self.case.mode == "autocast":
             return
         weight = torch.randn(out.shape, dtype=torch.float64)
         leaves = [x for x in self.qkv if x.requires_grad]
@@ -395,7 +318,7 @@ class Call:
             (expected * weight).sum(), [c for c, x in zip(clean, self.qkv, strict=True) if x.requires_grad]
         )
         ours = torch.autograd.grad((out.double() * weight).sum(), leaves, allow_unused=True)
-        size = max(float(self.case["scale"]), 1)
+        size = max(self.case.scale, 1)
         for name, a, b in zip("qkv", ours, theirs, strict=False):
             a = torch.zeros_like(b) if a is None else a.double()
             eps = max(torch.finfo(self.dtype).eps, torch.finfo(self.wide).eps)
@@ -428,7 +351,7 @@ class Call:
         if not isinstance(rho_q, Mapped):
             norms = [torch.maximum(a, b.norm(dim=-1)) for a, b in zip(norms, (fq, fk), strict=True)]
         most = 1e8 if self.exact["denominator"] == "complex" else 1e18  # beyond it products are no numbers of float32
-        if max((float(x.max()) for x in norms if x.numel()), default=0.0) > most:
+        if max((float(x.detach().max()) for x in norms if x.numel()), default=0.0) > most:
             return torch.full((*q.shape[:-1], 1), torch.inf), 1.0
         options = {**self.own, "decay": self.exact.get("decay")}
         one = {"denominator": None, **{n: options.get(n) for n in ("decay", "mask", "segment_ids")}, "causal": self.causal}
@@ -451,7 +374,7 @@ class Call:
         below = below.clamp_min(reference.LEAST)
         above = torch.where(above > 1e36, torch.inf, above)  # float32 has no such numbers
         bound = (above + weight * (above / weight.clamp_min(1e-300))) / below
-        if form != "plain" or (self.exact.get("feature_map") or identity) is identity or self.case["phi"] in ("none", "own"):
+        if form != "plain" or (self.exact.get("feature_map") or identity) is identity or self.case.phi in (None, "own"):
             bound = bound * (1 + weight / below)
         return torch.where(vanishing | (below < 4 * noise), torch.inf, bound), max(
             1.0, float((weight / below).detach().max())
@@ -497,12 +420,12 @@ class Call:
         """A model instead: finite logits, or one clear error."""
         from isopos.models import Decoder
 
-        odd_positions = self.case["odd"].partition(":")
-        model = Decoder(11, self.heads * int(self.case["d"]), 1, self.scheme)
+        name, _, kind = self.case.odd.partition(":")
+        model = Decoder(11, self.heads * self.case.d, 1, self.scheme)
         tokens, x = torch.randint(11, (2, self.t)), self.x[..., : self.t, :]
-        if odd_positions[0] == "positions":
-            x = odd(x, odd_positions[2])
-        given = x if self.case["samples"] == "no" else None
+        if name == "positions":
+            x = odd(x, kind)
+        given = x if not self.case.samples else None
         logits = model(tokens, given)
         if given is not None and given.is_meta and logits.numel() and logits.device.type == "cpu":
             raise Wrong("logits on the CPU, though positions are on meta")

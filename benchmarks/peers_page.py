@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import isopos
+from benchmarks.peers import ROTARY
 from isopos.attention import linear_attention, softmax_attention
 from isopos.catalog import CATALOG
 from isopos.feature_maps import FEATURE_MAPS, sides
-from isopos.lab.bench.peers import ROTARY
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.kernels import fill_zeros
 from isopos.laws.canonical import canonical, score
@@ -28,7 +28,7 @@ from isopos.schemes import REGISTRY
 
 __all__ = ["COMPARISONS", "Comparison", "angles", "by_formula", "error", "ordered", "page", "rotated", "row"]
 
-COMMAND = "python -m tools.peers_page > docs/peers.md"
+COMMAND = "python -m benchmarks.peers_page > docs/peers.md"
 ROOT = Path(__file__).parents[1]
 HEADS, HEAD_DIM, LENGTH = 2, 16, 70
 ELU = FEATURE_MAPS["elu+1"]
@@ -37,12 +37,12 @@ INTRODUCTION = """\
 
 What a scheme computes, next to what other people's code computes from the same queries, keys and parameters.
 `{command}` writes this page (with `isopos[lab,peers]`), and `make test-all` holds the figures to the
-bounds in `tools/peers_page.py`. What schemes do otherwise than their authors' code, of which most is no package, is in
+bounds in `benchmarks/peers_page.py`. What schemes do otherwise than their authors' code, of which most is no package, is in
 [schemes.md](schemes.md), "Beside the authors' code"; rotary tables at long positions are in [exactness.md](exactness.md).
 
 **difference**: largest |ours - theirs| over max(1, largest |theirs|), of {heads} heads of {head_dim} features and {length}
 tokens. In float64 both do the same where it is below 1e-12; what is larger has a reason beside it. "By its formulas": code
-that is no package, whose formulas `tools/peers_page.py` has typed again. Here:
+that is no package, whose formulas `benchmarks/peers_page.py` has typed again. Here:
 {versions}.
 """
 FORMULAS = """\

@@ -1,0 +1,10 @@
+"""What `benchmarks` runs in a process of its own: `isopos.lab.bench.processes` with other libraries."""
+
+import sys
+
+from benchmarks.races import join
+from isopos.lab.bench import processes
+
+if __name__ == "__main__":
+    join()
+    processes.main(*sys.argv[1:])
