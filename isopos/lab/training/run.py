@@ -18,7 +18,7 @@ from isopos import laws
 from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
-from isopos.lab.runs.claims import locked
+from isopos.lab.runs.locks import locked
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, read_rows, same_recipe
 from isopos.lab.tasks.build import build_scheme

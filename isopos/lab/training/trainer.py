@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -282,7 +281,7 @@ def fit(
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
     if log:
         _make_sure_of_room(folder, training.model)
-    with _handlers_kept(), warnings.catch_warnings():
+    with signals.unchanged(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
         device = torch.device(t.device)
@@ -362,18 +361,6 @@ def _leave_signals(worker: int) -> None:
     """In a process that prepares batches: Ctrl-C is for the others, and it ends when it is told to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """What handled signals before handles them again afterwards."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _number(value: float | None) -> float | None:
