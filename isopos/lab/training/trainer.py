@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints, signals
-from isopos.lab.runs.files import damaged, reserve
+from isopos.lab.runs.files import damaged
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training.run import OnStep, evaluate
@@ -280,7 +280,7 @@ def fit(
     """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
     if log:
-        _make_sure_of_room(folder, training.model)
+        _check_room(folder, training.model)
     with signals.unchanged(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
@@ -315,16 +315,14 @@ def fit(
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
 
 
-def _make_sure_of_room(folder: Path, model: nn.Module) -> None:
-    """Room on the disk for the weights at the end, and for what is written beside them."""
+def _check_room(folder: Path, model: nn.Module) -> None:
+    """Raise an OSError where the disk has no room for the weights at the end, and for what is written beside them."""
     size = sum(value.numel() * value.element_size() for value in model.state_dict().values()) + BESIDE
-    try:
-        reserve(folder / checkpoints.ROOM, size)
-    except OSError as error:
+    if (free := shutil.disk_usage(folder).free) < size:
         raise OSError(
-            f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got: {error.strerror}; "
+            f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got {free:,}; "
             "make room and begin with --resume"
-        ) from None
+        )
 
 
 def _wait_for_nodes(nodes: int) -> None:
