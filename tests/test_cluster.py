@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from isopos.lab.commands import spreading
 from isopos.lab.runs import checkpoints, cluster
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.runs.locks import holder
@@ -69,6 +71,32 @@ def test_a_job_elsewhere_says_why_it_cannot_be_done(tmp_path, monkeypatch):
     assert f"has no {tmp_path / 'about.json'}: machines of a cluster need the folder at the same path" in said.reason
     (tmp_path / "about.json").touch()
     assert ", expected 0" in cluster._call(str(tmp_path), "about.json", "0", 1, payload).reason
+
+
+def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsys):
+    def ended(jobs, *place):
+        yield jobs[0], ""
+        yield jobs[1], cluster.Failed("lost", again=True)
+        yield jobs[1], "is being computed by process 1 on elsewhere"
+        yield jobs[2], ""
+
+    def done(*names):
+        jobs = [cluster.Job(name, print, (), tmp_path / name, 1) for name in names]
+        return spreading.do_jobs(jobs, "auto", "cpu", tmp_path, Console(width=200)), capsys.readouterr().out
+
+    monkeypatch.setattr(spreading, "spread", ended)
+    monkeypatch.setattr(spreading, "SEEN", 0.0)
+    (tmp_path / "a").touch()
+    whole, out = done("a", "b", "a")
+    assert whole
+    assert out.count("a: done") == 2
+    assert "b: lost; it is begun again" in out
+    assert "b: is being computed by process 1 on elsewhere" in out
+    whole, out = done("a", "b", "c")
+    assert not whole
+    assert f"{tmp_path / 'c'} is not seen here: machines of a cluster need the folder at the same path" in " ".join(
+        out.split()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,7 @@ def _remote(source: Recipe, recipe: Recipe, sha256: str, folder: Path, seconds: 
     expect("data", data.sha256[:12], f"that of sha256 {sha256[:12]}", data.sha256 == sha256)
     with try_lock(folder, seconds) as mine:
         if not mine:
-            return f"is being trained by {holder(folder)}"
+            raise ValueError(f"{folder} is in use by {holder(folder)}")
         result = train(recipe, data, folder, resume=(folder / "recipe.json").exists())
     return "" if result is None or result.status == "finished" else result.status
 

@@ -118,6 +118,9 @@ def spread(jobs: Sequence[Job], address: str, device: str, threads: int, shared:
                         if again := lost[job.name] <= LOSSES:
                             waiting.append(job)
                         yield job, Failed(f"its process was lost: {_first_line(error)}", again)
+        except KeyboardInterrupt:
+            signals.heed()  # which signal it was, of which Ray's wait leaves no trace
+            raise
         finally:
             for reference in running:
                 ray.cancel(reference)
