@@ -311,7 +311,8 @@ def _remote(source: bytes, cell: Cell, sha256: str, seconds: float) -> str:
 @functools.lru_cache(maxsize=1)
 def _loaded(source: bytes) -> dict[str, Data]:
     """The data of a table, for all cells that a process computes."""
-    return _load(*pickle.loads(source), Console(quiet=True))
+    table, recipes = pickle.loads(source)
+    return _load(table, recipes, Console(quiet=True))
 
 
 def _compute(cell: Cell, data: Data, show: Any) -> None:

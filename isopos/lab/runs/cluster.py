@@ -6,13 +6,14 @@ begun again, and goes on from what it left in the folder. Ray is the extra `clus
 
 import contextlib
 import importlib.util
+import logging
 import os
 import pickle
 import platform
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def check_cluster(address: str, device: str, threads: int) -> None:
                 raise ValueError(f"ray: expected a machine with {least} {name}s for a run, got at most {most:g}{remedy}")
 
 
-def spread(jobs: Sequence[Job], address: str, device: str, threads: int, shared: Path) -> Iterator[tuple[Job, str | Failed]]:
+def spread(
+    jobs: Sequence[Job], address: str, device: str, threads: int, shared: Path
+) -> Generator[tuple[Job, str | Failed], None, None]:
     """Do jobs on a cluster; yield each one, as it ends, with what its call returned or `Failed`.
 
     A job that was never ready is left out. Closing the iterator, or Ctrl-C, interrupts the jobs that are running and waits
@@ -131,11 +134,11 @@ def spread(jobs: Sequence[Job], address: str, device: str, threads: int, shared:
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[Any]:
     """Ray, as long as this process is joined to a cluster; signals are handled as before."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     try:
         with signals.unchanged():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # whatever Ray meets: it has no class for a cluster that is not there
         raise ValueError(
             f"ray: cannot join the cluster at {address}: {_first_line(error)}; ray start --head begins one"
