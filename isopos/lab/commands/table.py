@@ -255,18 +255,21 @@ def _lacking(rows: Sequence[Line], folder: Path, corpus: str) -> dict[str, int]:
 
 
 def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
-    total, done = sum(cell.recipe.training.steps for cell in cells), 0
+    total, done, held = sum(cell.recipe.training.steps for cell in cells), 0, {}
     with Bars(console, total=total) as bars:
         for n, cell in enumerate(cells):
             signals.heed()
             task, steps = cell.recipe.task, cell.recipe.training.steps
             with try_lock(cell.folder) as mine:
                 if not mine:
-                    grids.say(bars.progress.console, f"{cell.folder.name} is being computed by {holder(cell.folder)}")
+                    held[n] = holder(cell.folder)
                 elif not cell.done and cell.ready:
                     title = f"{n + 1}/{len(cells)} {cell.folder.name}"
                     _compute(cell, sets[cell.corpus], bars.add(title, steps, task.loss_unit, f"{task.unit}/s", before=done))
             done += steps
+    for n, who in held.items():
+        if not cells[n].done:
+            grids.say(console, f"{cells[n].folder.name} is being computed by {who}")
 
 
 def _spread(
