@@ -5,8 +5,8 @@ import torch
 from torch.autograd import gradcheck
 
 import isopos
-from isopos.attention import clustered_attention, softmax_attention
-from isopos.attention.clustered import _clusters
+from isopos.attention import softmax_attention
+from isopos.lab.tasks.clustered import _clusters, clustered_attention
 
 T = 40
 
@@ -149,3 +149,11 @@ def test_what_does_not_fit_is_refused():
         clustered_attention(q, k, v, clusters=0)
     with pytest.raises(ValueError, match=r"query_mask: expected bool \[\*b t\], got torch.bool \[2, 3\]"):
         clustered_attention(q, k, v, clusters=5, query_mask=torch.ones(2, 3, dtype=torch.bool))
+
+
+def test_the_name_of_before_warns_and_is_the_same_function():
+    with pytest.warns(DeprecationWarning, match=r"is isopos\.lab\.tasks\.clustered\.clustered_attention") as said:
+        assert isopos.attention.clustered_attention is clustered_attention
+    assert [one.filename for one in said] == [__file__]
+    with pytest.raises(AttributeError, match="has no attribute 'clustred_attention'"):
+        _ = isopos.attention.clustred_attention

@@ -121,7 +121,7 @@ def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monk
     assert code == 130
     assert "is what it was" in out
     assert (tmp_path / "runs" / "one" / "report.html").read_text() == before
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".one.lock", "one"]
 
 
 def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monkeypatch):
@@ -302,7 +302,7 @@ def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path
     assert "no run was finished: runs/one is what it was" in out
     assert (folder / "report.html").read_text() == page
     assert isopos(*arguments, "--overwrite")[0] == 0
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".one.lock", "one"]
 
 
 def test_the_report_of_a_comparison_that_was_killed(isopos, tmp_path):

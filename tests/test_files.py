@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from isopos.lab.runs.files import flush_folder, replacing, reserve, write_json, write_text
+from isopos.lab.runs.files import flush_folder, replacing, write_json, write_text
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -35,23 +35,6 @@ def test_what_fails_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path, be
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         write_text(tmp_path / "nowhere" / "a.txt", "text")
-
-
-def test_room_is_taken_on_the_disk_or_nothing_is(tmp_path, monkeypatch):
-    reserve(tmp_path / "room", 1 << 20)
-    assert (tmp_path / "room").stat().st_size == 1 << 20
-    assert (tmp_path / "room").stat().st_blocks * 512 >= 1 << 20
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        reserve(tmp_path / "more", 10)
-    assert [path.name for path in tmp_path.iterdir()] == ["room"]
-    monkeypatch.delattr("os.posix_fallocate")
-    reserve(tmp_path / "room", (1 << 20) + 3)
-    assert (tmp_path / "room").stat().st_size == (1 << 20) + 3
 
 
 def test_what_a_kill_left_half_written_goes_with_the_next_after_an_hour(tmp_path):

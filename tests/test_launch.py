@@ -66,7 +66,7 @@ def test_a_run_is_never_replaced_unasked(isopos, tmp_path):
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_bytes() == before
     assert isopos(*TRAIN, "--overwrite", "--seed=1")[0] == 0
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_bytes() != before
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["quickstart"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".quickstart.lock", "quickstart"]
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_evaluate_and_to_go_on_from(isopos, tmp_path, monkeypatch):

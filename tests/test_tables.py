@@ -1,4 +1,4 @@
-"""Tables of papers: the data files, claims, ranks, and `isopos table` end to end."""
+"""Tables of papers: the data files, locks, ranks, and `isopos table` end to end."""
 
 import functools
 import json
@@ -241,7 +241,7 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert code == 0
     assert "says nothing about the order" in out
     folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny"
-    cells = sorted(path.name for path in (folder / "cells").iterdir())
+    cells = sorted(path.name for path in (folder / "cells").iterdir() if path.is_dir())
     assert cells == ["books-lrpe-orthogonal+learned=true-seed0", "books-rope-seed0", "books-sinusoidal-seed0"]
     page = (folder / "table.md").read_text()
     assert "| Rope | rope | 8.98 | " in page
@@ -251,7 +251,6 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     assert "wikitext-103, for which --data wikitext-103=PATH gives one" in page
     assert "isopos table lrpe-2 --scale tiny" in page
     assert "</svg>" in (folder / "curves.svg").read_text()
-    assert list((folder / "claims").iterdir()) == []
     before = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.json")}
     monkeypatch.setattr(training, "train", None)
     code, out, _ = isopos("table", "lrpe-2", *TINY, "--data", "books=" + _text(tmp_path))
@@ -262,6 +261,24 @@ def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, 
     (tmp_path / "other.txt").write_text("another text " * 2000)
     code, _, err = isopos("table", "lrpe-2", *TINY, "--data", "books=other.txt")
     assert (code, "has other data than other.txt" in err) == (2, True)
+
+
+def test_a_cell_that_another_process_computes_is_left_to_it(isopos, tmp_path):
+    command = ("table", "lrpe-2", *TINY, "--data", "books=" + _text(tmp_path), "--rows", "Base,Rope")
+    folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny"
+    held = "import sys, pathlib; from isopos.lab.runs.locks import try_lock\n"
+    held += "with try_lock(pathlib.Path(sys.argv[1])) as mine: print(mine, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    place = folder / "cells" / "books-rope-seed0"
+    with subprocess.Popen([sys.executable, "-c", held, str(place)], text=True, **pipes) as other:
+        assert other.stdout.readline() == "True\n"
+        code, out, _ = isopos(*command)
+        assert (code, f"books-rope-seed0 is being computed by process {other.pid} on " in out) == (0, True)
+        assert [path.parent.name for path in folder.glob("cells/*/scores.json")] == ["books-sinusoidal-seed0"]
+        other.kill()
+    code, out, _ = isopos(*command)
+    assert (code, "is being computed by" in out) == (0, False)
+    assert (place / "scores.json").exists()
 
 
 def test_other_numbers_of_updates_have_a_folder_of_their_own(isopos, tmp_path):
@@ -328,7 +345,7 @@ def test_a_corpus_may_be_another_task_and_a_row_have_another_scheme_on_it(own, i
     code, _, err = isopos("table", "two.toml", "--scale", "tiny", "--device", "cpu")
     assert code == 0, err
     folder = tmp_path / "runs" / "tables" / "two-tiny"
-    steps = {path.name: json.loads((path / "recipe.json").read_text())["steps"] for path in folder.glob("cells/*")}
+    steps = {path.parent.name: json.loads(path.read_text())["steps"] for path in folder.glob("cells/*/recipe.json")}
     assert steps == {
         "lists-rope-seed0": 4,
         "lists-ape-tree-seed0": 4,
@@ -484,7 +501,6 @@ def test_after_a_signal_the_same_command_goes_on(tmp_path, number):
     os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number), out
-    assert bool(list(folder.glob("claims/*.claim"))) == (number == signal.SIGKILL)
     if number == signal.SIGINT:
         assert "the same command goes on" in out
         assert "Missing: " in out
@@ -492,7 +508,6 @@ def test_after_a_signal_the_same_command_goes_on(tmp_path, number):
     out, _ = again.communicate(timeout=120)
     assert again.returncode == 0, out
     assert len(list(folder.glob("cells/*/scores.json"))) == 2
-    assert not list(folder.glob("claims/*.claim"))
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """Attention with positions, as functions; `isopos.nn` has the modules around it."""
 
-from isopos.attention.clustered import clustered_attention
 from isopos.attention.linear import explain, linear_attention, naive_linear_attention
 from isopos.attention.softmax import softmax_attention
 from isopos.deprecation import renamed
 
-__all__ = ["clustered_attention", "explain", "linear_attention", "naive_linear_attention", "softmax_attention"]
+__all__ = ["explain", "linear_attention", "naive_linear_attention", "softmax_attention"]
 
-__getattr__ = renamed(__name__, {name: f"isopos.nn.{name}" for name in ("Attention", "Steps", "absorb", "convert_layout")})
+_MOVED = {name: f"isopos.nn.{name}" for name in ("Attention", "Steps", "absorb", "convert_layout")}
+_MOVED |= {"clustered_attention": "isopos.lab.tasks.clustered.clustered_attention"}
+__getattr__ = renamed(__name__, _MOVED)

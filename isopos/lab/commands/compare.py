@@ -1,8 +1,10 @@
 """`isopos compare`: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
 
+import functools
+import pickle
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,14 +15,15 @@ from rich.text import Text
 
 from isopos.lab import tasks
 from isopos.lab.commands import bounded
+from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Model, Recipe, Training
 from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
-from isopos.lab.runs import folders, signals
-from isopos.lab.runs.claims import check_free, locked
+from isopos.lab.runs import cluster, folders, signals
 from isopos.lab.runs.files import printable, write_json
-from isopos.lab.runs.folders import run_place
+from isopos.lab.runs.folders import RESULT, run_place
+from isopos.lab.runs.locks import check_free, holder, locked, try_lock
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, require
@@ -50,6 +53,8 @@ class Options:
     """Repeat with seeds 0, 1, ... and report means, and differences with 95% intervals, for which 3 are the least."""
     name: str = ""  # Folder under runs/; by default compare- and the time.
     overwrite: bool = False  # Replace runs/NAME if it exists.
+    ray: Annotated[str, tyro.conf.arg(metavar="HOST:PORT|auto")] = ""
+    """Train the runs on the machines of a Ray cluster, which share this folder; auto: the cluster of this machine."""
     settings: tyro.conf.OmitArgPrefixes[Task] = field(default_factory=Language)
     model: tyro.conf.OmitArgPrefixes[Model] = field(default_factory=Model)
     training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=lambda: Training(device="auto", save_every=0))
@@ -88,7 +93,8 @@ def run(options: Options, console: Console) -> int:
     from isopos.lab.training.memory import check_memory
 
     recipes, folder, warnings = _check(options)
-    data = options.settings.load(recipes[0], console)
+    source = recipes[0]
+    data = options.settings.load(source, console)
     recipes = [data.settle(recipe) for recipe in recipes]
     check_memory(recipes[0])
     grids.say(console, f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}")
@@ -105,15 +111,20 @@ def run(options: Options, console: Console) -> int:
         "planned": [cell_name("", recipe.scheme, recipe.seed) for recipe in recipes],
         "complete": False,
     }
+    train = _train_all
+    if options.ray:
+        train = functools.partial(_spread, source, options.ray)
     with locked(folder):
-        return _compare(recipes, data, folder, about, console)
+        return _compare(recipes, data, folder, about, console, train)
 
 
-def _compare(recipes: list[Recipe], data: Data, folder: Path, about: dict[str, Any], console: Console) -> int:
+def _compare(
+    recipes: list[Recipe], data: Data, folder: Path, about: dict[str, Any], console: Console, train: Callable[..., None]
+) -> int:
     status = 0
     folders.begin(folder, FILE, about)
     try:
-        _train_all(recipes, data, folder, console)
+        train(recipes, data, folder, console)
         console.print("timing training steps, scheme by scheme in turns")
         about |= {"speed": _speeds(recipes, data), "complete": True}
     except KeyboardInterrupt as stop:
@@ -143,6 +154,8 @@ def _finish(folder: Path, console: Console, *, complete: bool) -> None:
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
+    import torch
+
     from isopos.lab.training.run import check_recipe, usable_device
 
     require("seeds", options.seeds, "a positive number", options.seeds >= 1)
@@ -154,6 +167,8 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     recipes = [recipe.edit(device=device) for recipe in options.recipes()]
     for recipe in recipes[: len(recipes) // options.seeds]:
         warnings += check_recipe(recipe)[1]
+    if options.ray:
+        cluster.check_cluster(options.ray, device, torch.get_num_threads())
     folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
     check_free(folder)
     if not folder.exists():
@@ -177,6 +192,37 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
             result = train(recipe, data, folder / cell_name("", recipe.scheme, recipe.seed), show)
             if result is not None and result.status != "finished":
                 bars.progress.console.print(Text(printable(f"{title}: {result.status}"), "red"))
+
+
+def _spread(source: Recipe, address: str, recipes: list[Recipe], data: Data, folder: Path, console: Console) -> None:
+    """As `_train_all`, on a cluster, whose processes load the data of the recipe `source`."""
+    jobs = []
+    for recipe in recipes:
+        place = folder / cell_name("", recipe.scheme, recipe.seed)
+        arguments = (source, recipe, data.sha256, place)
+        jobs.append(cluster.Job(place.name, _remote, arguments, place / RESULT, recipe.training.steps))
+    if not do_jobs(jobs, address, recipes[0].training.device, folder / FILE, console):
+        raise ValueError(f"ray: expected each run to end, but not all of them could; {folder} has those that did")
+
+
+def _remote(source: Recipe, recipe: Recipe, sha256: str, folder: Path, seconds: float) -> str:
+    """Train a run in a process of a cluster, from the start or its last checkpoint; say what it came to if not finished."""
+    from isopos.lab.training.run import train
+
+    data = _loaded(pickle.dumps(source))
+    require("data", data.sha256[:12], f"that of sha256 {sha256[:12]}", data.sha256 == sha256)
+    with try_lock(folder, seconds) as mine:
+        if not mine:
+            raise ValueError(f"{folder} is in use by {holder(folder)}")
+        result = train(recipe, data, folder, resume=(folder / "recipe.json").exists())
+    return "" if result is None or result.status == "finished" else result.status
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(source: bytes) -> Data:
+    """The data of a comparison, for all runs that a process trains."""
+    recipe = pickle.loads(source)
+    return recipe.task.load(recipe)
 
 
 def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:

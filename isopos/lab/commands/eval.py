@@ -9,9 +9,9 @@ from rich.console import Console
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
-from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import read_json, write_json
 from isopos.lab.runs.folders import fingerprint, read_rows
+from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
 from isopos.spec import read, split_spec
 

@@ -1,10 +1,13 @@
 """`isopos table`: run every cell of a paper's table that is not there yet, then show the paper's figures beside ours.
 
 A cell is a run of the engine in a folder of its own, for one row, corpus and seed; it may fill several columns. Whatever is
-finished stays: the same command goes on after an interruption, and several machines that share the folder divide the cells.
+finished stays: the same command goes on after an interruption, and processes that share the folder divide the cells, by
+themselves or, with --ray, as the machines of a cluster.
 """
 
+import functools
 import itertools
+import pickle
 import shlex
 import sys
 import time
@@ -18,14 +21,16 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.commands import bounded
+from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
-from isopos.lab.runs import signals
-from isopos.lab.runs.claims import claimed, holder
+from isopos.lab.runs import cluster, signals
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import fingerprint, recipe_of, run_place, same_recipe
+from isopos.lab.runs.locks import holder, try_lock
 from isopos.lab.tables.loader import (
+    ABOUT,
     ASK,
     SCORES,
     TABLES,
@@ -44,15 +49,15 @@ from isopos.spec import read
 __all__ = ["ROUNDS", "Options", "run"]
 
 ROUNDS = 21
-PATIENCE = 100  # tenths of a second
+PATIENCE = 10.0  # seconds for about.json
 
 
 @dataclass(frozen=True)
 class Options:
     """Run the cells of a paper's table that are missing, and print the paper's figures beside ours.
 
-    Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and machines that share the folder divide
-    the cells. Ends with table.md, figures.json and curves.svg there.
+    Everything is kept in runs/tables/NAME-SCALE: the same command goes on with it, and processes that share the folder
+    divide the cells. Ends with table.md, figures.json and curves.svg there.
     """
 
     table: Annotated[
@@ -68,6 +73,8 @@ class Options:
     name: str = ""  # Ending of the folder's name, for a variant that is to be kept apart.
     device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
     """Where to train; auto takes a GPU if there is one."""
+    ray: Annotated[str, tyro.conf.arg(metavar="HOST:PORT|auto")] = ""
+    """Train the cells on the machines of a Ray cluster, which share this folder; auto: the cluster of this machine."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # List the cells that are missing, and do nothing.
 
 
@@ -103,6 +110,7 @@ def run(options: Options, console: Console) -> int:
         said = f"{len(lacking)} of {len(cells) or len(rows) * len(recipes)} cells are missing in {folder}"
         grids.say(console, *lacking, said)
         return 0
+    _check_ray(table, options, device)
     for _, recipe in planned[: len(planned) // options.seeds]:
         check_recipe(recipe)
         check_memory(recipe)
@@ -112,24 +120,32 @@ def run(options: Options, console: Console) -> int:
             other = sets[cell.corpus].name
             raise ValueError(f"data: {cell.folder} has other data than {other}; choose a --name for this one")
     _note(folder, table, options, sets, device)
-    status = 0
+    status, missing = 0, [cell for cell in cells if not cell.done]
     try:
         if table.timed:
             for name, recipe in recipes.items():
                 _time(folder, table, name, recipe, sets[name], rows, console)
+        elif options.ray:
+            status = _spread(missing, table, recipes, sets, options, console)
         else:
-            _train_cells([cell for cell in cells if not cell.done], sets, console)
+            _train_cells(missing, sets, console)
     except KeyboardInterrupt as stop:
         console.print("[yellow]interrupted: what is finished stays, and the same command goes on")
         status = signals.status(stop)
     shown, said = paper.write(table, folder)
     console.print(shown)
     grids.say(console, *said)
-    for cell in cells:
-        if who := holder(cell.claim):
-            grids.say(console, f"{cell.folder.name} is being computed by {who}")
     grids.say(console, f"written: {folder / 'table.md'}, {folder / 'curves.svg'}")
     return status
+
+
+def _check_ray(table: PaperTable, options: Options, device: str) -> None:
+    """Raise a ValueError where cells are to be trained on a cluster and cannot be."""
+    import torch
+
+    if options.ray:
+        require("ray", options.ray, f"none, since {table.name} times steps on one machine", not table.timed)
+        cluster.check_cluster(options.ray, device, torch.get_num_threads())
 
 
 def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
@@ -213,25 +229,22 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     """Add to about.json, which holds all that was asked of this folder; processes that start at once take turns."""
     import torch
 
-    path = folder / "about.json"
+    path = folder / ABOUT
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
     names = {name: data.name for name, data in sets.items() if name or not table.timed}
-    for _ in range(PATIENCE):
-        with claimed(folder / "claims" / "about.claim") as mine:
-            if mine:
-                before = read_about(folder)
-                about = {
-                    "table": options.table,
-                    "scale": options.scale,
-                    "commands": [*dict.fromkeys([*before["commands"], shlex.join(["isopos", *sys.argv[1:]])])],
-                    "seeds": max(before["seeds"], options.seeds),
-                    "corpora": before["corpora"] | names,
-                    "machine": f"torch {torch.__version__}, {where}",
-                }
-                write_json(path, about)
-                return
-        time.sleep(0.1)
-    raise ValueError(f"claim: expected {path} to be free within seconds, but another process holds it; start again")
+    with try_lock(path, PATIENCE) as mine:
+        if not mine:
+            raise ValueError(f"expected {path} to be free within seconds, but {holder(path)} has it; start again")
+        before = read_about(folder)
+        about = {
+            "table": options.table,
+            "scale": options.scale,
+            "commands": [*dict.fromkeys([*before["commands"], shlex.join(["isopos", *sys.argv[1:]])])],
+            "seeds": max(before["seeds"], options.seeds),
+            "corpora": before["corpora"] | names,
+            "machine": f"torch {torch.__version__}, {where}",
+        }
+        write_json(path, about)
 
 
 def _lacking(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
@@ -243,16 +256,67 @@ def _lacking(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, i
 
 
 def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
-    total, done = sum(cell.recipe.training.steps for cell in cells), 0
+    total, done, held = sum(cell.recipe.training.steps for cell in cells), 0, {}
     with Bars(console, total=total) as bars:
         for n, cell in enumerate(cells):
             signals.heed()
             task, steps = cell.recipe.task, cell.recipe.training.steps
-            with claimed(cell.claim) as mine:
-                if mine and not cell.done and cell.ready:
+            with try_lock(cell.folder) as mine:
+                if not mine:
+                    held[n] = holder(cell.folder)
+                elif not cell.done and cell.ready:
                     title = f"{n + 1}/{len(cells)} {cell.folder.name}"
                     _compute(cell, sets[cell.corpus], bars.add(title, steps, task.loss_unit, f"{task.unit}/s", before=done))
             done += steps
+    for n, who in held.items():
+        if not cells[n].done:
+            grids.say(console, f"{cells[n].folder.name} is being computed by {who}")
+
+
+def _spread(
+    cells: Sequence[Cell],
+    table: PaperTable,
+    recipes: Mapping[str, Recipe],
+    sets: Mapping[str, Data],
+    options: Options,
+    console: Console,
+) -> int:
+    """Train cells on a cluster; return the exit status, 1 where one could not be done."""
+    if not cells:
+        return 0
+    source = pickle.dumps((table, dict(recipes)))
+    jobs = [
+        cluster.Job(
+            name=cell.folder.name,
+            call=_remote,
+            arguments=(source, cell, sets[cell.corpus].sha256),
+            leaves=cell.folder / SCORES,
+            steps=cell.recipe.training.steps,
+            ready=lambda cell=cell: cell.ready,
+        )
+        for cell in cells
+    ]
+    about = cells[0].folder.parent.parent / ABOUT
+    return 0 if do_jobs(jobs, options.ray, cells[0].recipe.training.device, about, console) else 1
+
+
+def _remote(source: bytes, cell: Cell, sha256: str, seconds: float) -> str:
+    """Compute a cell in a process of a cluster, unless another process does or did; say where it does."""
+    data = _loaded(source)[cell.corpus]
+    require(f"data of {cell.corpus}", data.sha256[:12], f"that of sha256 {sha256[:12]}", data.sha256 == sha256)
+    with try_lock(cell.folder, seconds) as mine:
+        if not mine:
+            return f"is being computed by {holder(cell.folder)}"
+        if not cell.done:
+            _compute(cell, data, lambda *row: None)
+    return ""
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(source: bytes) -> dict[str, Data]:
+    """The data of a table, for all cells that a process computes."""
+    table, recipes = pickle.loads(source)
+    return _load(table, recipes, Console(quiet=True))
 
 
 def _compute(cell: Cell, data: Data, show: Any) -> None:
@@ -288,7 +352,7 @@ def _time(
     from isopos.lab.training.run import answer_times, step_times
 
     times = answer_times if table.kind == "latency" else step_times
-    with claimed(folder / "claims" / "timing.claim") as mine:
+    with try_lock(folder / "timing") as mine:
         rounds, lacking = speed_rounds(folder, corpus), _lacking(rows, folder, corpus)
         if not mine or not lacking:
             return

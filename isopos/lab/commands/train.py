@@ -55,8 +55,8 @@ def default(arguments: Sequence[str]) -> Options:
 
 def run(options: Options, console: Console) -> int:
     """Train, and return the exit status: 0, or 1 where it diverged."""
-    from isopos.lab.runs.claims import check_free
     from isopos.lab.runs.folders import check_vacant, recipe_of, run_place, same_recipe
+    from isopos.lab.runs.locks import check_free
     from isopos.lab.training import run as training
     from isopos.lab.training.memory import check_memory
 
@@ -68,9 +68,9 @@ def run(options: Options, console: Console) -> int:
         raise ValueError("resume: expected either --resume or --overwrite, got both")
     folder = run_place(options.name or options.recipe.replace(":", "+"))
     recipe, warnings = training.check_recipe(options.change)
+    if first:
+        check_free(folder)
     if resume:
-        if first:
-            check_free(folder)
         same_recipe(folder, recipe.settled_as(recipe_of(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 KEEP = 2  # the last ones, beside the best
-STATE, MARK, WEIGHTS, ROOM = "state.pt", "complete.json", "model.safetensors", ".room"
+STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
 MARKED = {"step": int, "sha256": str, "validation": float | None, "better": Literal["lower", "higher"], "ended": bool}
 
 

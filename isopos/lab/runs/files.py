@@ -26,13 +26,11 @@ __all__ = [
     "read_json",
     "read_text",
     "replacing",
-    "reserve",
     "write_json",
     "write_text",
 ]
 
 MOST = 256 << 20  # bytes of a file that is read at once
-BLOCK = 1 << 20  # bytes that are written at once
 LEFT = 3600.0  # seconds after which what a killed process was writing is removed
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "named values", list: "a list"}
 
@@ -186,20 +184,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Replace a file by the value."""
     write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def reserve(path: Path, size: int) -> None:
-    """Take so many bytes of the disk, by a file that is removed where they are wanted; OSError where there is no room."""
-    try:
-        with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                for begin in range(0, size, BLOCK):
-                    file.write(bytes(min(BLOCK, size - begin)))
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def flush_folder(folder: Path) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from isopos.lab.recipes import PLACEMENT, Recipe
-from isopos.lab.runs.claims import check_free
 from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
 __all__ = [
     "EXAMPLES",
+    "RESULT",
     "Interrupted",
     "Log",
     "Result",
@@ -58,8 +58,7 @@ def run_place(name: str) -> Path:
 
 
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise a ValueError where a run cannot have the folder: it is in use, or exists and is not to be replaced or no run."""
-    check_free(folder)
+    """Raise a ValueError where a run cannot have the folder: it exists and is not to be replaced, or holds no run."""
     if not folder.exists():
         put_back(folder)  # a kill came while it was replaced
     if folder.exists() and not overwrite:

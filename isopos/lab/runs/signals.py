@@ -12,7 +12,7 @@ from typing import Any
 
 from isopos.lab.runs.folders import Interrupted
 
-__all__ = ["heed", "keep", "kept", "raising", "status", "waiting"]
+__all__ = ["heed", "keep", "kept", "raising", "status", "unchanged", "waiting"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 _kept: list[int] = []
@@ -54,6 +54,18 @@ def raising() -> Iterator[None]:
 def waiting() -> Any:
     """A context in which signals are only kept: what must not be left half done is done first."""
     return _handled(_wait)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Whatever handles signals when this is entered handles them again afterwards: libraries take them for themselves."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def keep(number: int) -> None:

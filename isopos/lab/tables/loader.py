@@ -18,6 +18,7 @@ from isopos.lab.tasks.task import Metric, Task, View
 from isopos.spec import of_layers, split_spec
 
 __all__ = [
+    "ABOUT",
     "ASK",
     "SCORES",
     "TABLES",
@@ -38,7 +39,7 @@ __all__ = [
 __getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
 FOLDER = Path(__file__).parent
-SCORES = "scores.json"
+SCORES, ABOUT = "scores.json", "about.json"
 TIMED = {
     "speed": Metric("relative speed", "", "higher", ".2f"),
     "cost": Metric("relative time of a training step", "", "lower", ".2f"),
@@ -197,11 +198,6 @@ class Cell:
         return self.start is None or ((self.start / SCORES).exists() and read_scores(self.start)["status"] == "finished")
 
     @property
-    def claim(self) -> Path:
-        """The file that says who computes it."""
-        return self.folder.parent.parent / "claims" / f"{self.folder.name}.claim"
-
-    @property
     def done(self) -> bool:
         """Whether it has its scores."""
         return (self.folder / SCORES).exists()
@@ -317,7 +313,7 @@ def speed_rounds(folder: Path, corpus: str = "") -> list[dict[str, float]]:
 def read_about(folder: Path) -> dict[str, Any]:
     """What was asked of the folder of a table so far."""
     path, kinds = (
-        folder / "about.json",
+        folder / ABOUT,
         {"scale": str, "commands": list[str], "seeds": int, "corpora": dict[str, str], "machine": str},
     )
     if not path.exists():

@@ -18,9 +18,9 @@ from isopos import laws
 from isopos.lab.bench.timing import turns
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
-from isopos.lab.runs.claims import locked
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, create, fingerprint, read_rows, same_recipe
+from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
@@ -91,11 +91,7 @@ def train(
     """
     first = is_first_process()
     with locked(folder) if first else nullcontext():
-        try:
-            return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
-        finally:
-            if first:
-                (folder / checkpoints.ROOM).unlink(missing_ok=True)
+        return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
 
 
 def _train(
@@ -173,7 +169,6 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
         choices=model.scheme.choices,
         laws=held,
     )
-    (folder / checkpoints.ROOM).unlink(missing_ok=True)
     checkpoints.save_weights(model, folder)
     if status == "finished" and (examples := data.examples(model, recipe, SHOWN)):
         write_json(folder / EXAMPLES, examples)

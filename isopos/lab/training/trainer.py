@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints, signals
-from isopos.lab.runs.files import damaged, reserve
+from isopos.lab.runs.files import damaged
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
@@ -281,8 +280,8 @@ def fit(
     """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
     training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
     if log:
-        _make_sure_of_room(folder, training.model)
-    with _handlers_kept(), warnings.catch_warnings():
+        _check_room(folder, training.model)
+    with signals.unchanged(), warnings.catch_warnings():
         for message in NOT_OURS:
             warnings.filterwarnings("ignore", message)
         device = torch.device(t.device)
@@ -316,16 +315,14 @@ def fit(
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
 
 
-def _make_sure_of_room(folder: Path, model: nn.Module) -> None:
-    """Room on the disk for the weights at the end, and for what is written beside them."""
+def _check_room(folder: Path, model: nn.Module) -> None:
+    """Raise an OSError where the disk has no room for the weights at the end, and for what is written beside them."""
     size = sum(value.numel() * value.element_size() for value in model.state_dict().values()) + BESIDE
-    try:
-        reserve(folder / checkpoints.ROOM, size)
-    except OSError as error:
+    if (free := shutil.disk_usage(folder).free) < size:
         raise OSError(
-            f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got: {error.strerror}; "
+            f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got {free:,}; "
             "make room and begin with --resume"
-        ) from None
+        )
 
 
 def _wait_for_nodes(nodes: int) -> None:
@@ -362,18 +359,6 @@ def _leave_signals(worker: int) -> None:
     """In a process that prepares batches: Ctrl-C is for the others, and it ends when it is told to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """What handled signals before handles them again afterwards."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _number(value: float | None) -> float | None:

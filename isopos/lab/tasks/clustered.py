@@ -1,4 +1,4 @@
-"""Clustered attention: softmax attention of clusters of queries, at a cost proportional to length."""
+"""Clustered attention, a baseline: softmax attention of clusters of queries, at a cost proportional to length."""
 
 from typing import Any
 

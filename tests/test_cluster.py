@@ -1,0 +1,234 @@
+"""Tables and comparisons on a Ray cluster: the files of one machine, whoever is killed; one line where there is none."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from isopos.lab.commands import spreading
+from isopos.lab.runs import checkpoints, cluster
+from isopos.lab.runs.folders import read_rows
+from isopos.lab.runs.locks import holder
+
+ROOT = Path(__file__).parents[1]
+RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra cluster)")
+STEPS = 400
+TABLE = ("table", "toy_table.toml", "--scale=tiny", f"--steps={STEPS}", "--device=cpu")
+COMPARE = ("compare", "--schemes=rope,none", "--device=cpu", "--length=16", "--batch=2", "--layers=1", "--model-dim=16")
+COMPARE += ("--heads=2", "--steps=20", "--validation-tokens=64")
+SAME = ("metrics.jsonl", "model.safetensors", "recipe.json", "data.json")
+
+
+@pytest.mark.parametrize("command", [("table", "lengths", "--scale=tiny"), COMPARE])
+def test_without_ray_one_line_says_what_to_install(isopos, tmp_path, monkeypatch, command):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else find(name, *more))
+    code, _, err = isopos(*command, "--ray=auto")
+    assert (code, err) == (2, 'isopos: ray: expected Ray, which is not installed: pip install "isopos[cluster]"\n')
+    assert not (tmp_path / "runs").exists()
+
+
+@RAY
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ray=here"], "ray: expected HOST:PORT of a cluster, or auto for that of this machine, got 'here'"),
+        (["--ray=ray://127.0.0.1:1"], "ray: expected HOST:PORT of a cluster, or auto for that of this machine"),
+        (["--ray=127.0.0.1:PORT"], "ray: no cluster answers at 127.0.0.1:"),
+        (["--ray=127.0.0.1:99999"], "ray: no cluster answers at 127.0.0.1:99999"),
+    ],
+)
+def test_an_address_that_does_not_answer_is_one_line(isopos, tmp_path, arguments, message):
+    with socket.socket() as probe:  # a port at which nobody listens
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        code, _, err = isopos("table", "lengths", "--scale=tiny", *(word.replace("PORT", port) for word in arguments))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_timed_needs_one_machine(isopos):
+    code, _, err = isopos("table", "lrpe-6", "--scale=tiny", "--ray=auto")
+    assert (code, err) == (2, "isopos: ray: expected none, since lrpe-6 times steps on one machine, got auto\n")
+
+
+def test_a_job_elsewhere_says_why_it_cannot_be_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    payload = b"no pickle"
+    assert "needs" not in str(cluster._call(str(tmp_path), "about.json", "0", 1, payload))
+    said = cluster._call(str(tmp_path), "about.json", "0", 1, payload)
+    assert f"has no {tmp_path / 'about.json'}: machines of a cluster need the folder at the same path" in said.reason
+    (tmp_path / "about.json").touch()
+    assert ", expected 0" in cluster._call(str(tmp_path), "about.json", "0", 1, payload).reason
+
+
+def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsys):
+    def ended(jobs, *place):
+        yield jobs[0], ""
+        yield jobs[1], cluster.Failed("lost", again=True)
+        yield jobs[1], "is being computed by process 1 on elsewhere"
+        yield jobs[2], ""
+
+    def done(*names):
+        jobs = [cluster.Job(name, print, (), tmp_path / name, 1) for name in names]
+        return spreading.do_jobs(jobs, "auto", "cpu", tmp_path, Console(width=200)), capsys.readouterr().out
+
+    monkeypatch.setattr(spreading, "spread", ended)
+    monkeypatch.setattr(spreading, "SEEN", 0.0)
+    (tmp_path / "a").touch()
+    whole, out = done("a", "b", "a")
+    assert whole
+    assert out.count("a: done") == 2
+    assert "b: lost; it is begun again" in out
+    assert "b: is being computed by process 1 on elsewhere" in out
+    whole, out = done("a", "b", "c")
+    assert not whole
+    assert f"{tmp_path / 'c'} is not seen here: machines of a cluster need the folder at the same path" in " ".join(
+        out.split()
+    )
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Two nodes of one CPU each, on this machine."""
+    utility = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed (extra cluster)")
+    with pytest.MonkeyPatch.context() as patch:  # which nodes, and their workers, take over
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_worker_niceness", "0")  # else tests beside them leave them no time
+        nodes = utility.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        try:
+            nodes.add_node(num_cpus=1)
+            yield nodes.address
+        finally:
+            nodes.shutdown()
+
+
+@pytest.fixture
+def toys(isopos, tmp_path, monkeypatch):
+    """A task, a scheme and a table of the user's in the working folder."""
+    for file in (ROOT / "tests" / "extension").glob("toy_*"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield isopos
+    for name in [name for name in sys.modules if name.startswith("toy_")]:
+        del sys.modules[name]
+
+
+def _files(folder):
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def _kill(cell, seen):
+    """Kill the process that trains a cell when a checkpoint is there; a thread's work."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if checkpoints.newest(cell) is not None:
+            pid = int(holder(cell).split()[1])
+            seen.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.002)
+
+
+@RAY
+@pytest.mark.slow
+def test_a_table_on_two_nodes_has_the_files_of_one_machine_though_a_worker_is_killed(toys, tmp_path, address):
+    more = ("--seeds=2",)
+    assert toys(*TABLE, *more, "--name=here")[0] == 0
+    here, there = (tmp_path / "runs" / "tables" / f"toy_table-tiny-{STEPS}-{name}" for name in ("here", "there"))
+    cell, killed = there / "cells" / "rope-seed0", []
+    killer = threading.Thread(target=_kill, args=(cell, killed))
+    killer.start()
+    code, out, err = toys(*TABLE, *more, "--name=there", f"--ray={address}")
+    killer.join()
+    assert (code, err) == (0, ""), out
+    assert killed
+    assert killed != [os.getpid()]
+    assert out.count("it is begun again") == 1
+    assert "rope-seed0: its process was lost" in out
+    names = sorted(path.name for path in (here / "cells").iterdir() if path.is_dir())
+    assert len(names) == 4
+    assert [out.count(f"{name}: done") for name in names] == [1] * 4
+    assert _files(here) == _files(there)
+    for name in names:
+        steps = [row["step"] for row in read_rows(there / "cells" / name / "metrics.jsonl") if "loss" in row]
+        assert steps == list(range(1, STEPS + 1))
+        for file in SAME:
+            assert (here / "cells" / name / file).read_bytes() == (there / "cells" / name / file).read_bytes(), (name, file)
+        scores = [json.loads((folder / "cells" / name / "scores.json").read_text())["columns"] for folder in (here, there)]
+        assert scores[0] == scores[1]
+    before = {path: path.stat().st_mtime_ns for path in there.glob("cells/*/*") if path.is_file()}
+    assert toys(*TABLE, *more, "--name=there", f"--ray={address}")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in there.glob("cells/*/*") if path.is_file()} == before
+
+
+@RAY
+@pytest.mark.slow
+def test_a_cell_whose_process_is_lost_again_and_again_is_given_up(toys, tmp_path, address, monkeypatch):
+    (tmp_path / "toy_task.py").write_text((tmp_path / "toy_task.py").read_text() + END)
+    code, out, _ = toys(*TABLE, "--name=lost", f"--ray={address}")
+    assert code == 1
+    assert out.count("rope-seed0: its process was lost") == cluster.LOSSES + 1
+    assert out.count("it is begun again") == cluster.LOSSES
+    assert "none-seed0: done" in out
+    assert "Missing: " in out
+
+
+END = """
+
+class Shuffles(Shuffles):
+    def batch(self, recipe, step, rank=0, ranks=1):
+        if step > 3 and recipe.scheme == "rope":
+            import os
+            os._exit(3)
+        return super().batch(recipe, step, rank, ranks)
+"""
+
+
+@RAY
+@pytest.mark.slow
+def test_a_comparison_on_two_nodes_has_the_runs_of_one_machine(isopos, tmp_path, address):
+    assert isopos(*COMPARE, "--name=here")[0] == 0
+    code, out, err = isopos(*COMPARE, "--name=there", f"--ray={address}")
+    assert (code, err) == (0, ""), out
+    here, there = (tmp_path / "runs" / name for name in ("here", "there"))
+    assert _files(here) == _files(there)
+    for name in ("rope-seed0", "none-seed0"):
+        for file in SAME:
+            assert (here / name / file).read_bytes() == (there / name / file).read_bytes(), (name, file)
+    assert json.loads((there / "comparison.json").read_text())["complete"]
+
+
+@RAY
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_table_leaves_checkpoints_and_goes_on(toys, tmp_path, address, number):
+    command = [sys.executable, "-m", "isopos", *TABLE, "--steps=4000", f"--ray={address}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, start_new_session=True, **pipes)
+    folder = tmp_path / "runs" / "tables" / "toy_table-tiny-4000"
+    end = time.monotonic() + 120
+    while not list(folder.glob("cells/*/metrics.jsonl")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, out
+    assert "the same command goes on" in out
+    begun = [path.parent for path in folder.glob("cells/*/recipe.json")]
+    assert begun
+    steps = {cell: checkpoints.newest(cell).step for cell in begun if checkpoints.newest(cell)}
+    assert all(read_rows(cell / "metrics.jsonl")[-1]["step"] == step for cell, step in steps.items())
+    assert any(0 < step < 4000 for step in steps.values())
