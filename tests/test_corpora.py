@@ -305,7 +305,7 @@ def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cach
     path, reads = tmp_path / "text.txt", []
     path.write_text(PROSE)
     monkeypatch.setattr(prepare, "survey", lambda *a, f=prepare.survey: reads.append("survey") or f(*a))
-    monkeypatch.setattr(prepare._Text, "write", lambda *a, f=prepare._Text.write: reads.append("build") or f(*a))
+    monkeypatch.setattr(corpora._Text, "write", lambda *a, f=corpora._Text.write: reads.append("build") or f(*a))
     first = load(str(path), 8, tokenizer="words")
     again = load(str(path), 8, tokenizer="words")
     assert reads == ["survey", "build"]
@@ -330,7 +330,7 @@ def test_a_saved_tokenizer_finds_the_tokens_that_are_there(tmp_path, cache, monk
     path.write_text(PROSE)
     first = load(str(path), 8, tokenizer="words", vocabulary=20)
     first.tokenizer.save(tmp_path)
-    monkeypatch.setattr(prepare._Text, "parts", None)  # not again
+    monkeypatch.setattr(corpora._Text, "parts", None)  # not again
     again = load(str(path), 8, tokenizer=load_tokenizer(tmp_path))
     assert again.sha256 == first.sha256
     assert again.train.tolist() == first.train.tolist()
@@ -339,10 +339,10 @@ def test_a_saved_tokenizer_finds_the_tokens_that_are_there(tmp_path, cache, monk
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, cache):
     path = tmp_path / "text.txt"
     path.write_text(PROSE)
-    monkeypatch.setattr(prepare, "_encoded", lambda *a, f=prepare._encoded: (path.write_text("other"), f(*a))[1])
+    monkeypatch.setattr(corpora, "_encoded", lambda *a, f=corpora._encoded: (path.write_text("other"), f(*a))[1])
     with pytest.raises(ValueError, match="to stay as it is while it is read"):
         load(str(path), 8, tokenizer="words")
-    assert not list(cache.glob("tokens-*/"))
+    assert not list(cache.glob("stream-*/"))
 
 
 def test_a_large_plain_text_is_mapped_with_the_same_result(tmp_path, monkeypatch, folder):
@@ -361,7 +361,9 @@ def test_a_damaged_cache_is_noticed(tmp_path, cache):
     load(str(path), 8, tokenizer="words")
     (stream,) = cache.glob("*/train.bin")
     stream.write_bytes(stream.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"train\.bin: expected \d+ tokens, got .*; remove .*, and it is prepared again"):
+    with pytest.raises(
+        ValueError, match=r"train\.bin: its content is not what was written; remove .*, and it is prepared again"
+    ):
         load(str(path), 8, tokenizer="words")
 
 
@@ -610,7 +612,7 @@ def test_an_archive_that_unpacks_without_limit_is_refused(tmp_path, cache, monke
             ValueError, match=rf"data: expected text, but .*{name[:8]}.* unpacks to more than 100 times its size"
         ):
             load(str(tmp_path / name), 8)
-    assert not list(cache.glob("tokens-*"))
+    assert not list(cache.glob("stream-*"))
 
 
 def test_text_without_lines_is_cut_in_time_that_grows_as_it_does():

@@ -5,21 +5,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, zip_longest
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
-from isopos.lab.data.labelled import assigned, check_same, lines_of, surveyed, wrong
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.arrays import Arrays, Ragged, Writer
+from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find
-from isopos.lab.data.tokenizers import BPE, Tokenizer, Words, load_tokenizer
+from isopos.lab.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Pairs", "Stored", "found_of", "hashed", "load_texts", "names_of", "read_texts", "sequences", "stored", "tables"]
 
 Side = TypeVar("Side")
-FORMAT = 1  # of a prepared folder
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def load_texts(
     vocabulary: int | None = None,
     *,
     root: Path | None = None,
-    console: object = None,
+    console: "Console | None" = None,
 ) -> tuple[Pairs[np.ndarray], Tokenizer]:
     """Tokens of the pairs of `read_texts`, prepared once, then memory-mapped, and what they are tokens of.
 
@@ -184,33 +185,21 @@ def load_texts(
     Raises:
         ValueError: As of `read_texts`.
     """
-    root = cache.default_root() if root is None else root
-    from isopos.lab.data.corpora import shown
+    with preparing(*map(found_of, _parts(source, languages)), root=root, console=console) as preparation:
 
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        found = [found_of(part) for part in _parts(source, languages)]
-        before = [surveyed(one, root, progressing) for one in found]
-        key = key_of(FORMAT, languages, [one.key for one in before])
-
-        def learn(folder: Path) -> None:
+        def training() -> Iterator[str]:
             read = read_texts(source, languages, Counter())
-            lines = (f"{side}\n" for split, pair in read if split == "train" for side in pair)
-            {"words": Words, "bpe": BPE}[str(tokenizer)].learn(lines, vocabulary).save(folder)
+            return (f"{side}\n" for split, pair in read if split == "train" for side in pair)
 
         def fill(writer: Writer) -> dict[str, Any]:
             sequences, left = {name: Ragged(writer, name, used.size) for name in SPLITS}, Counter()
             for name, pair in read_texts(source, languages, left):
                 for side in pair:
                     sequences[name].add(used.encode(side))
-            for one, then in zip(found, before, strict=True):
-                check_same(one, then)
             return {reason: left[reason] for reason in ("repeated", "with an empty side")}
 
-        if isinstance(tokenizer, str):
-            used = load_tokenizer(cache.prepared(root, f"vocabulary-{key_of(key, tokenizer, vocabulary)[:32]}", learn))
-        else:
-            used = tokenizer
-        arrays = prepared(root, f"pairs-{key_of(key, used.fingerprint)[:32]}", fill)
+        used = preparation.tokenizer(tokenizer, vocabulary, training, languages)
+        arrays = preparation.arrays("pairs", fill, languages, used.fingerprint)
     return Pairs(stored(arrays, tokens_of), arrays.facts), used
 
 

@@ -25,8 +25,9 @@ import numpy as np
 
 from isopos.lab.runs.files import Damaged, damaged, mismatch, read_json, write_text
 
-__all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer", "tokenizer_of"]
+__all__ = ["BPE", "EOS", "KINDS", "UNK", "Bytes", "Tokenizer", "Words", "learn", "load_tokenizer", "tokenizer_of"]
 
+KINDS = ("bytes", "words", "bpe")
 EOS, UNK = "<eos>", "<unk>"
 FILE = "tokenizer.json"
 BPE_SIZE = 8192  # by default
@@ -196,6 +197,11 @@ class BPE(Tokenizer):
         model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([lines, model.pre_tokenizer])
         model.decoder = tokenizers.decoders.ByteLevel()
         return model
+
+
+def learn(kind: str, texts: Iterable[str], vocabulary: int | None = None) -> Tokenizer:
+    """A tokenizer of that kind: bytes, or words or pieces that are learned of texts, at most so many."""
+    return Bytes() if kind == "bytes" else {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary)
 
 
 def tokenizer_of(run: Path) -> Tokenizer:

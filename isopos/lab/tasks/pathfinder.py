@@ -70,7 +70,7 @@ class Pathfinder(Task):
 
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Pictures":
         from isopos.lab.data import pathfinder
-        from isopos.lab.data.corpora import shown
+        from isopos.lab.data.prepare import shown
 
         tenth = self.pictures // 10
         counts = (self.pictures - 2 * tenth, tenth, tenth)
