@@ -92,6 +92,9 @@ class Pictures(Labelled):
         self.name = f"Pathfinder, {task.side} x {task.side}"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} pictures, half of them connected"
 
+    def labels(self, split: str) -> np.ndarray:
+        return self.arrays[f"{split}-labels"]
+
     def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b side^2]``, positions ``[side^2 1]`` or ``[side^2 2]``, and classes ``[b]``."""
         import torch

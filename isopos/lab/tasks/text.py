@@ -139,6 +139,9 @@ class LabelledTexts(Labelled):
         recipe = recipe.edit(vocabulary=self.texts.tokenizer.size, classes=found)
         return super().settle(recipe)
 
+    def labels(self, split: str) -> np.ndarray:
+        return self.texts.labels(split)
+
     def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, or ``[b 2 t]`` of towers, positions ``[t 1]``, mask like tokens, and classes ``[b]``."""
         import torch

@@ -137,6 +137,9 @@ class LabelledTrees(Labelled):
         recipe.task.check(recipe)
         return super().settle(recipe)
 
+    def labels(self, split: str) -> np.ndarray:
+        return self.bank.labels(split)[self.rows[split]]
+
     def tensors(self, split: str, rows: np.ndarray, recipe: "Recipe", step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and classes ``[b]``."""
         import torch
