@@ -421,7 +421,6 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path, cache):
 
 
 def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monkeypatch):
-    pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
     path = zipped(tmp_path / "wiki.zip", train=PROSE, valid="line of a text\nqqqq\n" * 9, test="café")
     read = load(path, 8, tokenizer="bpe", vocabulary=300)
     assert read.vocabulary == 300
@@ -441,7 +440,8 @@ def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monke
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder of parquet files that `datasets` reads as it would from the hub."""
-    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
     datasets.disable_progress_bars()
     rows = {
@@ -476,7 +476,7 @@ def test_a_dataset_of_one_split_holds_its_tail_out(hub):
     assert not len(read.test)
 
 
-def test_bad_datasets(hub, tmp_path, monkeypatch):
+def test_bad_datasets(hub, tmp_path):
     with pytest.raises(ValueError, match=r"expected hf:NAME or hf:NAME:CONFIG .* gave \w+: "):
         load(f"hf:{tmp_path / 'absent'}", 8)
     import datasets
@@ -485,9 +485,6 @@ def test_bad_datasets(hub, tmp_path, monkeypatch):
     datasets.Dataset.from_dict({"sentence": ["a"] * 9, "label": [1] * 9}).to_csv(tmp_path / "other" / "train.csv")
     with pytest.raises(ValueError, match=r"expected a column text in .*, split train, got .*sentence, label"):
         load(f"hf:{tmp_path / 'other'}", 8)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"hf:NAME needs the package datasets: pip install 'isopos\[data\]'"):
-        load("hf:wikitext:wikitext-2-v1", 8)
 
 
 MEMORY = """

@@ -87,10 +87,6 @@ def load(
         ValueError: Where there is nothing to read, or something in it is wrong (with file and line).
     """
     check_tokenizer(tokenizer, vocabulary)
-    if source.startswith("hf:"):
-        raise ValueError(
-            f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
-        )
     if not source:
         return _own(len(columns) > 1, tokenizer, vocabulary)
     with preparing(find(source, tables=True), root=root, console=console) as preparation:

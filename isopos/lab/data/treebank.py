@@ -111,10 +111,6 @@ def load(
         own = [*_random()]
         arrays = collect(lambda writer: _fill(writer, lambda: own, parts(SPLITS), 0, words))
         return Bank("random trees of and, or and not", arrays)
-    if source.startswith("hf:"):
-        raise ValueError(
-            f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
-        )
     with preparing(find(source, tables=True), root=root, console=console) as preparation:
         (found,) = preparation.sources
 
