@@ -136,7 +136,7 @@ def read(
                 )
             height, width = survey.height, survey.width
         shape = (1 if grey else survey.channels, height, width)
-        preparation = Preparation((found,), root, progressing, [stamp], [], survey.sha256)
+        preparation = Preparation((found,), root, progressing, [stamp], survey.sha256)
         arrays = preparation.arrays("images", lambda writer: _fill(writer, found, shape, progressing), FORMAT, shape)
     order, labels, place = arrays["rows"].T
     splits = {split: order[place == n] for n, split in enumerate(SPLITS)}

@@ -93,8 +93,8 @@ class Preparation:
     root: Path  # of the cache
     progressing: Progressing
     stamps: list[list[list[str | int]]]  # of the sources, before they were read
-    surveys: list[Surveyed]
     key: str  # a hash of what they hold
+    surveys: Sequence[Surveyed] = ()
 
     @property
     def names(self) -> list[str]:
@@ -147,7 +147,7 @@ def preparing(
         stamps = [source.stamp() for source in sources]
         surveys = [surveyed(source, root, progressing, raw) for source in sources]
         about = [(sha256, [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]) for sha256, sizes in surveys]
-        yield Preparation(sources, root, progressing, stamps, surveys, key_of(FORMAT, about))
+        yield Preparation(sources, root, progressing, stamps, key_of(FORMAT, about), surveys)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Where text comes from: files, folders, archives read as streams and Hugging Face datasets, as documents of bytes."""
+"""Where text comes from: files, folders, archives read as streams and Hugging Face datasets, as documents of bytes.
+
+Datasets of the hub are read by `datasets`, files here: byte by byte, with the line of what is wrong (docs/data.md).
+"""
 
 import bz2
 import csv

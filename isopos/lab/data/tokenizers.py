@@ -166,7 +166,7 @@ class BPE(Tokenizer):
     def __init__(self, model: str):
         import tokenizers
 
-        self._model = tokenizers.Tokenizer.from_str(model)
+        self._model: Any = tokenizers.Tokenizer.from_str(model)
         self.size: int = self._model.get_vocab_size()
         self._bytes = {character: byte for byte, character in enumerate(_characters())}
 

@@ -30,8 +30,8 @@ class TextClasses(Task):
     """What a classifier of texts reads."""
 
     data: str = ""
-    """A .csv, .tsv or .jsonl, a folder or an archive of them, or one with a folder a class (as aclImdb's); empty: passages
-    with brackets that are turned, or not. Names with train, valid and test make the splits, or else a hash does."""
+    """A .csv, .tsv or .jsonl, a folder or an archive of them, one with a folder a class (as aclImdb's), or hf:NAME; empty:
+    passages with brackets that are turned, or not. Names with train, valid and test make the splits, or else a hash does."""
     column: str = "text"  # Of the text: its name, or its number from 1 on in a table without names.
     pair: str = ""  # Of a second text, where two are compared.
     label: str = "label"  # Of the class.
