@@ -1,6 +1,5 @@
 """Folders that are prepared once."""
 
-import contextlib
 import os
 import threading
 from pathlib import Path
@@ -59,7 +58,6 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_and_other_keys_stay(tmp_path):
-    pytest.importorskip("fcntl", reason="without locks it may be another process at work")
     for name in (".key-killed", ".other-busy"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "text").write_text("half")
@@ -67,24 +65,7 @@ def test_what_a_killed_process_left_is_removed_and_other_keys_stay(tmp_path):
     assert sorted(folders(tmp_path)) == [".other-busy", "key"]
 
 
-@contextlib.contextmanager
-def _no_lock(root, key):
-    yield False
-
-
-def test_without_locks_the_first_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_alone", _no_lock)
-
-    def slow(folder):
-        write("second")(folder)
-        cache.prepared(tmp_path, "key", write("first"))
-
-    assert (cache.prepared(tmp_path, "key", slow) / "text").read_text() == "first"
-    assert folders(tmp_path) == ["key"]
-
-
-def test_with_locks_others_wait_and_do_not_build(tmp_path):
-    pytest.importorskip("fcntl", reason="this system has no file locks")
+def test_others_wait_and_do_not_build(tmp_path):
     begun, go_on, calls, found = threading.Event(), threading.Event(), [], []
 
     def slow(folder):

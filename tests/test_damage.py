@@ -249,8 +249,8 @@ def test_tokens_of_a_cache_are_those_that_were_written(runs, tmp_path):
     def load():
         return corpora.load("text.txt", 8, tokenizer="words")
 
-    words = load()
-    (folder,) = {path.parent for path in (tmp_path / "cache").glob("tokens-*/about.json")}
+    load()
+    (folder,) = {path.parent for path in (tmp_path / "cache").glob("stream-*/about.json")}
     for name in ("train.bin", "validation.bin", "about.json"):
         path = folder / name
         content = path.read_bytes()
@@ -268,13 +268,6 @@ def test_tokens_of_a_cache_are_those_that_were_written(runs, tmp_path):
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Damaged, match=r"train\.bin: its content is not what was written"):
-        load()
-    about = json.loads((folder / "about.json").read_text())
-    del about["sha256"]  # as before there were hashes
-    (folder / "about.json").write_text(json.dumps(about))
-    load()
-    path.write_bytes(bytes([words.vocabulary]) + content[1:])
-    with pytest.raises(Damaged, match=f"train.bin: expected tokens below {words.vocabulary}, got {words.vocabulary}"):
         load()
 
 

@@ -102,8 +102,6 @@ def test_shares_of_draws(temperature, top_p, expected):
 @pytest.mark.parametrize("cutoffs", [(), (8,)])
 @torch.no_grad()
 def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
-    if kind is BPE:
-        pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
     tokenizer = kind.learn(["the cat sat on the mat\nand the dog sat on the cat\n"] * 9)
     torch.manual_seed(0)
     recipe = Recipe().edit(layers=1, model_dim=16, heads=2)

@@ -78,7 +78,8 @@ def test_classes_are_folders_and_a_tenth_of_each_is_held_out(tmp_path):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder of parquet files that `datasets` reads as it would from the hub: images, labels from 0 on, or -1 for none."""
-    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
     datasets.disable_progress_bars()
 
@@ -107,7 +108,8 @@ def test_a_dataset_of_the_hub_has_folders_of_splits_and_classes(hub):
 
 
 def test_a_dataset_without_classes_says_what_it_has(hub):
-    datasets = pytest.importorskip("datasets", reason="hf: needs the extra data")
+    import datasets
+
     source = hub("train", [0, 1])
     datasets.Dataset.from_dict({"text": ["a"], "n": [1]}).to_parquet(source.removeprefix("hf:") + "/train.parquet")
     said = "data: expected a column of Image and one of ClassLabel in .*, split train, got text of Value, n of Value"

@@ -34,8 +34,6 @@ SMALL = ("--scale=tiny", "--length=16", "--layers=1", "--model-dim=32", "--heads
 
 @pytest.mark.parametrize("kind", ["words", "bpe"])
 def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
-    if kind == "bpe":
-        pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
     level = {"words": ["--tokenizer=words", "--cutoffs", "4", "9"], "bpe": ["--tokenizer=bpe", "--vocabulary=280"]}[kind]
     code, out, err = isopos("train", "quickstart", *SMALL, f"--data={wiki}", *level, "--learning-rate=0.01", "--name=run")
     assert code == 0, err

@@ -179,6 +179,30 @@ def test_what_is_wrong_is_named(tmp_path, name, text, message):
         texts.load(str(tmp_path / name))
 
 
+def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch):
+    """A folder of parquet files, which `datasets` reads as it would from the hub, is the .jsonl of the same rows."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    datasets.disable_progress_bars()
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["cde", "ab"])})
+    rows, folders = samples(40), (tmp_path / "hub", tmp_path / "plain")
+    for folder in folders:
+        folder.mkdir()
+    for split, some in (("train", rows[:30]), ("validation", rows[30:])):
+        table = [{"text": text, "label": int(label == "ab")} for text, label in some]
+        datasets.Dataset.from_list(table, features=kinds).to_parquet(folders[0] / f"{split}.parquet")
+        (folders[1] / f"{split}.jsonl").write_text(as_json(some))
+    unknown = [{"text": "nobody knows", "label": -1}] * 3
+    datasets.Dataset.from_list(unknown, features=kinds).to_parquet(folders[0] / "test.parquet")
+    found, plain = texts.load(f"hf:{folders[0]}"), texts.load(str(folders[1]))
+    for split, some in (("train", rows[:30]), ("validation", rows[30:]), ("test", [])):
+        assert read(found, split) == read(plain, split) == some
+    assert found.arrays.facts["left"] == {"test.jsonl": 1}
+    with pytest.raises(ValueError, match=r"data: hf:.*/train\.jsonl, line 1: expected a field genre, got text, label"):
+        texts.load(f"hf:{folders[0]}", label="genre")
+
+
 def test_labels_that_may_be_one_class_are_said(tmp_path):
     rows = "".join(f"some {n} words,{('0', '0.0', 'nan', 'NaN')[n % 4]}\n" for n in range(200))
     (tmp_path / "a.csv").write_text("text,label\n" + rows)
@@ -203,7 +227,6 @@ def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
         ({"pairs": "towers"}, "pair: expected the column of a second text, which towers compare, got none"),
         ({"vocabulary": 300}, "vocabulary: expected none beside bytes"),
         ({"classes": 3}, "classes: expected the 4 of the data, or 0 for those, got 3"),
-        ({"data": "hf:imdb"}, "data: expected a path, got hf:imdb"),
         ({"data": "nowhere.csv"}, r"data: expected a file or a folder, but nowhere\.csv does not exist"),
         ({"scheme": "learned:length=9"}, "longest: expected at most 9, for which learned:length=9 has positions, got 64"),
         ({"scheme": "ape-tree:branches=2"}, "schemes: expected positions on a line, which text has"),

@@ -10,8 +10,6 @@ TEXTS = ["the cat sat on the mat .\nthe end\n", "\n a café ,  spaced \n\n日本
 
 
 def learned(kind):
-    if kind is BPE:
-        pytest.importorskip("tokenizers", reason="byte-pair encoding needs the extra data")
     return kind.learn(TEXTS) if kind is not Bytes else Bytes()
 
 
@@ -97,19 +95,12 @@ def test_what_is_no_tokenizer(tmp_path, content, message):
         load_tokenizer(tmp_path)
 
 
-def test_bpe_without_its_package(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"this needs the package tokenizers: pip install 'isopos\[data\]'"):
-        BPE.learn(TEXTS)
-
-
 def test_settings_are_plain_values(tokenizer):
     assert json.loads(json.dumps(tokenizer.settings())) == tokenizer.settings()
 
 
 @pytest.mark.parametrize("kind", [Bytes, Words, BPE])
 def test_the_package_tokenizers_has_the_same_tokens(kind):
-    pytest.importorskip("tokenizers", reason="the extra data is not installed")
     tokenizer, text = learned(kind), "".join(TEXTS) + "\n  the cat\n\n\n unseen, twice  unseen"
     model = tokenizer.model()
     assert model.encode(text).ids == tokenizer.encode(text).tolist()

@@ -223,7 +223,6 @@ def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path)
         ({}, ".", "en", "languages: expected the two endings of a folder's files, as en,de, got 'en'"),
         ({}, ".", "en,en", "languages: expected the two endings"),
         ({"a.tsv": b"a\tb\nc\t\xff\n"}, "a.tsv", "", r"a\.tsv, line 2: expected UTF-8, got the byte 0xff"),
-        ({}, "hf:x", "", "data: expected files of pairs, got 'hf:x'"),
     ],
 )
 def test_texts_that_are_no_pairs_are_named(tmp_path, monkeypatch, files, data, languages, message):
@@ -232,6 +231,27 @@ def test_texts_that_are_no_pairs_are_named(tmp_path, monkeypatch, files, data, l
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         gathered(data, languages)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_datasets_have_pairs_in_two_columns_or_by_language(tmp_path, monkeypatch, nested):
+    """A folder of parquet files, which `datasets` reads as it would from the hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    datasets.disable_progress_bars()
+    rows = {"train": [("a\tb", "c\nd"), ("", "e")], "validation": [("f", "g")]}
+    (tmp_path / "hub").mkdir()
+    for split, pairs in rows.items():
+        sides = [{"de": one, "en": other} for one, other in pairs]
+        table = [{"translation": row} for row in sides] if nested else sides
+        datasets.Dataset.from_list(table).to_parquet(tmp_path / "hub" / f"{split}.parquet")
+    left = Counter()
+    found = [*read_texts(f"hf:{tmp_path / 'hub'}", "de,en", left)]
+    assert found == [("train", ("a b", "c d")), ("validation", ("f", "g"))]
+    assert left == {"with an empty side": 1}
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 1: expected texts source and target, got .*--languages names"):
+        [*read_texts(f"hf:{tmp_path / 'hub'}", "", left)]
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bpe"])

@@ -13,7 +13,7 @@ Example:
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +39,6 @@ class Arrays:
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.arrays
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
 
     def sequence(self, name: str, n: int) -> np.ndarray:
         """The n-th of what a `Ragged` of that name holds ``[t]``."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from isopos.lab.runs.files import Damaged, read_json, write_text
 
 __all__ = ["default_root", "prepared", "remembered"]
@@ -23,8 +25,8 @@ def default_root() -> Path:
 def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     """The folder `root/key`; if it is absent, `build` fills a private folder that then takes its name in one step.
 
-    One process builds and others wait for it, where the system has file locks; where it has none they build side by side
-    and the first counts. What a killed process leaves is never taken for complete, and is removed by the next that builds.
+    One process builds and others wait for it. What a killed process leaves is never taken for complete, and is removed by
+    the next that builds.
 
     Raises:
         ValueError: Where the cache cannot be written.
@@ -32,20 +34,15 @@ def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     target = root / key
     if target.is_dir():
         return target
-    with _writing(root), _alone(root, key) as alone:
+    with _writing(root), FileLock(root / f"{key}.lock"):
         if target.is_dir():
             return target
-        if alone:
-            for left in root.glob(f".{key}-*"):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in root.glob(f".{key}-*"):
+            shutil.rmtree(left, ignore_errors=True)
         part = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         try:
             build(part)
-            try:
-                part.rename(target)
-            except OSError:
-                if not target.is_dir():  # else another process was first
-                    raise
+            part.rename(target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return target
@@ -76,16 +73,3 @@ def _writing(root: Path) -> Iterator[None]:
         raise ValueError(
             f"cache: cannot write {error.filename or root}: {error.strerror}; ISOPOS_CACHE names another folder"
         ) from None
-
-
-@contextlib.contextmanager
-def _alone(root: Path, key: str) -> Iterator[bool]:
-    """Whether no other process builds this key; waits for one that does. Its end, however it comes, frees the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield False
-        return
-    with (root / f"{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield True

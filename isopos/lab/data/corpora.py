@@ -13,26 +13,31 @@ Example:
     (torch.Size([2, 8]), 'one two ')
 """
 
-import contextlib
+import hashlib
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from isopos.catalog import expect
-from isopos.lab.data.cache import default_root
-from isopos.lab.data.prepare import SPLITS, Progressing, in_cache, in_memory
-from isopos.lab.data.sources import find
+from isopos.lab.data.arrays import Arrays, Writer, collect, key_of
+from isopos.lab.data.prepare import SPLITS, Preparation, Progressing, check_tokenizer, named_split, preparing
+from isopos.lab.data.sources import Source, find, survey, whole_lines
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
 
-__all__ = ["SPLITS", "Corpus", "load", "shown"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["SPLITS", "Corpus", "load"]
 
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
+FORMAT = 1  # of fingerprints
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +116,7 @@ def load(
     tokenizer: str | Tokenizer = "bytes",
     vocabulary: int | None = None,
     cache: Path | None = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> Corpus:
     """The tokens of a source: prepared once, then memory-mapped.
 
@@ -135,19 +140,14 @@ def load(
         ValueError: Where there is nothing to read, a file is broken (with file and line), a split is shorter than a window,
             or the vocabulary does not cover the text.
     """
-    kinds = ("bytes", "words", "bpe")
-    if isinstance(tokenizer, str):
-        expect("tokenizer", tokenizer, kinds)
-    if vocabulary is not None and tokenizer not in kinds[1:]:
-        raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
-    found, root = find(source), default_root() if cache is None else cache
-    with shown(console) as progressing:
-        raw = found.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
-        if raw and sum(path.stat().st_size for path in found.files) <= SMALL:
-            sha256, used, tokens, sizes = in_memory(found)
-        else:
-            sha256, used, tokens, sizes = in_cache(found, raw, tokenizer, vocabulary, root, progressing)
-    corpus = Corpus(found.name, sha256, used, **tokens, sizes=sizes)
+    check_tokenizer(tokenizer, vocabulary)
+    found = find(source)
+    raw = found.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
+    if raw and sum(path.stat().st_size for path in found.files) <= SMALL:
+        corpus = _in_memory(found)
+    else:
+        with preparing(found, root=cache, console=console, raw=raw) as preparation:
+            corpus = _in_cache(preparation, raw, tokenizer, vocabulary)
     for split in ("train", "validation"):
         tokens = len(getattr(corpus, split))
         if tokens <= length:
@@ -158,17 +158,146 @@ def load(
     return corpus
 
 
-@contextlib.contextmanager
-def shown(console: Console | None) -> Iterator[Progressing]:
-    """Shows how far a preparation is, or nothing without a console."""
-    live, stages = console is not None and console.is_interactive, {}
-    with Progress(console=console, transient=True, disable=not live) as bars:
+def _in_memory(source: Source) -> Corpus:
+    """The bytes of plain files as they are."""
+    sha256, sizes = survey(source, raw=True)
+    text = _Text(source, True, sha256, _with_text(sizes))
+    return _corpus(source, sha256, Bytes(), collect(lambda writer: text.write(writer, Bytes())))
 
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in stages:
-                stages[stage] = bars.add_task(stage, total=total or None)
-                if console is not None and not live:
-                    console.print(f"preparing text: {stage}", markup=False)
-            bars.update(stages[stage], completed=done)
 
-        yield show
+def _in_cache(preparation: Preparation, raw: bool, kind: str | Tokenizer, vocabulary: int | None) -> Corpus:
+    """Memory-mapped tokens, which are named by the text and the tokenizer, whether that was learned now or before."""
+    (source,), ((sha256, sizes),) = preparation.sources, preparation.surveys
+    text = _Text(source, raw, sha256, _with_text(sizes), preparation.progressing)
+    preparation = replace(preparation, key=text.key)
+    tokenizer = preparation.tokenizer(kind, vocabulary, lambda: text.pieces("train"))
+    arrays = preparation.arrays("stream", lambda writer: text.write(writer, tokenizer), tokenizer.fingerprint)
+    return _corpus(source, sha256 if raw else key_of(FORMAT, text.key, tokenizer.fingerprint)[:32], tokenizer, arrays)
+
+
+def _corpus(source: Source, sha256: str, tokenizer: Tokenizer, arrays: Arrays) -> Corpus:
+    return Corpus(source.name, sha256, tokenizer, *(arrays[split] for split in SPLITS), sizes=arrays.facts["bytes"])
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A source that was read once, which told its hash and its documents' sizes; what is made of it a block at a time."""
+
+    source: Source
+    raw: bool
+    sha256: str
+    sizes: list[tuple[str, int]]
+    progressing: Progressing = lambda stage, done, total: None
+
+    @cached_property
+    def documents(self) -> dict[str, str]:
+        return _by_document(self.source, [name for name, _ in self.sizes])
+
+    @cached_property
+    def total(self) -> int:
+        return sum(size for _, size in self.sizes)
+
+    @property
+    def cut(self) -> int:
+        """The byte from which on text is held out, where its documents do not say what is."""
+        return 0 if self.documents else self.total - self.total // 10
+
+    @property
+    def key(self) -> str:
+        """A hash of the text and its parts."""
+        parts = [[self.documents.get(name), size] for name, size in self.sizes]
+        return f"text-{key_of(FORMAT, self.sha256, self.raw, self.cut, parts)[:32]}"
+
+    def parts(self, stage: str) -> Iterator[tuple[str, str, int, bytes]]:
+        """Split, document, line and block, in the order of the source."""
+        offset, cut = 0, self.cut
+        for name, blocks in self.source.read(self.raw):
+            line = 1
+            for block in blocks if self.raw else whole_lines(blocks):
+                pieces = {self.documents.get(name, ""): block}
+                if not self.documents:
+                    at = _cut(block, cut - offset, self.raw)
+                    pieces = {"train": block[:at], "validation": block[at:]}
+                offset += len(block)
+                for split, piece in pieces.items():
+                    if split and piece:
+                        yield split, name, line, piece
+                    line += piece.count(b"\n")
+                self.progressing(stage, offset, self.total)
+
+    def pieces(self, split: str) -> Iterator[str]:
+        """The text of a split, to learn a vocabulary from."""
+        parts = self.parts("learning the vocabulary")
+        return (_text(name, line, piece) for other, name, line, piece in parts if other == split)
+
+    def write(self, writer: Writer, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Write the tokens of each split; return how many bytes they are."""
+        dtype, sizes = np.min_scalar_type(tokenizer.size - 1), dict.fromkeys(SPLITS, 0)
+        for split in SPLITS:
+            writer.add(split, np.empty(0, dtype))
+        for split, name, line, piece in self.parts("writing tokens"):
+            raw = isinstance(tokenizer, Bytes)
+            writer.add(split, np.frombuffer(piece, np.uint8) if raw else _encoded(tokenizer, name, line, piece))
+            sizes[split] += len(piece)
+        return {"source": self.source.name, "bytes": sizes}
+
+
+def _cut(block: bytes, at: int, raw: bool) -> int:
+    """Where in a block the train split ends: at a byte, or after the white space that follows it."""
+    if at <= 0 or at >= len(block) or raw:
+        return min(max(at, 0), len(block))
+    space = re.compile(rb"\s").search(block, at - 1)
+    return space.end() if space else len(block)
+
+
+def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The documents that have any; one that names itself a split would be replaced by another text, and is an error."""
+    for name, size in sizes:
+        if not size and (split := _named(name)):
+            raise ValueError(f"data: expected text in {name}, which is {split} by its name, got none; fill or remove it")
+    return [(name, size) for name, size in sizes if size]
+
+
+def _by_document(source: Source, names: list[str]) -> dict[str, str]:
+    """The split of each document that has one; empty where the end of the text is held out."""
+    if not names:
+        raise ValueError(f"data: expected text, but {source.name} is empty")
+    named = {name: split for name in names if (split := _named(name))}
+    if len(set(named.values())) > 1:
+        for split in ("train", "validation"):
+            if split not in named.values():
+                files = ", ".join(sorted(named))
+                raise ValueError(f"data: expected a file of {split} beside {files}, got none with text in {source.name}")
+        return named
+    if not source.books or len(names) == 1:
+        return {}
+    if len(names) < len(SPLITS):
+        raise ValueError(f"data: expected one text or at least {len(SPLITS)} in {source.name}, got {len(names)}")
+    order = sorted(names, key=lambda name: (hashlib.sha256(PurePosixPath(name).name.encode()).digest(), name))
+    share = max(1, len(names) // 20)
+    held_out = {name: SPLITS[1 + n // share] for n, name in enumerate(order[: 2 * share])}
+    return {name: held_out.get(name, "train") for name in names}
+
+
+def _named(name: str) -> str | None:
+    """The split that a file of text is, by its name."""
+    suffix = PurePosixPath(name.replace("\\", "/")).suffix.lower()
+    return named_split(name) if suffix in ("", ".txt", ".tokens", ".raw", ".csv") else None
+
+
+def _text(name: str, line: int, piece: bytes) -> str:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError as error:
+        line += piece.count(b"\n", 0, error.start)
+        raise ValueError(
+            f"data: {name}, line {line}: expected UTF-8, got the byte {piece[error.start]:#04x}; repair it, or choose bytes"
+        ) from None
+
+
+def _encoded(tokenizer: Tokenizer, name: str, line: int, piece: bytes) -> np.ndarray:
+    text = _text(name, line, piece)
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"{error} (in {name}, from line {line} on)") from None

@@ -16,15 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
-from isopos.lab.data.labelled import assigned, check_same, lines_of, surveyed, wrong
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
+from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import find
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "CLOSE",
@@ -42,8 +44,6 @@ __all__ = [
     "text",
     "write",
 ]
-
-FORMAT = 1  # of a prepared folder
 
 
 def _median(numbers: Sequence[int]) -> int:
@@ -278,7 +278,7 @@ def nodes(tokens: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def read(source: str, root: Path | None = None, console: object = None) -> Rows:
+def read(source: str, root: Path | None = None, console: "Console | None" = None) -> Rows:
     """The expressions of a file, or of those in a folder whose names end with .tsv; also packed, as .tsv.gz.
 
     A row is a label, a tab and an expression; or the columns are named, Source and Target, in the first. Every label is
@@ -299,12 +299,9 @@ def read(source: str, root: Path | None = None, console: object = None) -> Rows:
         raise ValueError(
             f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
         )
-    found, alone, root = find(source), Path(source).is_file(), cache.default_root() if root is None else root
-    from isopos.lab.data.corpora import shown
-
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        before = surveyed(found, root, progressing)
-        names = [name for name in before.names if alone or name.lower().endswith(".tsv")]
+    with preparing(find(source), root=root, console=console) as preparation:
+        (found,), alone = preparation.sources, Path(source).is_file()
+        names = [name for name in preparation.names if alone or name.lower().endswith(".tsv")]
         if not names:
             raise _nothing(f"in files that end with .tsv or .tsv.gz, got none in {source}")
 
@@ -316,10 +313,9 @@ def read(source: str, root: Path | None = None, console: object = None) -> Rows:
         def fill(writer: Writer) -> dict[str, int]:
             left = Counter()
             write(writer, assigned(rows, names, lambda row: (row.tokens, row.tokens), left))
-            check_same(found, before)
             return dict(left)
 
-        return Rows.of(prepared(root, f"expressions-{key_of(FORMAT, before.key)[:32]}", fill))
+        return Rows.of(preparation.arrays("expressions", fill))
 
 
 def _nothing(what: str) -> ValueError:

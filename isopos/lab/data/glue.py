@@ -14,20 +14,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from isopos.catalog import expect
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
-from isopos.lab.data.labelled import check_same, surveyed
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
+from isopos.lab.data.prepare import preparing
 from isopos.lab.data.sources import Source, find, whole_lines
 from isopos.lab.data.tokenizers import Tokenizer
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 __all__ = ["SPLITS", "SUBSETS", "Sample", "Subset", "load", "phrases", "read", "subset_of"]
 
-FORMAT = 1  # of a prepared folder
 HIGHEST = 5  # of scores
 SPLITS: tuple[str, ...] = ("train", "validation", "mismatched", "test")
 OLDER = {"original", "tokenized"}  # folders of what a task was made from
@@ -84,7 +85,9 @@ def subset_of(source: str) -> str:
     return found or "CoLA"
 
 
-def load(source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = None, console: object = None) -> Arrays:
+def load(
+    source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = None, console: "Console | None" = None
+) -> Arrays:
     """The samples of a source, prepared once, then memory-mapped, by split.
 
     Those of a split are SPLIT-tokens and SPLIT-starts, of one text after another, and SPLIT-answers; `left` of the facts
@@ -105,11 +108,8 @@ def load(source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = No
         return collect(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
     if not Path(source).exists():
         raise ValueError(f"data: expected a folder with {name}'s train.tsv and dev.tsv, but {source} does not exist")
-    found, root = find(source), cache.default_root() if root is None else root
-    from isopos.lab.data.corpora import shown
-
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        before = surveyed(found, root, progressing)
+    with preparing(find(source), root=root, console=console) as preparation:
+        (found,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
             left = Counter()
@@ -117,10 +117,9 @@ def load(source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = No
             for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
                 if not facts["rows"][split]:
                     raise ValueError(f"data: expected {name}'s {file} with labels, or a .gz of it, got none in {source}")
-            check_same(found, before)
             return facts
 
-        return prepared(root, f"glue-{key_of(FORMAT, before.key, name, tokenizer.fingerprint)[:32]}", fill)
+        return preparation.arrays("glue", fill, name, tokenizer.fingerprint)
 
 
 def _fill(writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Tokenizer, left: Counter[str]) -> dict[str, Any]:

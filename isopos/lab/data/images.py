@@ -5,26 +5,26 @@ The folder of an image, or the first below train, valid or test, is its class.
 
 import hashlib
 import io
-import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
-from rich.console import Console
-from rich.progress import Progress
 
 from isopos.lab.data import cache
+from isopos.lab.data.arrays import Writer, key_of
 from isopos.lab.data.digits import draw
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.prepare import SPLITS, Preparation, Progressing, shown
 from isopos.lab.data.sources import Source, find, hub_images
-from isopos.lab.runs.files import check_plain, damaged, read_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Pictures", "digits", "read"]
 
@@ -34,7 +34,6 @@ NAMES = {"train": "train", "valid": "validation", "validation": "validation", "v
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")  # modes without colours
 TURNED = (5, 6, 7, 8)  # orientations of EXIF whose height and width are exchanged
 AHEAD = 16  # images that each thread may decode before they are written
-FILES = ("pixels", "rows")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +94,7 @@ def read(
     *,
     grey: bool = False,
     cache_root: Path | None = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> Pictures:
     """The images of a folder, an archive or a dataset, memory-mapped from the cache; what is not there is decoded first.
 
@@ -122,28 +121,29 @@ def read(
             f"data: expected a folder or an archive of images, or hf:NAME, but {source} does not exist; without --data "
             "digits are drawn"
         )
-    found, root = (hub_images if hub else find)(source), cache.default_root() if cache_root is None else cache_root
+    found = (hub_images if hub else find)(source)
     _check_folders(found)
-    stamp = found.stamp()
-    index = _key("index-images", source, *(path for path, _, _ in stamp))
-    kept = cache.remembered(root, index, stamp, dict[str, Any], lambda: vars(_survey(found, console)))
-    survey = _Survey(**kept)
-    if not (height and width):
-        if survey.differs:
-            raise ValueError(
-                f"height: expected one, and a width, beside images that differ in size, {survey.differs}; --height "
-                f"{survey.height} --width {survey.width} brings all to the size of the first"
-            )
-        height, width = survey.height, survey.width
-    shape = (1 if grey else survey.channels, height, width)
-    folder = cache.prepared(
-        root, _key("images", survey.sha256, shape), lambda part: _write(part, found, stamp, shape, console)
-    )
-    return _mapped(folder, source, survey, shape)
-
-
-def _key(kind: str, *values: object) -> str:
-    return f"{kind}-{hashlib.sha256(json.dumps([FORMAT, *values]).encode()).hexdigest()[:32]}"
+    with shown(console, "images") as progressing:
+        root, stamp = cache.default_root() if cache_root is None else cache_root, found.stamp()
+        index = f"index-images-{key_of(FORMAT, source, [path for path, _, _ in stamp])[:32]}"
+        kept = cache.remembered(root, index, stamp, dict[str, Any], lambda: vars(_survey(found, progressing)))
+        survey = _Survey(**kept)
+        if not (height and width):
+            if survey.differs:
+                raise ValueError(
+                    f"height: expected one, and a width, beside images that differ in size, {survey.differs}; --height "
+                    f"{survey.height} --width {survey.width} brings all to the size of the first"
+                )
+            height, width = survey.height, survey.width
+        shape = (1 if grey else survey.channels, height, width)
+        preparation = Preparation((found,), root, progressing, [stamp], survey.sha256)
+        arrays = preparation.arrays("images", lambda writer: _fill(writer, found, shape, progressing), FORMAT, shape)
+    order, labels, place = arrays["rows"].T
+    splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
+    by_row = np.empty(len(order), np.int64)
+    by_row[order] = labels
+    left = [*survey.left, *arrays.facts["left"]]
+    return Pictures(source, survey.sha256, arrays["pixels"], by_row, splits, arrays.facts["classes"], left)
 
 
 def _inside(source: str, name: str) -> tuple[str, ...]:
@@ -161,29 +161,27 @@ def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
             other.append(name)
 
 
-def _survey(source: Source, console: Console | None) -> _Survey:
+def _survey(source: Source, progressing: Progressing) -> _Survey:
     digest, first, differs, channels, names, other = hashlib.sha256(), None, "", 1, [], []
-    with _Shown(console, "reading") as shown:
-        for name, content in _images(source, other):
-            names.append(name)
-            digest.update("/".join(_inside(source.name, name)).encode() + hashlib.sha256(content).digest())
-            shown.step()
-            try:
-                with Image.open(io.BytesIO(content)) as image:
-                    size, grey = image.size, image.mode in GREY
-                    turned = image.getexif().get(0x0112) in TURNED
-                    kind = _unscaled(image)
-            except Exception:  # whatever a broken file makes Pillow raise; it is counted where it is decoded
-                continue
-            if kind:
-                raise ValueError(
-                    f"data: expected pixels of 8 or 16 bits, got {kind} in {name}, whose range is not known; save it with "
-                    "8 bits"
-                )
-            size, channels = (size[1], size[0]) if turned else size, channels if grey else 3
-            first = first or (name, size)
-            if size != first[1] and not differs:
-                differs = f"{_by(first[1])} in {first[0]} and {_by(size)} in {name}"
+    for name, content in _images(source, other):
+        names.append(name)
+        digest.update("/".join(_inside(source.name, name)).encode() + hashlib.sha256(content).digest())
+        progressing("reading", len(names), 0)
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                size, grey = image.size, image.mode in GREY
+                turned = image.getexif().get(0x0112) in TURNED
+                kind = _unscaled(image)
+        except Exception:  # whatever a broken file makes Pillow raise; it is counted where it is decoded
+            continue
+        if kind:
+            raise ValueError(
+                f"data: expected pixels of 8 or 16 bits, got {kind} in {name}, whose range is not known; save it with 8 bits"
+            )
+        size, channels = (size[1], size[0]) if turned else size, channels if grey else 3
+        first = first or (name, size)
+        if size != first[1] and not differs:
+            differs = f"{_by(first[1])} in {first[0]} and {_by(size)} in {name}"
     if first is None:
         raise ValueError(f"data: expected folders of images, got none that Pillow reads in {source.name}")
     _classes(source.name, _places(source.name, names))  # before anything is decoded
@@ -206,15 +204,11 @@ def _by(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _write(folder: Path, source: Source, stamp: list, shape: tuple[int, int, int], console: Console | None) -> None:
+def _fill(writer: Writer, source: Source, shape: tuple[int, int, int], progressing: Progressing) -> dict[str, Any]:
     """Decode every image, and write pixels, classes and splits."""
     names, digests, broken, waiting = [], [], [], deque()
     workers = os.cpu_count() or 1
-    with (
-        (folder / "pixels.bin").open("wb") as file,
-        ThreadPoolExecutor(workers) as pool,
-        _Shown(console, "decoding") as shown,
-    ):
+    with ThreadPoolExecutor(workers) as pool:
 
         def take() -> None:
             name, digest, decoded = waiting.popleft()
@@ -224,33 +218,21 @@ def _write(folder: Path, source: Source, stamp: list, shape: tuple[int, int, int
             else:
                 names.append(name)
                 digests.append(digest)
-                file.write(pixels)
-            shown.step()
+                writer.add("pixels", pixels[None])
+            progressing("decoding", len(names) + len(broken), 0)
 
         for name, content in _images(source, []):
-            decoded: Future[bytes | None] = pool.submit(_decode, content, shape)
-            waiting.append((name, hashlib.sha256(content).digest(), decoded))
+            waiting.append((name, hashlib.sha256(content).digest(), pool.submit(_decode, content, shape)))
             if len(waiting) > AHEAD * workers:
                 take()
         while waiting:
             take()
-    if source.stamp() != stamp:
-        raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
     rows, classes = _arranged(source.name, names, digests, broken)
-    (folder / "rows.bin").write_bytes(rows.astype("<i8").tobytes())
-    left = [f"{len(broken)} that do not decode ({broken[0]})"] if broken else []
-    sums = {name: _sum(folder / f"{name}.bin") for name in FILES}
-    about = {"count": len(names), "classes": classes, "left": left, "sha256": sums}
-    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    writer.add("rows", rows)
+    return {"classes": classes, "left": [f"{len(broken)} that do not decode ({broken[0]})"] if broken else []}
 
 
-def _sum(path: Path) -> str:
-    check_plain(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _decode(content: bytes, shape: tuple[int, int, int]) -> bytes | None:
+def _decode(content: bytes, shape: tuple[int, int, int]) -> np.ndarray | None:
     """The pixels ``[c h w]`` of an image file, or nothing where it is broken."""
     channels, height, width = shape
     try:
@@ -265,7 +247,7 @@ def _decode(content: bytes, shape: tuple[int, int, int]) -> bytes | None:
                 image = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
     except Exception:  # as above
         return None
-    return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1).tobytes()
+    return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _arranged(
@@ -336,45 +318,3 @@ def _check_folders(source: Source) -> None:
         for folder in sorted(beside.iterdir()):
             if folder.is_dir() and folder not in parents:
                 raise ValueError(f"data: expected images in {folder}, got none; fill or remove it")
-
-
-def _mapped(folder: Path, source: str, survey: _Survey, shape: tuple[int, int, int]) -> Pictures:
-    """What was written into a folder of the cache."""
-    remedy = f"remove {folder}, and it is prepared again"
-    kinds = {"count": int, "classes": list[str], "left": list[str], "sha256": dict.fromkeys(FILES, str)}
-    about = read_json(folder / "about.json", kinds, remedy)
-    for name in FILES:
-        path = folder / f"{name}.bin"
-        try:
-            if _sum(path) != about["sha256"][name]:
-                raise ValueError("its content is not what was written")
-        except (OSError, ValueError) as error:
-            damaged(path, error, remedy)
-    pixels = np.memmap(folder / "pixels.bin", np.uint8, "r", shape=(about["count"], *shape))
-    order, labels, place = np.fromfile(folder / "rows.bin", "<i8").reshape(-1, 3).T
-    splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
-    by_row = np.empty(about["count"], np.int64)
-    by_row[order] = labels
-    return Pictures(source, survey.sha256, pixels, by_row, splits, about["classes"], [*survey.left, *about["left"]])
-
-
-class _Shown:
-    """What is done of a stage: a bar on a terminal, elsewhere a line at its start."""
-
-    def __init__(self, console: Console | None, stage: str):
-        self.console, self.stage = console, stage
-        self.live = console is not None and console.is_interactive
-        self.bars = Progress(console=console, transient=True, disable=not self.live)
-
-    def __enter__(self) -> "_Shown":
-        if self.console is not None and not self.live:
-            self.console.print(f"preparing images: {self.stage}", markup=False)
-        self.bars.start()
-        self.task = self.bars.add_task(self.stage, total=None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bars.stop()
-
-    def step(self) -> None:
-        self.bars.advance(self.task)

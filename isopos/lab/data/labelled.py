@@ -12,30 +12,26 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import key_of
-from isopos.lab.data.prepare import SPLITS, Progressing, named_split, split_rule
-from isopos.lab.data.sources import Source, survey
+from isopos.lab.data.prepare import SPLITS, named_split, split_rule
+from isopos.lab.data.sources import Source
 
 __all__ = [
     "LINES",
     "Classes",
     "Row",
-    "Surveyed",
     "alike",
     "assigned",
-    "check_same",
     "json_rows",
     "lines_of",
     "parts",
     "place_of",
     "rows",
-    "surveyed",
+    "table_cells",
     "table_rows",
     "wrong",
 ]
@@ -62,33 +58,6 @@ def wrong(file: str, line: int, said: str, column: int | None = None) -> ValueEr
     """The one error of a row."""
     at = f"line {line}" + (f", column {column}" if column is not None else "")
     return ValueError(f"data: {file}, {at}: {said}; repair or remove the line")
-
-
-class Surveyed(NamedTuple):
-    """What is known of a source that was read once: names of its documents, a hash of all that it holds, and its files."""
-
-    names: list[str]
-    key: str
-    stamp: list[list[str | int]]
-
-
-def surveyed(source: Source, root: Path, progressing: Progressing) -> Surveyed:
-    """The names and the hash of a source, of the cache while its files' sizes and times of change stay."""
-    stamp = source.stamp()
-
-    def read() -> tuple[str, list[tuple[str, int]]]:
-        return survey(source, False, lambda done: progressing("reading", done, 0))
-
-    index = f"index-{key_of('labelled', source.name, [path for path, _, _ in stamp])[:32]}"
-    sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read)
-    about = [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]  # folders are splits and classes
-    return Surveyed([name for name, _ in sizes], key_of(sha256, about), stamp)
-
-
-def check_same(source: Source, before: Surveyed) -> None:
-    """Raise a ValueError where the files of a source have changed since it was surveyed."""
-    if source.stamp() != before.stamp:
-        raise ValueError(f"data: expected {source.name} to stay as it is while it is read, but it changed; start again")
 
 
 def rows(
@@ -153,20 +122,9 @@ def table_rows(
     unlabelled: Callable[[str], None],
     bare: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Rows of CSV; or of TSV, in which quotes mean themselves. The columns are `bare` where the first line names none."""
-    csv.field_size_limit(FIELD)
-    plain = name.lower().endswith(".tsv")
-    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
-    wanted, places, width = (*columns, label), None, 0
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise wrong(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
-        if cells is None:
-            return
-        if not cells:
-            continue
+    """Rows of a table. The columns are `bare` where the first line names none."""
+    wanted, places = (*columns, label), None
+    for line, cells in table_cells(name, lines):
         if places is None:
             width, titles = len(cells), [cell.strip() for cell in cells]
             if named := not all(one.isdecimal() for one in wanted):
@@ -180,11 +138,28 @@ def table_rows(
             places = [place_of(name, titles, one) for one in wanted]
             if named:
                 continue
-        if len(cells) != width:
-            raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
         *values, given = (cells[place] for place in places)
-        start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if plain else 1
-        yield Row(tuple(values), _label(given, name, reader.line_num), name, reader.line_num, start)
+        start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if name.lower().endswith(".tsv") else 1
+        yield Row(tuple(values), _label(given, name, line), name, line, start)
+
+
+def table_cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """The number and the cells of each line that has some, as many as the first has. Quotes in TSV are text."""
+    csv.field_size_limit(FIELD)
+    plain, width = name.lower().endswith(".tsv"), 0
+    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise wrong(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
+        if cells is None:
+            return
+        if cells and width not in (0, len(cells)):
+            raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
+        if cells:
+            width = len(cells)
+            yield reader.line_num, cells
 
 
 def place_of(name: str, titles: Sequence[str], wanted: str) -> int:

@@ -1,25 +1,27 @@
 """Pairs of a source and a target: random sequences, and texts with their translations in files."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, zip_longest
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, key_of, prepared
-from isopos.lab.data.labelled import assigned, check_same, lines_of, surveyed, wrong
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.arrays import Arrays, Ragged, Writer
+from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find
-from isopos.lab.data.tokenizers import BPE, Tokenizer, Words, load_tokenizer
+from isopos.lab.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Pairs", "Stored", "found_of", "hashed", "load_texts", "names_of", "read_texts", "sequences", "stored", "tables"]
 
 Side = TypeVar("Side")
-FORMAT = 1  # of a prepared folder
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,10 @@ def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
     contains train, a tenth is validation and a tenth is test, chosen by a hash of the source.
 
     Args:
-        source: A table, a folder of those that end with .tsv; two files, SOURCE,TARGET; or, with `languages`, a folder.
+        source: A table, a folder of those that end with .tsv; two files, SOURCE,TARGET; with `languages`, a folder; or
+            hf:NAME[:CONFIG] of the hub.
         languages: Endings of the files in a folder, as en,de of train.en and train.de; all may be packed, as train.en.gz.
+            Of a dataset its two columns or languages; by default source,target.
         left: Counts pairs with an empty side, and those that a held-out split has, too.
 
     Raises:
@@ -140,6 +144,8 @@ def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
     def pairs() -> Iterator[tuple[str, tuple[str, str]]]:
         if len(found) == 2:
             yield from ((found[0].name, pair) for pair in _zipped(*((one.name, _lines(one)) for one in found)))
+        elif source.startswith("hf:"):
+            yield from _translations(found[0], endings or ["source", "target"])
         elif endings:
             yield from _side_by_side(found[0], endings)
         else:
@@ -152,7 +158,7 @@ def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
             else:
                 left["with an empty side"] += 1
 
-    first = [f".{endings[0]}"] if endings else None
+    first = [".jsonl"] if source.startswith("hf:") else [f".{endings[0]}"] if endings else None
     names = [found[0].name] if len(found) == 2 else names_of(found[0], first)
     return assigned(full, names, hashed, left)
 
@@ -169,7 +175,7 @@ def load_texts(
     vocabulary: int | None = None,
     *,
     root: Path | None = None,
-    console: object = None,
+    console: "Console | None" = None,
 ) -> tuple[Pairs[np.ndarray], Tokenizer]:
     """Tokens of the pairs of `read_texts`, prepared once, then memory-mapped, and what they are tokens of.
 
@@ -184,33 +190,21 @@ def load_texts(
     Raises:
         ValueError: As of `read_texts`.
     """
-    root = cache.default_root() if root is None else root
-    from isopos.lab.data.corpora import shown
+    with preparing(*map(found_of, _parts(source, languages)), root=root, console=console) as preparation:
 
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        found = [found_of(part) for part in _parts(source, languages)]
-        before = [surveyed(one, root, progressing) for one in found]
-        key = key_of(FORMAT, languages, [one.key for one in before])
-
-        def learn(folder: Path) -> None:
+        def training() -> Iterator[str]:
             read = read_texts(source, languages, Counter())
-            lines = (f"{side}\n" for split, pair in read if split == "train" for side in pair)
-            {"words": Words, "bpe": BPE}[str(tokenizer)].learn(lines, vocabulary).save(folder)
+            return (f"{side}\n" for split, pair in read if split == "train" for side in pair)
 
         def fill(writer: Writer) -> dict[str, Any]:
             sequences, left = {name: Ragged(writer, name, used.size) for name in SPLITS}, Counter()
             for name, pair in read_texts(source, languages, left):
                 for side in pair:
                     sequences[name].add(used.encode(side))
-            for one, then in zip(found, before, strict=True):
-                check_same(one, then)
             return {reason: left[reason] for reason in ("repeated", "with an empty side")}
 
-        if isinstance(tokenizer, str):
-            used = load_tokenizer(cache.prepared(root, f"vocabulary-{key_of(key, tokenizer, vocabulary)[:32]}", learn))
-        else:
-            used = tokenizer
-        arrays = prepared(root, f"pairs-{key_of(key, used.fingerprint)[:32]}", fill)
+        used = preparation.tokenizer(tokenizer, vocabulary, training, languages)
+        arrays = preparation.arrays("pairs", fill, languages, used.fingerprint)
     return Pairs(stored(arrays, tokens_of), arrays.facts), used
 
 
@@ -231,10 +225,10 @@ def _parts(source: str, languages: str) -> list[str]:
 
 
 def found_of(source: str) -> Source:
-    """The source of that name, of files."""
-    if source.startswith("hf:") or not source:
+    """The source of that name, of files or of the hub."""
+    if not source:
         raise ValueError(f"data: expected files of pairs, got {source!r}")
-    return find(source)
+    return find(source, tables=True) if source.startswith("hf:") else find(source)
 
 
 def tables(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:
@@ -289,6 +283,19 @@ def _side_by_side(source: Source, endings: Sequence[str]) -> Iterator[tuple[str,
             yield from ((name, pair) for pair in _zipped(*sides))
     if not names:
         raise ValueError(f"data: expected files that end with .{endings[0]} and .{endings[1]} in {source.name}, got none")
+
+
+def _translations(source: Source, sides: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Pairs of a dataset's rows: two columns, or what a column translation holds by language. All white space is a space."""
+    for name, blocks in source.read(raw=False):
+        for number, line in enumerate(lines_of(name, blocks), 1):
+            row = json.loads(line)
+            row = row.get("translation", row)
+            source_text, target_text = (row.get(side) for side in sides)
+            if not isinstance(source_text, str) or not isinstance(target_text, str):
+                said = f"expected texts {' and '.join(sides)}, got {', '.join(row)[:200]}; --languages names two columns"
+                raise wrong(name, number, said)
+            yield name, (" ".join(source_text.split()), " ".join(target_text.split()))
 
 
 def _zipped(one: tuple[str, Iterator[str]], other: tuple[str, Iterator[str]]) -> Iterator[tuple[str, str]]:

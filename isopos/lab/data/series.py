@@ -3,7 +3,6 @@
 Times stay what they are, however far apart; nothing is filled in between.
 """
 
-import csv
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,9 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from isopos.catalog import expect
-from isopos.lab.data.labelled import FIELD, lines_of, place_of, wrong
+from isopos.lab.data.labelled import lines_of, place_of, table_cells, wrong
 from isopos.lab.data.sources import find
+from isopos.times import seconds_since_1970
 
 __all__ = ["UNITS", "Series", "drawn", "read"]
 
@@ -72,37 +72,19 @@ def read(source: str, time: str = "", values: Sequence[str] = (), unit: str = "s
         if PurePosixPath(name).suffix.lower() in (".csv", ".tsv"):
             if found is not None:
                 raise ValueError(f"data: expected one table, got more in {source}; name one file")
-            found = _read(source, name, _cells(name, lines_of(name, blocks)), time, values, unit)
+            found = _read(source, name, table_cells(name, lines_of(name, blocks)), time, values, unit)
     if found is None:
         raise ValueError(f"data: expected a table that ends with .csv or .tsv, got {source}")
     return found
 
 
-def _cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """The number and the cells of each line that has some, as many as the first has."""
-    csv.field_size_limit(FIELD)
-    plain, width = name.lower().endswith(".tsv"), 0
-    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise wrong(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
-        if cells is None:
-            return
-        if cells and width not in (0, len(cells)):
-            raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
-        if cells:
-            width = len(cells)
-            yield reader.line_num, [cell.strip() for cell in cells]
-
-
 def _read(
     source: str, name: str, lines: Iterator[tuple[int, list[str]]], time: str, values: Sequence[str], unit: str
 ) -> Series:
-    at, places, titles, first = -1, list[int](), list[str](), None
+    at, places, titles, first, own_zone = -1, list[int](), list[str](), None, 0.0
     seconds, offsets, rows, empty = list[float](), list[float](), list[list[float]](), 0
-    for line, cells in lines:
+    for line, row in lines:
+        cells = [cell.strip() for cell in row]
         if not places:
             titles = [str(n) for n in range(1, len(cells) + 1)]
             bare = _moment(cells[place_of(name, titles, time or "1")], unit) if (time or "1") in titles else None
@@ -121,22 +103,25 @@ def _read(
             kind = "a number" if isinstance(first, float) else "an ISO time"
             what = "an ISO time or a number" if first is None else f"{kind}, as the first"
             raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
-        first = moment if first is None else first
         try:
-            now = _seconds(moment, first, UNITS[unit])
-            _ = EPOCH + timedelta(seconds=now or 0)
+            shown, zone = _clock(moment, UNITS[unit])
+            first, own_zone = (moment, zone) if first is None else (first, own_zone)
+            offset = zone - own_zone
+            now = shown - offset  # by the clock of the first time
+            _ = EPOCH + timedelta(seconds=now)
         except OverflowError:
             what = f"a time in the years 1 to 9999, in {unit} since 1970 where it is a number; --time-unit names others"
             raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1) from None
-        if now is None or (seconds and now <= seconds[-1]):
-            what = "an offset from UTC for all times or for none" if now is None else "a time after the one above"
+        mixed = _aware(moment) is not _aware(first)
+        if mixed or (seconds and now <= seconds[-1]):
+            what = "an offset from UTC for all times or for none" if mixed else "a time after the one above"
             raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
         found = [_value(name, line, titles[place], cells[place], place + 1) for place in places]
         if all(map(math.isnan, found)):
             empty += 1
         else:
             seconds.append(now)
-            offsets.append(_offset(moment) - _offset(first))
+            offsets.append(offset)
             rows.append(found)
     if not rows:
         raise ValueError(f"data: expected rows with a time and a value, got none in {name}")
@@ -180,20 +165,16 @@ def _number(text: str) -> float:
         return math.inf
 
 
-def _offset(moment: float | datetime) -> float:
-    """Of a time from UTC, in seconds; 0 where it has none."""
-    offset = moment.utcoffset() if isinstance(moment, datetime) else None
-    return offset.total_seconds() if offset else 0.0
+def _clock(moment: float | datetime, unit: int) -> tuple[float, float]:
+    """Seconds since 1970 as the clock of a time shows them, and how far that is from UTC."""
+    if not isinstance(moment, datetime):
+        return float(moment) * unit, 0.0
+    shown, passed = seconds_since_1970(moment)
+    return shown, round(shown - passed, 6)  # offsets have microseconds at most
 
 
-def _seconds(moment: float | datetime, first: float | datetime, unit: int) -> float | None:
-    """Seconds since 1970 by the clock of the first time; None where only one of the two has an offset from UTC."""
-    if not isinstance(moment, datetime) or not isinstance(first, datetime):
-        return float(moment) * unit if isinstance(moment, float) else None
-    if (moment.tzinfo is None) is not (first.tzinfo is None):
-        return None
-    own = moment if first.tzinfo is None else moment.astimezone(first.tzinfo)
-    return (own.replace(tzinfo=UTC) - EPOCH).total_seconds()
+def _aware(moment: float | datetime) -> bool:
+    return isinstance(moment, datetime) and moment.tzinfo is not None
 
 
 def _value(name: str, line: int, title: str, text: str, column: int) -> float:

@@ -1,10 +1,14 @@
-"""Where text comes from: files, folders, archives read as streams and Hugging Face datasets, as documents of bytes."""
+"""Where text comes from: files, folders, archives read as streams and Hugging Face datasets, as documents of bytes.
+
+Datasets of the hub are read by `datasets`, files here: byte by byte, with the line of what is wrong (docs/data.md).
+"""
 
 import bz2
 import csv
 import gzip
 import hashlib
 import io
+import json
 import lzma
 import os
 import tarfile
@@ -55,8 +59,8 @@ def find(source: str, *, tables: bool = False) -> Source:
     """The source of that name: "" (the Python language reference), hf:NAME[:CONFIG], or a path.
 
     A path leads to a file, an archive (.zip, .tar and .tar.xz, .tgz, ...) or a folder, recursively in sorted order. Files
-    that end with .gz, .xz or .bz2 are unpacked as they are read; rows of a .csv, which has one column, are lines, but where
-    `tables` are wanted as they are.
+    that end with .gz, .xz or .bz2 are unpacked as they are read; rows of a .csv, which has one column, are lines, and so is
+    the column text of a dataset. Where `tables` are wanted a .csv is as it is, and a row of a dataset an object of JSON.
 
     Raises:
         ValueError: Where there is nothing to read.
@@ -64,7 +68,7 @@ def find(source: str, *, tables: bool = False) -> Source:
     if not source:
         return Source("Python language reference (pydoc_data.topics)", _builtin, (), plain=True)
     if source.startswith("hf:"):
-        return _hub(source)
+        return _hub(source, tables)
     path = Path(source)
     if not path.exists():
         raise ValueError(
@@ -243,20 +247,34 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-def _hub(source: str) -> Source:
-    """A dataset with a column of text, read row by row."""
+def _hub(source: str, tables: bool) -> Source:
+    """A dataset, read row by row."""
     splits = _hub_splits(source)
     for split, rows in splits.items():
-        if "text" not in rows.column_names:
+        if not tables and "text" not in rows.column_names:
             raise ValueError(f"data: expected a column text in {source}, split {split}, got {', '.join(rows.column_names)}")
-    suffix = ".txt" if len(splits) > 1 else ""
+    suffix = ".jsonl" if tables else ".txt" if len(splits) > 1 else ""
 
     def documents() -> Iterator[Document]:
         for split, rows in splits.items():
-            texts = (text or "" for batch in rows.select_columns("text").iter(1000) for text in batch["text"])
-            yield f"{source}/{split}{suffix}", _joined(texts)
+            columns = rows if tables else rows.select_columns("text")
+            lines = _objects(columns) if tables else (row["text"] or "" for row in columns)
+            yield f"{source}/{split}{suffix}", _joined(lines)
 
     return Source(source, documents, _hub_files(splits))
+
+
+def _objects(rows: Any) -> Iterator[str]:
+    """Rows of a dataset as JSON; a class has its name, and one that is not known (below 0) is left out."""
+    import datasets
+
+    classes = {name: kind for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
+    for row in rows:
+        for name, kind in classes.items():
+            number = row.pop(name)
+            if number is not None and number >= 0:
+                row[name] = kind.int2str(number)
+        yield json.dumps(row, default=str)
 
 
 def hub_images(source: str) -> Source:
@@ -268,7 +286,7 @@ def hub_images(source: str) -> Source:
         ValueError: Where a split has not one column of images and one of classes.
     """
     splits = _hub_splits(source)
-    import datasets  # pyright: ignore[reportMissingImports]
+    import datasets
 
     columns = {}
     for split, rows in splits.items():
@@ -301,10 +319,8 @@ def _hub_files(splits: Any) -> tuple[Path, ...]:
 
 def _hub_splits(source: str) -> Any:
     """The splits of a dataset, loaded into datasets' own cache."""
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]  # of the extra data
-    except ImportError:
-        raise ValueError("data: hf:NAME needs the package datasets: pip install 'isopos[data]'") from None
+    import datasets
+
     name, _, config = source.removeprefix("hf:").partition(":")
     try:
         return datasets.load_dataset(name, config or None)

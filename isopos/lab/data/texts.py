@@ -10,21 +10,21 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isopos.catalog import expect
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
-from isopos.lab.data.corpora import shown
-from isopos.lab.data.labelled import Classes, Row, check_same, parts, rows, surveyed, wrong
-from isopos.lab.data.prepare import SPLITS, Progressing
-from isopos.lab.data.sources import Source, find
-from isopos.lab.data.tokenizers import BPE, Bytes, Tokenizer, Words, load_tokenizer
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
+from isopos.lab.data.labelled import Classes, Row, parts, rows, wrong
+from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
+from isopos.lab.data.sources import find
+from isopos.lab.data.tokenizers import Tokenizer, learn
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Texts", "load"]
 
-FORMAT = 1
 WORDS, EACH = 7, 1.5  # of a text that comes with isopos, and how often a word of the reference is in one
 TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
 
@@ -68,7 +68,7 @@ def load(
     tokenizer: str | Tokenizer = "bytes",
     vocabulary: int | None = None,
     root: Path | None = None,
-    console: object = None,
+    console: "Console | None" = None,
 ) -> Texts:
     """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.rows`.
 
@@ -86,26 +86,17 @@ def load(
     Raises:
         ValueError: Where there is nothing to read, or something in it is wrong (with file and line).
     """
-    kinds = ("bytes", "words", "bpe")
-    if isinstance(tokenizer, str):
-        expect("tokenizer", tokenizer, kinds)
-    if vocabulary is not None and tokenizer not in kinds[1:]:
-        raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
-    if source.startswith("hf:"):
-        raise ValueError(
-            f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
-        )
+    check_tokenizer(tokenizer, vocabulary)
     if not source:
         return _own(len(columns) > 1, tokenizer, vocabulary)
-    root = cache.default_root() if root is None else root
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        return _Read(find(source, tables=True), columns, label, root, progressing).texts(tokenizer, vocabulary)
+    with preparing(find(source, tables=True), root=root, console=console) as preparation:
+        return _prepared(preparation, columns, label, tokenizer, vocabulary)
 
 
 def _own(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
     if isinstance(tokenizer, str):
         texts = (text for row in _passages(pairs) if row.file == "train" for text in row.values)
-        tokenizer = Bytes() if tokenizer == "bytes" else {"words": Words, "bpe": BPE}[tokenizer].learn(texts, vocabulary)
+        tokenizer = learn(tokenizer, texts, vocabulary)
     split = parts(SPLITS)
     found = collect(lambda writer: _fill(writer, _passages(pairs), split, tokenizer, []))
     return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", tokenizer, found)
@@ -140,53 +131,32 @@ def _passages(pairs: bool) -> Iterator[Row]:
                 yield Row((passage(words, turned),), TURNED[turned], split, 1)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A source, which is read as often as it takes: for its hash, for a vocabulary, for its tokens."""
+def _prepared(
+    preparation: Preparation, columns: tuple[str, ...], label: str, kind: str | Tokenizer, vocabulary: int | None
+) -> Texts:
+    """The texts of a source, which is read as often as it takes: for its hash, for a vocabulary, for its tokens."""
+    (source,), split = preparation.sources, parts(preparation.names)
 
-    source: Source
-    columns: tuple[str, ...]
-    label: str
-    root: Path
-    progressing: Progressing
-
-    def texts(self, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
-        """Those of the cache, prepared before or now."""
-        before = surveyed(self.source, self.root, self.progressing)
-        names, key = before.names, key_of(FORMAT, before.key, self.columns, self.label)
-        if tokenizer == "bytes":
-            tokenizer = Bytes()
-        elif isinstance(tokenizer, str):
-            tokenizer = self._learned(tokenizer, vocabulary, names, key)
-
-        def fill(writer: Writer) -> dict[str, object]:
-            left: list[str] = []
-            facts = _fill(writer, self._rows(names, left, "writing tokens"), parts(names), tokenizer, left)
-            check_same(self.source, before)
-            return facts
-
-        found = prepared(self.root, f"texts-{key_of(key, tokenizer.fingerprint)[:32]}", fill)
-        return Texts(self.source.name, tokenizer, found)
-
-    def _rows(self, names: list[str], left: list[str], stage: str) -> Iterator[Row]:
-        for n, row in enumerate(rows(self.source, names, self.columns, self.label, left.append)):
-            for name, value in zip(self.columns, row.values, strict=True):
+    def reading(stage: str, left: list[str]) -> Iterator[Row]:
+        for n, row in enumerate(rows(source, preparation.names, columns, label, left.append)):
+            for name, value in zip(columns, row.values, strict=True):
                 if not isinstance(value, str) or not value.strip():
                     got = "an empty one" if isinstance(value, str) else repr(value)[:40]
                     raise wrong(row.file, row.line, f"{name}: expected a text, got {got}")
             if n % 1000 == 0:
-                self.progressing(stage, n, 0)
+                preparation.progressing(stage, n, 0)
             yield row
 
-    def _learned(self, kind: str, vocabulary: int | None, names: list[str], key: str) -> Tokenizer:
-        split = parts(names)
+    def training() -> Iterator[str]:
+        read = reading("learning the vocabulary", [])
+        return (text for row in read if split(row.file, "\n".join(row.values)) == "train" for text in row.values)
 
-        def build(folder: Path) -> None:
-            read = self._rows(names, [], "learning the vocabulary")
-            texts = (text for row in read if split(row.file, "\n".join(row.values)) == "train" for text in row.values)
-            {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary).save(folder)
+    def fill(writer: Writer) -> dict[str, object]:
+        left: list[str] = []
+        return _fill(writer, reading("writing tokens", left), split, tokenizer, left)
 
-        return load_tokenizer(cache.prepared(self.root, f"vocabulary-{key_of(key, kind, vocabulary)[:32]}", build))
+    tokenizer = preparation.tokenizer(kind, vocabulary, training, columns, label)
+    return Texts(source.name, tokenizer, preparation.arrays("texts", fill, columns, label, tokenizer.fingerprint))
 
 
 def _fill(

@@ -25,8 +25,9 @@ import numpy as np
 
 from isopos.lab.runs.files import Damaged, damaged, mismatch, read_json, write_text
 
-__all__ = ["BPE", "EOS", "UNK", "Bytes", "Tokenizer", "Words", "load_tokenizer", "tokenizer_of"]
+__all__ = ["BPE", "EOS", "KINDS", "UNK", "Bytes", "Tokenizer", "Words", "learn", "load_tokenizer", "tokenizer_of"]
 
+KINDS = ("bytes", "words", "bpe")
 EOS, UNK = "<eos>", "<unk>"
 FILE = "tokenizer.json"
 BPE_SIZE = 8192  # by default
@@ -56,7 +57,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def model(self) -> Any:
-        """The same tokens of a whole text, as the package `tokenizers` has them (extra data), for other libraries."""
+        """The same tokens of a whole text, as the package `tokenizers` has them, for other libraries."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; what is no UTF-8 becomes the replacement character."""
@@ -87,7 +88,8 @@ class Bytes(Tokenizer):
         return {"kind": "bytes"}
 
     def model(self) -> Any:
-        tokenizers = _tokenizers()
+        import tokenizers
+
         vocabulary = {character: byte for byte, character in enumerate(_characters())}
         model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -145,7 +147,8 @@ class Words(Tokenizer):
         return {"kind": "words", "words": list(self.words)}
 
     def model(self) -> Any:
-        tokenizers = _tokenizers()
+        import tokenizers
+
         unknown = {"unk_token": UNK} if UNK in self._index else {}
         model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=self._index, **unknown))
         model.normalizer = tokenizers.normalizers.Replace("\n", f" {EOS} ")
@@ -154,14 +157,16 @@ class Words(Tokenizer):
 
 
 class BPE(Tokenizer):
-    """Byte-pair encoding of each line, on bytes, so that it covers every text (package `tokenizers`, extra data).
+    """Byte-pair encoding of each line, on bytes, so that it covers every text (package `tokenizers`).
 
     Args:
         model: The JSON of a `tokenizers.Tokenizer`.
     """
 
     def __init__(self, model: str):
-        self._model = _tokenizers().Tokenizer.from_str(model)
+        import tokenizers
+
+        self._model: Any = tokenizers.Tokenizer.from_str(model)
         self.size: int = self._model.get_vocab_size()
         self._bytes = {character: byte for byte, character in enumerate(_characters())}
 
@@ -171,7 +176,8 @@ class BPE(Tokenizer):
         size = BPE_SIZE if size is None else size
         if size < 256:
             raise ValueError(f"vocabulary: expected at least 256 tokens, the bytes, got {size}")
-        tokenizers = _tokenizers()
+        import tokenizers
+
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -190,12 +196,18 @@ class BPE(Tokenizer):
         return {"kind": "bpe", "model": json.loads(self._model.to_str())}
 
     def model(self) -> Any:
-        tokenizers = _tokenizers()
+        import tokenizers
+
         model = tokenizers.Tokenizer.from_str(self._model.to_str())
         lines = tokenizers.pre_tokenizers.Split("\n", "merged_with_previous")
         model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([lines, model.pre_tokenizer])
         model.decoder = tokenizers.decoders.ByteLevel()
         return model
+
+
+def learn(kind: str, texts: Iterable[str], vocabulary: int | None = None) -> Tokenizer:
+    """A tokenizer of that kind: bytes, or words or pieces that are learned of texts, at most so many."""
+    return Bytes() if kind == "bytes" else {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary)
 
 
 def tokenizer_of(run: Path) -> Tokenizer:
@@ -235,11 +247,3 @@ def _characters() -> Iterator[str]:
         prints = 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)
         yield chr(byte if prints else spare)
         spare += not prints
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError("tokenizer: this needs the package tokenizers: pip install 'isopos[data]'") from None
-    return tokenizers

@@ -4,22 +4,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Ragged, Writer, key_of, prepared
+from isopos.lab.data.arrays import Ragged, Writer
 from isopos.lab.data.bushes import Bush, grow, mirrored, parsed, part, reduced, sizes
-from isopos.lab.data.labelled import assigned, check_same, surveyed
+from isopos.lab.data.labelled import assigned
 from isopos.lab.data.pairs import Pairs, found_of, hashed, names_of, stored, tables
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Operation", "TreePairs", "labels_of", "random_trees", "read_trees"]
 
 Operation = Literal["copy", "rotation", "c3", "ops"]
-FORMAT = 1  # of a prepared folder
 ACTIONS = ("extract", "flip-extract", "truncate", "no-op")
 MOST = 1 << 14  # nodes of a random tree
 
@@ -136,7 +137,7 @@ def _made(operation: Operation, tree: Bush, leaves: int, inner: int, random: np.
     return source, made[ACTIONS[action]]()
 
 
-def read_trees(source: str, root: Path | None = None, console: object = None) -> TreePairs:
+def read_trees(source: str, root: Path | None = None, console: "Console | None" = None) -> TreePairs:
     """Trees of rows, a source, a tab and a target, each an s-expression; see `pairs.tables` and `pairs.read_texts`.
 
     A token is a label with its number of children, so that a label of two kinds of nodes is two tokens. Prepared once, then
@@ -150,11 +151,8 @@ def read_trees(source: str, root: Path | None = None, console: object = None) ->
     Raises:
         ValueError: Where there is nothing to read, or a row or a tree is wrong (with file, line and column).
     """
-    found, root = found_of(source), cache.default_root() if root is None else root
-    from isopos.lab.data.corpora import shown
-
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        before = surveyed(found, root, progressing)
+    with preparing(found_of(source), root=root, console=console) as preparation:
+        (found,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
             known: dict[tuple[str, int], int] = {}
@@ -162,11 +160,10 @@ def read_trees(source: str, root: Path | None = None, console: object = None) ->
             for split, pair in assigned(lambda _: _trees(found, known), names_of(found), hashed, left):
                 for tree in pair:
                     sequences[split].add(np.array(tree.labels))
-            check_same(found, before)
             names, arities = [label for label, _ in known], [arity for _, arity in known]
             return {"names": names, "arities": arities, "left": {"repeated": left["repeated"]}}
 
-        arrays = prepared(root, f"tree-pairs-{key_of(FORMAT, before.key)[:32]}", fill)
+        arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])
     pairs = Pairs(stored(arrays, Planted(arities)), arrays.facts["left"])
     return TreePairs(pairs, tuple(arrays.facts["names"]), arities)

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from random import Random
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect, key_of, prepared
-from isopos.lab.data.corpora import shown
-from isopos.lab.data.labelled import LINES, Classes, Row, check_same, json_rows, lines_of, parts, surveyed, table_rows, wrong
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
+from isopos.lab.data.labelled import LINES, Classes, Row, json_rows, lines_of, parts, table_rows, wrong
+from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find
 from isopos.trees import Unread, read
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 __all__ = ["NODE", "UNKNOWN", "Bank", "load", "loads", "text"]
 
-FORMAT = 1
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # of the trees that come with isopos
 DEPTH, NODES = 6, (6, 30)
@@ -85,7 +85,7 @@ def load(
     vocabulary: int = 0,
     words: Sequence[str] = (),
     root: Path | None = None,
-    console: object = None,
+    console: "Console | None" = None,
 ) -> Bank:
     """The labelled trees of a source, prepared once, then memory-mapped.
 
@@ -111,28 +111,19 @@ def load(
         own = [*_random()]
         arrays = collect(lambda writer: _fill(writer, lambda: own, parts(SPLITS), 0, words))
         return Bank("random trees of and, or and not", arrays)
-    if source.startswith("hf:"):
-        raise ValueError(
-            f"data: expected a path, got {source}; a dataset of the hub becomes a file by its to_json or to_csv"
-        )
-    found, root = find(source, tables=True), cache.default_root() if root is None else root
-    with shown(console) as progressing:  # pyright: ignore[reportArgumentType]
-        before = surveyed(found, root, progressing)
+    with preparing(find(source, tables=True), root=root, console=console) as preparation:
+        (found,) = preparation.sources
 
         def reading() -> Iterator[Read]:
             for n, one in enumerate(_trees(found, column, label, inner)):
                 if n % 1000 == 0:
-                    progressing("reading trees", n, 0)
+                    preparation.progressing("reading trees", n, 0)
                 yield one
 
         def fill(writer: Writer) -> dict[str, object]:
-            facts = _fill(writer, reading, parts(before.names), vocabulary, words)
-            check_same(found, before)
-            return facts
+            return _fill(writer, reading, parts(preparation.names), vocabulary, words)
 
-        key = key_of(FORMAT, before.key, column, label, inner, vocabulary, list(words))
-        arrays = prepared(root, f"trees-{key[:32]}", fill)
-    return Bank(found.name, arrays)
+        return Bank(found.name, preparation.arrays("trees", fill, column, label, inner, vocabulary, list(words)))
 
 
 def _fill(

@@ -192,6 +192,9 @@ class GlueSamples(Labelled):
     def save(self, folder: Path) -> None:
         self.tokenizer.save(folder)
 
+    def labels(self, split: str) -> np.ndarray:
+        return self.arrays[f"{split}-answers"]
+
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]``, mask ``[b t]`` and answers ``[b]``: labels, or scores from 0 to 1."""
         import torch

@@ -211,6 +211,9 @@ class Album(Labelled):
         recipe.task.check(recipe)
         return super().settle(recipe)
 
+    def labels(self, split: str) -> np.ndarray:
+        return self.pictures.labels[self.pictures.splits[split]]
+
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Pixels ``[b c h w]`` uint8, with their margin, and classes ``[b]``, or shares of classes ``[b classes]``."""
         import torch

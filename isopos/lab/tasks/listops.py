@@ -147,6 +147,9 @@ class Expressions(Labelled):
         recipe.task.check(recipe)
         return super().settle(recipe)
 
+    def labels(self, split: str) -> np.ndarray:
+        return self.rows[split].answers
+
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``."""
         from isopos.lab.tasks.build import group_of

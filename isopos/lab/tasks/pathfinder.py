@@ -74,7 +74,7 @@ class Pathfinder(Task):
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Pictures":
         from isopos.lab.data import pathfinder
-        from isopos.lab.data.corpora import shown
+        from isopos.lab.data.prepare import shown
 
         tenth = self.pictures // 10
         counts = (self.pictures - 2 * tenth, tenth, tenth)
@@ -95,6 +95,9 @@ class Pictures(Labelled):
         self.sizes = {split: np.full(len(rows), task.side**2) for split, rows in labels.items()}
         self.name = f"Pathfinder, {task.side} x {task.side}"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} pictures, half of them connected"
+
+    def labels(self, split: str) -> np.ndarray:
+        return self.arrays[f"{split}-labels"]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b side^2]``, positions ``[side^2 1]`` or ``[side^2 2]``, and classes ``[b]``."""

@@ -91,6 +91,10 @@ class Labelled(Samples):
 
     limit: int = 0  # at most so many held-out samples are scored while training; 0: all
 
+    @abstractmethod
+    def labels(self, split: str) -> np.ndarray:
+        """The class of each sample of a split ``[n]``."""
+
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
 
@@ -115,8 +119,7 @@ class Labelled(Samples):
         """The share of the most frequent class, where accuracy ranks."""
         if recipe.task.metrics[0].figure != "accuracy":
             return None
-        answers = [self.tensors("validation", rows, recipe)[-1] for rows in self.rounds("validation", self.limit)]
-        _, counts = np.unique(np.concatenate(answers), return_counts=True)
+        _, counts = np.unique(self.labels("validation")[self.some("validation", self.limit)], return_counts=True)
         return int(counts.max()) / int(counts.sum()), int(counts.sum())
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":

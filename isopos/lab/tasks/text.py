@@ -29,8 +29,8 @@ class TextClasses(Task):
     """What a classifier of texts reads."""
 
     data: str = ""
-    """A .csv, .tsv or .jsonl, a folder or an archive of them, or one with a folder a class (as aclImdb's); empty: passages
-    with brackets that are turned, or not. Names with train, valid and test make the splits, or else a hash does."""
+    """A .csv, .tsv or .jsonl, a folder or an archive of them, one with a folder a class (as aclImdb's), or hf:NAME; empty:
+    passages with brackets that are turned, or not. Names with train, valid and test make the splits, or else a hash does."""
     column: str = "text"  # Of the text: its name, or its number from 1 on in a table without names.
     pair: str = ""  # Of a second text, where two are compared.
     label: str = "label"  # Of the class.
@@ -137,6 +137,9 @@ class LabelledTexts(Labelled):
         require("classes", task.classes, f"the {found} of the data, or 0 for those", task.classes in (0, found))
         recipe = recipe.edit(vocabulary=self.texts.tokenizer.size, classes=found)
         return super().settle(recipe)
+
+    def labels(self, split: str) -> np.ndarray:
+        return self.texts.labels(split)
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, or ``[b 2 t]`` of towers, positions ``[t 1]``, mask like tokens, and classes ``[b]``."""

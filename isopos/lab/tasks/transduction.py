@@ -154,9 +154,9 @@ class Transduction(Transducing):
     """What an encoder-decoder of sequences learns: to copy, to reverse, to repeat, or to translate."""
 
     data: str = ""
-    """Pairs of texts: a table with a tab between source and target or a folder of such .tsv, two files SOURCE,TARGET, or a
-    folder and --languages; names with train, valid and test make the splits. By default random symbols are transduced."""
-    languages: str = ""  # Endings of the files in a folder of texts: en,de.
+    """Pairs of texts: a table with a tab between source and target or a folder of such .tsv, two files SOURCE,TARGET, a
+    folder and --languages, or hf:NAME; names make the splits. By default random symbols are transduced."""
+    languages: str = ""  # Endings of the files in a folder of texts, or columns of hf:NAME: en,de.
     operation: Literal["copy", "reverse", "repeat"] = "reverse"
     """What targets of random symbols are: the source, the source from its end on, or twice the source."""
     length: int = 16  # Symbols of a random source, on average.

@@ -34,7 +34,7 @@ class TreeClasses(Task):
 
     data: str = ""
     """A file or a folder: an s-expression a line with its class at the root (as the Stanford Sentiment Treebank), .tsv of a
-    label and a tree, or .jsonl with nested lists; empty: random trees of and, or and not. Names make the splits."""
+    label and a tree, .jsonl with nested lists, or hf:NAME; empty: random trees of and, or, not. Names make the splits."""
     column: str = "tree"  # Of the tree, in tables with names.
     label: str = "label"  # Of its class, likewise.
     inner: bool = False  # See the labels of inner nodes below the root, too, where the root's is the class.
@@ -135,6 +135,9 @@ class LabelledTrees(Labelled):
         recipe = recipe.edit(branches=task.branches or found.branches, longest=self.longest)
         recipe.task.check(recipe)
         return super().settle(recipe)
+
+    def labels(self, split: str) -> np.ndarray:
+        return self.bank.labels(split)[self.rows[split]]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and classes ``[b]``."""
