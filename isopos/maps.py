@@ -103,7 +103,7 @@ class TokenMap(ABC):
     @property
     def delicate(self) -> bool:
         """Whether products of what it returns may be much smaller than their terms, so that it wants float32."""
-        return self.cancels or any(part.delicate for part in self._parts())
+        return self.cancels or (bool(self._maps) and any(part.delicate for part in self._parts()))
 
     def part(self, place: Place) -> Self:
         """The part for some tokens of some heads and samples."""
@@ -162,7 +162,7 @@ class TokenMap(ABC):
         """Axes ``[*b h]`` of its own, which broadcast to those of what it maps."""
         values = ((own, getattr(self, name)) for name, own in self._tensors)
         shapes = [own.leading(value) for own, value in values if isinstance(value, Tensor)]
-        return broadcast(*shapes, *(part.leading for part in self._parts()))
+        return broadcast(*shapes, *(part.leading for part in self._parts())) if self._maps else broadcast(*shapes)
 
     def _parts(self) -> Sequence["TokenMap"]:
         """The maps that it is made of."""

@@ -170,7 +170,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     """The problem of linear attention; ValueError where its arguments have none."""
     shared = _shared(q, k, v, options, streams=streams)
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
-    q, k, batch, state, decay, causal = (shared[name] for name in ("q", "k", "batch", "state", "decay", "causal"))
+    q, k, state, decay = shared["q"], shared["k"], shared["state"], shared["decay"]
     check_denominator(denominator, q)
     check_feature_map(phi)
     phi = identity if phi is None else phi
@@ -178,12 +178,12 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     before = None if state is None else state["decay"]
     problem = LinearProblem(**shared, phi=phi, denominator=denominator, g=decay, before=before)
     _check_factors(problem, options)
-    if decay is not None and not causal and q.shape[-2] != k.shape[-2]:
+    if decay is not None and not problem.causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
     if ids is not None:
-        check_segments(ids, q, k, batch)
+        check_segments(ids, q, k, problem.batch)
     elif decay is not None:
-        check_order(decay, causal, before)
+        check_order(decay, problem.causal, before)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.segments is not None and not problem.empty:
         previous = None if state is None else state["segment"]
@@ -203,8 +203,11 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     state, scale, locality = options.get("state"), options.get("scale"), options.get("locality")
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
     shared = _shared(q, k, v, options, streams=streams, seen=seen)
-    q, k, batch, state = (shared[name] for name in ("q", "k", "batch", "state"))
-    t, s, attn_mask, dropout = q.shape[-2], k.shape[-2] + seen, options.get("attn_mask"), options.get("dropout", 0.0)
+    attn_mask, dropout = options.get("attn_mask"), options.get("dropout", 0.0)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    problem = SoftmaxProblem(**shared, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
+    q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
+    t, s = q.shape[-2], k.shape[-2] + seen
     if (ids := options.get("segment_ids")) is not None:
         check_segments(ids, q, k, batch)
     if state is not None and state.in_place:
@@ -215,14 +218,12 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
             raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
     if attn_mask is not None:
         check_pairs(attn_mask, q, torch.Size((*batch, t, s)))
-        if state is not None and shared["window"] is not None:
+        if state is not None and problem.window is not None:
             raise ValueError(
                 "attn_mask: expected none beside a window in a stream, which forgets the tokens before, got one"
             )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    problem = SoftmaxProblem(**shared, scale=scale, locality=locality, attn_mask=attn_mask, dropout=dropout)
     if problem.rho_q.delicate or problem.rho_k.delicate:
         problem = _at_least_float32(problem)
     problem = _grouped(_carried(problem, options.get("transport")))
