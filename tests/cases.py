@@ -3,6 +3,7 @@
 Also what the tests share: the tolerance, random inputs and positions, and the definitions.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,6 +319,34 @@ def with_kinds(cases: list[SchemeCase], *, slow: bool = False) -> pytest.MarkDec
     return pytest.mark.parametrize(
         ("case", "kind"), [pytest.param(case, kind, id=f"{case.id}-{kind}", marks=marks[case.id]) for case, kind in pairs]
     )
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """What fails within says what it was about."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in {what}")
+        raise
+
+
+def over_rows(cases: list[SchemeCase]) -> Callable[[Callable[[SchemeCase], None]], Callable[[str], None]]:
+    """Parametrises a test of a `case` by presets: each test runs over the rows of one, and what fails names its row."""
+
+    def decorate(test: Callable[[SchemeCase], None]) -> Callable[[str], None]:
+        def of_preset(preset: str) -> None:
+            for case in cases:
+                if case.name == preset:
+                    torch.manual_seed(0)
+                    with named(case.id):
+                        test(case)
+
+        of_preset.__name__, of_preset.__doc__ = test.__name__, test.__doc__
+        of_preset.__module__ = test.__module__
+        return pytest.mark.parametrize("preset", dict.fromkeys(case.name for case in cases))(of_preset)
+
+    return decorate
 
 
 class EncodingCase(NamedTuple):
