@@ -4,6 +4,7 @@ Also what the tests share: the tolerance, random inputs and positions, and the d
 """
 
 import contextlib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,22 +332,34 @@ def named(what: str) -> Iterator[None]:
         raise
 
 
-def over_rows(cases: list[SchemeCase]) -> Callable[[Callable[[SchemeCase], None]], Callable[[str], None]]:
-    """Parametrises a test of a `case` by presets: each test runs over the rows of one, and what fails names its row."""
+def looped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrises a test by groups of rows, each (its group, a name, arguments): it runs for one after another.
 
-    def decorate(test: Callable[[SchemeCase], None]) -> Callable[[str], None]:
-        def of_preset(preset: str) -> None:
-            for case in cases:
-                if case.name == preset:
+    What fails names its row. Random numbers start anew at each.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def of_group(group: str, **fixtures: Any) -> None:
+            for own, name, arguments in rows:
+                if own == group:
                     torch.manual_seed(0)
-                    with named(case.id):
-                        test(case)
+                    with named(name):
+                        test(**arguments, **fixtures)
 
-        of_preset.__name__, of_preset.__doc__ = test.__name__, test.__doc__
-        of_preset.__module__ = test.__module__
-        return pytest.mark.parametrize("preset", dict.fromkeys(case.name for case in cases))(of_preset)
+        given = {name for _, _, arguments in rows for name in arguments}
+        fixtures = [p for name, p in inspect.signature(test).parameters.items() if name not in given]
+        group = inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY)
+        of_group.__signature__ = inspect.Signature([*fixtures, group])  # pyright: ignore[reportFunctionMemberAccess]
+        of_group.__name__, of_group.__doc__, of_group.__module__ = test.__name__, test.__doc__, test.__module__
+        of_group.pytestmark = getattr(test, "pytestmark", [])  # pyright: ignore[reportFunctionMemberAccess]
+        return pytest.mark.parametrize("group", dict.fromkeys(own for own, _, _ in rows))(of_group)
 
     return decorate
+
+
+def over_rows(cases: list[SchemeCase]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrises a test of a `case` by presets: it runs for all rows of one."""
+    return looped([(case.name, case.id, {"case": case}) for case in cases])
 
 
 class EncodingCase(NamedTuple):

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from cases import COMPOSED, HEAD_DIM, HEADS, SCHEMES, SchemeCase
+from cases import COMPOSED, HEAD_DIM, HEADS, SCHEMES, SchemeCase, looped
 from torch import Tensor
 
 from isopos import schemes
-from isopos.feature_maps import Favor
 from isopos.maps import TokenMap
 from isopos.positions import sequence
 from isopos.terms import Term
@@ -38,11 +37,14 @@ ENCODINGS_ALONE = [ComposedCase(case.id, "", {"encoding": case.make}) for case i
 """The rows of `COMPOSED` as schemes."""
 
 
-def structure(scheme: schemes.Scheme) -> tuple[Any, ...]:
-    """What attention and modules around it can see of a scheme: types all the way down, and which options there are."""
+def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
+    """What attention and modules around it can see of a scheme: types all the way down, and which options there are.
+
+    But for the arguments named by `apart`, which a test crosses with the others.
+    """
     group = scheme.group
     x = sequence(2) if group.columns == 1 else group.origin(2)
-    seen = [(name, _of_argument(value)) for name, value in scheme.at(x).items() if value is not None]
+    seen = [(name, _of_argument(x)) for name, x in scheme.at(x).items() if x is not None and name not in apart]
     parts = type(scheme.bias).__name__, type(scheme.embedding).__name__
     return scheme.attention, scheme.inside, scheme.width > 1, scheme.outside > 0, group.refers_to_rows, *parts, *seen
 
@@ -67,21 +69,21 @@ def _heads(leading: tuple[int, ...]) -> str:
     return "shared" if leading[-1:] in ((), (1,)) else "a head"
 
 
-def _cost(scheme: schemes.Scheme) -> tuple[Any, ...]:
+def _cost(scheme: schemes.Scheme) -> tuple[bool, int]:
     """Rows that learn come first, since they have gradients to compare; then those of few numbers."""
     tensors = [*scheme.parameters(), *(x for x in vars(scheme.encoding).values() if isinstance(x, Tensor))]
-    return not list(scheme.encoding.parameters()), isinstance(scheme.favor, Favor), sum(x.numel() for x in tensors)
+    return not list(scheme.encoding.parameters()), sum(x.numel() for x in tensors)
 
 
-def structures(rows: list[SchemeCase]) -> list[Structure]:
+def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
     """Those of rows and of the kinds of attention that they have; the row that is cheapest to compute stands for each."""
     found: dict[Any, list[tuple[Any, Structure]]] = {}
     for case in rows:
         for kind in case.kinds:
             scheme = case.build(attention=kind)
-            found.setdefault(structure(scheme), []).append((_cost(scheme), Structure(kind, case, [])))
-    names = [[f"{own.case.id}-{kind}" for _, own in rows for kind in (own.kind,)] for rows in found.values()]
+            found.setdefault(structure(scheme, *apart), []).append((_cost(scheme), Structure(kind, case, [])))
     least = [min(rows, key=lambda row: row[0])[1] for rows in found.values()]
+    names = [[f"{own.case.id}-{own.kind}" for _, own in rows] for rows in found.values()]
     return [own._replace(rows=same) for own, same in zip(least, names, strict=True)]
 
 
@@ -97,6 +99,12 @@ def with_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind
     """Parametrises `case` and `kind` by structures."""
     rows = [pytest.param(case, kind, id=f"{case.id}-{kind}") for case, kind in pairs(where)]
     return pytest.mark.parametrize(("case", "kind"), rows)
+
+
+def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Callable[..., Any]:
+    """Parametrises a test of a `case` and a `kind` by presets: it runs for all structures of one's rows."""
+    rows = ((case.name or "composed", f"{case.id}-{kind}", case, kind) for case, kind in pairs(where))
+    return looped([(group, name, {"case": case, "kind": kind}) for group, name, case, kind in rows])
 
 
 def with_other_rows(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> pytest.MarkDecorator:

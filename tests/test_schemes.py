@@ -9,6 +9,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from canonical import canonical
 from cases import (
     ATTENTION,
     HEAD_DIM,
@@ -35,7 +36,7 @@ from cases import (
     softmax_by_definition,
     with_kinds,
 )
-from structures import with_structures
+from structures import over_structures
 
 import isopos
 from isopos import biases, catalog, decays, encodings, schemes
@@ -99,8 +100,8 @@ def test_defaults_are_enough(case):
 SHAPES = {"causal": (70, 70, True), "both-ways": (70, 70, False), "causal-cross": (9, 70, True), "cross": (70, 9, False)}
 
 
+@over_structures(lambda case, kind: kind == "linear")
 @pytest.mark.parametrize("shape", SHAPES)
-@with_structures(lambda case, kind: kind == "linear")
 def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
     monkeypatch.setattr(walk, "GROUP", 1)
     monkeypatch.setattr(walk, "LEAST", 1)
@@ -125,7 +126,7 @@ def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
     same_everywhere(out, slow, [*leaves, *scheme.encoding.parameters()], 1000 * TOLERANCE)  # some denominators almost vanish
 
 
-@with_structures(lambda case, kind: kind == "linear" and not {"decay", "denominator"} & set(case.options))
+@over_structures(lambda case, kind: kind == "linear" and not {"decay", "denominator"} & set(case.options))
 def test_denominator_and_decay_are_independent_axes(case, kind):
     for denominator in case.denominators:
         for decay in ("none", "retnet", "permuteformer") if case.decays("linear") else ("none",):
@@ -140,7 +141,7 @@ def test_denominator_and_decay_are_independent_axes(case, kind):
                 close(out, slow, roundings=1000 * TOLERANCE)
 
 
-@with_structures(lambda case, kind: kind == "softmax")
+@over_structures(lambda case, kind: kind == "softmax")
 def test_softmax_attention_is_its_definition(case, kind):
     scheme = made(case, kind)
     leaves = inputs_of(scheme, 2, t=9, requires_grad=True)
@@ -166,7 +167,7 @@ def test_scores_do_not_see_a_shift(case):
     assert scheme.embedding is None
 
 
-@with_structures(lambda case, kind: case.relative)
+@over_structures(lambda case, kind: case.relative)
 def test_attention_does_not_see_a_shift(case, kind):
     scheme, x, others = made(case, kind), case.positions(2, t=20), case.positions(2, t=20)
     content = inputs_of(scheme, 2, t=20)
@@ -199,7 +200,7 @@ def test_direction(case):
     assert torch.allclose(forward, backward) != case.directed
 
 
-@with_structures()
+@over_structures()
 def test_samples_have_positions_of_their_own(case, kind):
     scheme, x = made(case, kind), case.positions(3, t=9)
     content = inputs_of(scheme, 3, t=9)
@@ -208,7 +209,7 @@ def test_samples_have_positions_of_their_own(case, kind):
         close(together[n : n + 1], attend(scheme, *(a[n : n + 1] for a in content), x[n], causal=True))
 
 
-@with_structures()
+@over_structures()
 def test_a_prefix_keeps_its_outputs(case, kind):
     scheme = made(case, kind)
     x = parents_first(scheme.group, case.positions(2, t=30))  # so that a prefix is a tree
@@ -324,7 +325,7 @@ def test_autocast_and_order_of_calls_change_nothing(case):
 SIGNED = {"encoded", "complex"}  # denominators that may almost vanish
 
 
-@with_structures(lambda case, kind: not case.inside)
+@over_structures(lambda case, kind: not case.inside)
 def test_low_precision_inputs(case, kind):
     scheme, x = case.build(attention=kind), case.positions(t=70)
     if scheme.choices["denominator"] in SIGNED:
@@ -1274,7 +1275,7 @@ def test_states_reports_and_primitives_print_within_a_screen():
     scheme, content = isopos.deberta(16, 2), torch.randn(3, 1, 2, 100, 16)
     at = scheme.at(sequence(100), state=isopos.State())
     _, state = softmax_attention(*content, **at, causal=True, return_state=True)
-    values = [state, at, *isopos.laws.canonical(scheme), isopos.laws.check(scheme)]
+    values = [state, at, *canonical(scheme), isopos.laws.check(scheme)]
     for value in values:
         assert len(repr(value).splitlines()) <= 24
         assert max(map(len, repr(value).splitlines())) < 700

@@ -25,7 +25,7 @@ from cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import pairs, with_other_rows, with_structures
+from structures import over_structures, pairs, with_other_rows, with_structures
 
 import isopos
 from isopos import packed, sequence
@@ -179,7 +179,7 @@ def test_one_answer_of_other_rows(case, kind):
         one_answer(case, kind, causal)
 
 
-@with_structures()
+@over_structures()
 def test_one_token_alone_and_alone_in_its_segment(case, kind):
     for causal in case.ways:
         setting = Setting(case, kind, causal, t=1)
@@ -188,38 +188,38 @@ def test_one_token_alone_and_alone_in_its_segment(case, kind):
             close(setting.attend(*setting.content, setting.x, None, **more), expected, roundings=SLACK)
 
 
-@causality
-@with_structures()
-def test_what_is_masked_reaches_no_gradient(case, kind, causal):
+@over_structures()
+def test_what_is_masked_reaches_no_gradient(case, kind):
     """NaN and infinities in masked keys and values; the first sample has no key at all."""
-    setting = Setting(case, kind, causal)
-    setting.mask[0] = False
-    q, k, v = setting.content
-    poison = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(T)[:T, None]
-    filled = [torch.where(setting.mask[:, None, :, None], a, poison).detach().requires_grad_() for a in (k, v)]
-    out, clean = (setting.attend(q, *keys, setting.x, setting.mask) for keys in (filled, (k, v)))
-    assert torch.equal(out, clean)
-    assert (out[0] == 0).all()
-    learned = list(setting.scheme.parameters())
-    found, expected = gradients(out, [q, *filled, *learned]), gradients(clean, [q, k, v, *learned])
-    assert all(map(torch.equal, found, expected))
+    for causal in case.ways:
+        setting = Setting(case, kind, causal)
+        setting.mask[0] = False
+        q, k, v = setting.content
+        poison = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(T)[:T, None]
+        filled = [torch.where(setting.mask[:, None, :, None], a, poison).detach().requires_grad_() for a in (k, v)]
+        out, clean = (setting.attend(q, *keys, setting.x, setting.mask) for keys in (filled, (k, v)))
+        assert torch.equal(out, clean)
+        assert (out[0] == 0).all()
+        learned = list(setting.scheme.parameters())
+        found, expected = gradients(out, [q, *filled, *learned]), gradients(clean, [q, k, v, *learned])
+        assert all(map(torch.equal, found, expected))
 
 
-@causality
-@with_structures()
-def test_a_broken_query_breaks_its_row_only(case, kind, causal):
-    setting = Setting(case, kind, causal)
-    setting.mask[1, :6] = True
-    q, k, v = setting.content
-    broken = q.detach().clone()
-    broken[1, 0, 5, 2] = torch.nan
-    out, clean = (setting.attend(a, k, v, setting.x, setting.mask) for a in (broken, q))
-    rows = out.isnan().any(-1)
-    assert rows.nonzero().tolist() == [[1, 0, 5]]
-    assert torch.equal(out[~rows], clean[~rows])
+@over_structures()
+def test_a_broken_query_breaks_its_row_only(case, kind):
+    for causal in case.ways:
+        setting = Setting(case, kind, causal)
+        setting.mask[1, :6] = True
+        q, k, v = setting.content
+        broken = q.detach().clone()
+        broken[1, 0, 5, 2] = torch.nan
+        out, clean = (setting.attend(a, k, v, setting.x, setting.mask) for a in (broken, q))
+        rows = out.isnan().any(-1)
+        assert rows.nonzero().tolist() == [[1, 0, 5]]
+        assert torch.equal(out[~rows], clean[~rows])
 
 
-@with_structures()
+@over_structures()
 def test_samples_are_independent(case, kind):
     setting = Setting(case, kind, True)
     before = setting.attend(*setting.content, setting.x, setting.mask)
