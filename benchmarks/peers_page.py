@@ -23,8 +23,8 @@ from isopos.catalog import CATALOG
 from isopos.feature_maps import FEATURE_MAPS, sides
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.kernels import fill_zeros
-from isopos.laws.canonical import canonical, score
 from isopos.schemes import REGISTRY
+from tests.canonical import canonical, score
 
 __all__ = ["COMPARISONS", "Comparison", "angles", "by_formula", "error", "ordered", "page", "rotated", "row"]
 
@@ -49,7 +49,7 @@ FORMULAS = """\
 ## By formula
 
 The schemes for which no package has code, and the others again: scores of attention beside LRPE's canonical form of the
-paper's formula, dense matrices that `isopos.laws.canonical` writes down from the scheme's parameters, one relative position
+paper's formula, dense matrices that `tests/canonical.py` writes down from the scheme's parameters, one relative position
 at a time, without calling its operations. Float64, default options, learned tables filled at random.
 """
 

@@ -3,6 +3,8 @@
 Also what the tests share: the tolerance, random inputs and positions, and the definitions.
 """
 
+import contextlib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,6 +320,46 @@ def with_kinds(cases: list[SchemeCase], *, slow: bool = False) -> pytest.MarkDec
     return pytest.mark.parametrize(
         ("case", "kind"), [pytest.param(case, kind, id=f"{case.id}-{kind}", marks=marks[case.id]) for case, kind in pairs]
     )
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """What fails within says what it was about."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in {what}")
+        raise
+
+
+def looped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrises a test by groups of rows, each (its group, a name, arguments): it runs for one after another.
+
+    What fails names its row. Random numbers start anew at each.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def of_group(group: str, **fixtures: Any) -> None:
+            for own, name, arguments in rows:
+                if own == group:
+                    torch.manual_seed(0)
+                    with named(name):
+                        test(**arguments, **fixtures)
+
+        given = {name for _, _, arguments in rows for name in arguments}
+        fixtures = [p for name, p in inspect.signature(test).parameters.items() if name not in given]
+        group = inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY)
+        of_group.__signature__ = inspect.Signature([*fixtures, group])  # pyright: ignore[reportFunctionMemberAccess]
+        of_group.__name__, of_group.__doc__, of_group.__module__ = test.__name__, test.__doc__, test.__module__
+        of_group.pytestmark = getattr(test, "pytestmark", [])  # pyright: ignore[reportFunctionMemberAccess]
+        return pytest.mark.parametrize("group", dict.fromkeys(own for own, _, _ in rows))(of_group)
+
+    return decorate
+
+
+def over_rows(cases: list[SchemeCase]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrises a test of a `case` by presets: it runs for all rows of one."""
+    return looped([(case.name, case.id, {"case": case}) for case in cases])
 
 
 class EncodingCase(NamedTuple):

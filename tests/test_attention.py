@@ -10,7 +10,6 @@ from cases import (
     HEAD_DIM,
     HEADS,
     PRESETS,
-    SCHEMES,
     TOLERANCE,
     close,
     gradients,
@@ -22,6 +21,7 @@ from cases import (
     softmax_by_definition,
     with_kinds,
 )
+from structures import over_structures
 from torch import nn
 
 from isopos import Attention, bases, couplings, encodings, schemes
@@ -34,7 +34,7 @@ from isopos.schemes import compose
 WIDTH = HEAD_DIM * HEADS
 DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
 causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-presets = with_kinds(PRESETS)
+every = over_structures()
 
 
 def made(case, kind=None):
@@ -50,7 +50,7 @@ def embedded(scheme, x, at):
     return x if scheme.embedding is None else x + 5 * scheme.embedding(at, torch.float64)
 
 
-@with_kinds(SCHEMES)
+@every
 def test_it_is_projections_around_attention(case, kind):
     (scheme, layer), x, at = made(case, kind), tokens(2, 9), case.positions(2, t=9)
     q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
@@ -61,9 +61,8 @@ def test_it_is_projections_around_attention(case, kind):
     close(layer(x, scheme.at(at, dtype=torch.float64), causal=True), expected, roundings=1000 * TOLERANCE)
 
 
-@causality
-@presets
-def test_only_absolute_schemes_see_a_shift(case, causal, kind):
+@every
+def test_only_absolute_schemes_see_a_shift(case, kind):
     """The invariance law; absolute and stochastic encodings are its negative control."""
     (scheme, layer), at = made(case, kind), case.positions(2, t=9)
     (moved,) = shifted(case.group, at)
@@ -71,19 +70,20 @@ def test_only_absolute_schemes_see_a_shift(case, causal, kind):
         moved = at + 100
     extra = moved.shape[-2] - 9  # prefixes of trees, which are masked
     x = tokens(2, 9)
-    results = []
-    for p, more in ((at, 0), (moved, extra)):
-        padded = F.pad(x, (0, 0, more, 0))
-        mask = (torch.arange(9 + more) >= more).expand(2, -1)
-        y = layer(embedded(scheme, padded, p), scheme.at(p, dtype=torch.float64), causal=causal, mask=mask)
-        results.append(y[:, more:])
-    if case.relative:
-        close(*results, roundings=1000 * TOLERANCE)
-    else:
-        assert (results[0] - results[1]).abs().max() > 1e-3
+    for causal in case.ways:
+        results = []
+        for p, more in ((at, 0), (moved, extra)):
+            padded = F.pad(x, (0, 0, more, 0))
+            mask = (torch.arange(9 + more) >= more).expand(2, -1)
+            y = layer(embedded(scheme, padded, p), scheme.at(p, dtype=torch.float64), causal=causal, mask=mask)
+            results.append(y[:, more:])
+        if case.relative:
+            close(*results, roundings=1000 * TOLERANCE)
+        else:
+            assert (results[0] - results[1]).abs().max() > 1e-3
 
 
-@with_kinds([case for case in PRESETS if case.both_ways])
+@over_structures(lambda case, kind: case.both_ways)
 def test_cross_attention_to_a_context_with_padding(case, kind):
     (scheme, layer), x, context = made(case, kind), tokens(2, 4), tokens(2, 9)
     if scheme.decay is not None:
@@ -99,7 +99,7 @@ def test_cross_attention_to_a_context_with_padding(case, kind):
     assert not torch.allclose(layer(x, at, context=changed), layer(x, at, context=context))
 
 
-@presets
+@every
 def test_causal_layers_do_not_see_the_future(case, kind):
     (scheme, layer), x = made(case, kind), tokens(2, 9)
     at = scheme.at(case.positions(t=9), dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_causal_layers_do_not_see_the_future(case, kind):
         assert not torch.allclose(layer(later, at, causal=False)[:, :5], layer(x, at, causal=False)[:, :5])
 
 
-@presets
+@with_kinds(PRESETS)
 def test_gradients_reach_every_parameter(case, kind):
     (scheme, layer), x = made(case, kind), tokens(2, 40)
     at = case.positions(2, t=40)

@@ -5,15 +5,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from canonical import canonical, score
 from cases import (
     COMPOSED,
     ENCODINGS,
     HEAD_DIM,
     HEADS,
+    PRESETS,
     SCHEMES,
     close,
     ids,
     inputs,
+    over_rows,
     perturb,
     scheme_case,
     shifted,
@@ -25,7 +28,6 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
 from isopos.feature_maps import undivided
 from isopos.kinds import Linear, Softmax
-from isopos.laws.canonical import canonical, score
 from isopos.maps import Identity
 from isopos.positions import Line, Ring, Tree, grid, sequence, tree
 
@@ -33,7 +35,7 @@ ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "lier
 RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
 EXACT = [case for case in RELATIVE if not case.inside]
 ROUNDINGS = 1e5  # powers and exponentials of a generator, to hundreds of steps
-every = with_kinds(EXACT)
+every = over_rows(EXACT)
 
 
 def made(case, kind=None, **more):
@@ -78,13 +80,14 @@ def test_the_table_has_every_scheme():
 
 
 @every
-def test_primitives_sum_to_the_scores(case, kind):
-    same(made(case, kind), case.positions(t=9))
+def test_primitives_sum_to_the_scores(case):
+    for kind in case.kinds:
+        same(made(case, kind), case.positions(t=9))
 
 
 @every
-def test_primitives_sum_to_the_scores_of_other_keys(case, kind):
-    scheme = made(case, kind)
+def test_primitives_sum_to_the_scores_of_other_keys(case):
+    scheme = made(case)
     y = case.positions(t=9)
     if scheme.decay is not None:  # between neighbours: linear attention takes the order of tokens for that of positions
         y = 3 * sequence(9)
@@ -101,9 +104,9 @@ def test_decays_of_keys_elsewhere_shrink_with_distance_or_are_refused():
         same(scheme_case("alibi").build(), sequence(4), sequence(4) + 5)
 
 
-@with_kinds([case for case in EXACT if case.group.is_grid])  # of others all positions are random
-def test_primitives_sum_to_the_scores_at_random_positions(case, kind):
-    scheme = made(case, kind)
+@over_rows([case for case in EXACT if case.group.is_grid])  # of others all positions are random
+def test_primitives_sum_to_the_scores_at_random_positions(case):
+    scheme = made(case)
     x = scheme.group.random(8)
     same(scheme, x.sort(0).values if isinstance(scheme.group, Line) else x)
 
@@ -193,7 +196,7 @@ def test_kernels_are_representations(case):
         close(W.mT @ W, unit.expand_as(W), roundings=ROUNDINGS)
 
 
-@pytest.mark.parametrize("case", [case for case in EXACT if case.name != "prope"], ids=ids)  # whose matrices are rounded
+@pytest.mark.parametrize("case", [case for case in PRESETS if case in EXACT and case.name != "prope"], ids=ids)  # rounded
 def test_matrices_see_relative_positions_only(case):
     scheme = made(case)
     x = case.positions(t=8)
@@ -227,7 +230,7 @@ def test_relative_positions():
 COUNTS = {"horn-constrained": 2, "horn-clipped": 2, "shaw": 2, "t5": 2, "kerple": 2, "deberta": 3, "transformer-xl": 4}
 
 
-@with_kinds(RELATIVE)
+@with_kinds([case for case in PRESETS if case in RELATIVE])
 def test_primitives(case, kind):
     scheme = made(case, kind)
     primitives = canonical(scheme)
@@ -392,7 +395,7 @@ def test_positions_are_those_of_one_sample():
         primitive.matrix(sequence(3), sequence(3).expand(3, 2))
 
 
-@with_kinds(RELATIVE)
+@with_kinds([case for case in PRESETS if case in RELATIVE])
 def test_no_operation_of_the_scheme_is_called(monkeypatch, case, kind):
     scheme, x = made(case, kind), case.positions(t=4)
     q, k = content(scheme, 4)

@@ -10,8 +10,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, BOTH_WAYS, LINEAR, SCHEMES, inputs_of, ordered, with_edges, with_gradients
+from cases import ALL_KEYS, BOTH_WAYS, LINEAR, inputs_of, named, ordered, with_edges, with_gradients
 from cases import linear_options as options
+from structures import with_structures
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,9 +43,14 @@ SOME = ["no denominator", "masked decay, encoded", "drawn decay, plain"]
 WITH_TABLES = ["", "plain", "reflected", "masked", "masked, encoded", "packed", "decay", "both ways", "all keys", "identity"]
 
 
+def crossed(rows, columns):
+    """All pairs as parameters, of which the fast tests have a half, by turns: each row and each column several times."""
+    marks = (), pytest.mark.slow
+    return [pytest.param(a, b, marks=marks[(i + j) % 2]) for i, a in enumerate(rows) for j, b in enumerate(columns)]
+
+
 @NEEDED
-@pytest.mark.parametrize("name", LINEAR + BOTH_WAYS + ALL_KEYS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "shape"), crossed(LINEAR + BOTH_WAYS + ALL_KEYS, SHAPES), ids=str)
 def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
     b, h, t, d, e = shape
     if d == library.WIDEST and name.removeprefix("all keys, ") in ("lrpe-unitary", "cosformer"):
@@ -68,9 +74,10 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
 
 
 @NEEDED
-@pytest.mark.parametrize("case", [case for case in SCHEMES if "linear" in case.kinds], ids=lambda case: case.id)
-def test_every_scheme_agrees(monkeypatch, case):
-    scheme = case.build(32, 2, **({"sections": None} if "sections" in case.options else {}))  # they are of a head size
+@with_structures(lambda case, kind: kind == "linear")
+def test_every_scheme_agrees(monkeypatch, case, kind):
+    wider = {"sections": None} if "sections" in case.options else {}  # they are of a head size
+    scheme = case.build(32, 2, **wider) if case.name else case.build()
     x = ordered(case.group, t=70, least=1)
     inputs = with_edges(*inputs_of(scheme, 1, t=x.shape[-2]))
     with torch.no_grad():
@@ -81,11 +88,16 @@ def test_every_scheme_agrees(monkeypatch, case):
 
 
 @NEEDED
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [32, 20])
-@pytest.mark.parametrize("name", [*SOME, *LINEAR[-6:], *BOTH_WAYS, *ALL_KEYS])
-def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
+@pytest.mark.parametrize(
+    ("name", "form"),
+    crossed(
+        [*SOME, *LINEAR[-6:], *BOTH_WAYS, *ALL_KEYS], [(d, x) for d in (32, 20) for x in (torch.bfloat16, torch.float16)]
+    ),
+    ids=str,
+)
+def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, form):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
+    d, dtype = form
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
     inputs, grad = (
         with_edges(*(torch.randn(2, 3, 131, width, generator=draw).to(dtype) for width in (d, d, 37))),
@@ -101,8 +113,7 @@ def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, d, dtype):
 
 @NEEDED
 @pytest.mark.parametrize("lifted", [False, True])
-@pytest.mark.parametrize("axes", [(), (1,), (3,), (2, 1), (2, 3)], ids=str)
-@pytest.mark.parametrize("more", WITH_TABLES)
+@pytest.mark.parametrize(("more", "axes"), crossed(WITH_TABLES, [(), (1,), (3,), (2, 1), (2, 3)]), ids=str)
 def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, more):
     """Those of tables that heads, samples or none share; the features are not made by PyTorch for them."""
     t, d, draw = 133, 32, torch.Generator().manual_seed(4)
@@ -487,14 +498,14 @@ def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
 @NEEDED
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 @pytest.mark.parametrize("name", ["lrpe-unitary", "lrpe-orthogonal", "permuteformer"])
-@pytest.mark.parametrize("d", [4, 8, 12, 20, 24, 40, 120])
-def test_widths_of_all_kinds(name, d, denominator):
-    given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
-    *inputs, grad = with_edges(*torch.randn(4, 1, 2, 70, d))
-    for ours, exact in zip(
-        *(with_gradients(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64)), strict=True
-    ):
-        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+def test_widths_of_all_kinds(name, denominator):
+    for d in (4, 8, 12, 20, 24, 40, 120):
+        given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
+        *inputs, grad = with_edges(*torch.randn(4, 1, 2, 70, d))
+        both = (with_gradients(inputs, dtype, given, grad) for dtype in (torch.float32, torch.float64))
+        for ours, exact in zip(*both, strict=True):
+            with named(f"width {d}"):
+                torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
 
 
 @NEEDED

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import DEFINITIONS, HEADS, PRESETS, SCHEMES, SchemeCase, perturb, stream
+from cases import DEFINITIONS, HEAD_DIM, HEADS, PRESETS, SCHEMES, SchemeCase, perturb, stream
+from structures import ENCODINGS_ALONE, structures
 
-from isopos.maps import TokenMap
 from isopos.nn import Steps
 from isopos.positions import sequence
 
@@ -30,28 +30,11 @@ def streams_of(case: SchemeCase) -> list[str]:
     return [kind for kind in case.kinds if case.group.columns == 1 and case.streams(kind)]
 
 
-def structure(value):
-    """What attention sees of an argument: types all the way down, and which options there are."""
-    if isinstance(value, tuple):
-        return tuple(map(structure, value))
-    if isinstance(value, TokenMap):
-        return type(value).__name__, *(structure(x) for x in vars(value).values() if isinstance(x, TokenMap | tuple))
-    return type(value).__name__
-
-
-def structures() -> list[SchemeCase]:
-    """The first row of each structure of arguments, by the kinds of attention that it has."""
-    found = {}
-    for case in SCHEMES:
-        for kind in streams_of(case):
-            scheme = case.build(FEATURES, HEADS, attention=kind)
-            at = scheme.at(sequence(2))
-            seen = ((name, structure(x)) for name, x in at.items() if x is not None and name != "feature_map")
-            found.setdefault((kind, scheme.inside, *seen), (case, kind))
-    return list(found.values())
-
-
-ROWS = structures()
+ROWS = [
+    (own.case, own.kind)
+    for own in structures([*SCHEMES, *ENCODINGS_ALONE], "feature_map", "denominator", "decay")
+    if own.kind in streams_of(own.case)
+]
 ALL_ROWS = [(case, kind) for case in PRESETS for kind in streams_of(case)]
 
 
@@ -70,7 +53,7 @@ def choices_of(kind, feature_maps):
 def built(case, options):
     """A scheme with these options in the place of its own; None where it cannot have them."""
     try:
-        return perturb(case.build(FEATURES, HEADS, **options))
+        return perturb(case.build(FEATURES if case.name else HEAD_DIM, HEADS, **options))
     except ValueError as error:
         if str(error).split(":")[0] not in options:  # no refusal of one of these
             raise
@@ -127,8 +110,9 @@ def decodes(case, options, dtype):
 
 @pytest.mark.parametrize(("case", "kind"), ROWS, ids=[f"{case.id}-{kind}" for case, kind in ROWS])
 def test_every_structure(case, kind):
-    served = [decodes(case, o, dtype) for o in choices_of(kind, FEATURE_MAPS) for dtype in DTYPES]
-    assert any(served)
+    """Every choice in float32, which has all ways of decoding, and in one of the other dtypes by turns."""
+    pairs = zip(choices_of(kind, FEATURE_MAPS), itertools.cycle((torch.float64, torch.bfloat16)), strict=False)
+    assert any([decodes(case, choices, dtype) for choices, other in pairs for dtype in (torch.float32, other)])
 
 
 @pytest.mark.slow

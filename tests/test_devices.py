@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cases import ATTENTION, ENCODINGS, PRESETS, SCHEMES, close, ids, inputs, with_kinds
+from cases import ENCODINGS, close, ids, inputs
 from pretend import DEVICE, There, WithoutFloat64, narrow
+from structures import over_structures
 from torch import Tensor
 
 import isopos
@@ -53,7 +54,7 @@ def test_the_device_refuses_float64():
     assert exact.wide_device(torch.device("cuda:1")) == torch.device("cuda:1")
 
 
-@with_kinds(SCHEMES)
+@over_structures()
 def test_schemes_give_what_they_give_on_the_cpu(case, kind):
     scheme = case.build(attention=kind)
     x = narrow(case.positions(2, t=T))
@@ -122,16 +123,3 @@ def test_modules_are_initialised_there():
         encoding.parameter.zero_()
     encoding.reset_parameters()
     same(encoding.parameter.detach(), encoding.initial.float())
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@with_kinds([case for case in PRESETS if case.name != "horn-clipped"])  # whose linear sums are float64 on q's device
-def test_attention_takes_what_schemes_give(case, kind, causal):
-    scheme, x = case.build(attention=kind), narrow(case.positions(1, t=T))
-    content = inputs(1, t=T, d=scheme.encoding.features, dtype=torch.float32)
-    with torch.no_grad():
-        here = ATTENTION[kind](*content, **scheme.at(x), causal=causal)
-        there = moved(scheme).at(x.to(DEVICE))
-        out = ATTENTION[kind](*(a.to(DEVICE) for a in content), **there, causal=causal)
-    assert out.device == DEVICE
-    close(out.cpu(), here)

@@ -14,6 +14,7 @@ from cases import (
     generator,
     ids,
     inputs,
+    looped,
     permutations,
     perturb,
     shifted,
@@ -38,8 +39,8 @@ from isopos.encodings import (
 )
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
-every = pytest.mark.parametrize("case", ENCODINGS, ids=ids)
-learned = pytest.mark.parametrize("case", [case for case in ENCODINGS if case.learned], ids=ids)
+every = looped([(type(case.make()).__name__, case.id, {"case": case}) for case in ENCODINGS])
+learned = looped([(type(case.make()).__name__, case.id, {"case": case}) for case in ENCODINGS if case.learned])
 T = 9
 
 
@@ -188,7 +189,7 @@ def test_gradients_of_every_parameter(case):
         )
         return (rho_x(q) * rho_y(k)).sum(-1)
 
-    assert torch.autograd.gradcheck(score, values)
+    assert torch.autograd.gradcheck(score, values, fast_mode=True)
     for grad in torch.autograd.grad(score(*values).sum(), values):
         assert (grad.flatten(1) != 0).any(1).all(), "a head without gradient"
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from cases import PRESETS, SCHEMES
+from cases import PRESETS, SCHEMES, over_rows, with_kinds
 
 import isopos
 from isopos.catalog import CATALOG
@@ -18,7 +18,7 @@ def _panel(scheme):
     return panel
 
 
-@pytest.mark.parametrize("case", RELATIVE, ids=lambda case: case.id)
+@over_rows(RELATIVE)
 def test_relative_schemes_depend_on_offsets_only(case):
     scheme = case.build()
     fill_zeros(scheme)
@@ -30,17 +30,12 @@ def test_the_others_do_not(name):
     assert not _panel(REGISTRY[name](8, 2)).relative
 
 
-@pytest.mark.parametrize("case", PRESETS, ids=lambda case: case.id)
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_every_scheme_has_finite_scores_compared_with_those_at_the_same_position(case, attention):
-    try:
-        scheme = case.build(attention=attention)
-    except ValueError:
-        pytest.skip("softmax only")
-    for panel in panels(scheme, reach=5):
+@with_kinds(PRESETS)
+def test_every_scheme_has_finite_scores_compared_with_those_at_the_same_position(case, kind):
+    for panel in panels(case.build(attention=kind), reach=5):
         diagonal = panel.score.diagonal(dim1=1, dim2=2)
         assert panel.score.isfinite().all()
-        assert diagonal.square().mean().item() == pytest.approx(1.0 if attention == "linear" else 0.0, abs=1e-9)
+        assert diagonal.square().mean().item() == pytest.approx(1.0 if kind == "linear" else 0.0, abs=1e-9)
 
 
 def test_scores_are_those_of_the_definition():

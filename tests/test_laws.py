@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import COMPOSED, SCHEMES, ids, scheme_case, tree_generator
+from cases import COMPOSED, SCHEMES, ids, over_rows, scheme_case, tree_generator
+from structures import over_structures
 
 import isopos
 from isopos import contragredient, couplings, encodings, laws, maps
@@ -26,7 +27,7 @@ def broken_of(case):
     return [] if case.relative else ["relative", "attention"] if case.name in seen else ["attention"]
 
 
-@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+@over_rows(SCHEMES)
 def test_every_scheme_obeys_what_it_promises(case):
     scheme = case.build()
     report = laws.check(scheme)
@@ -48,9 +49,9 @@ def test_every_scheme_obeys_what_it_promises(case):
     assert {finding.name for finding in report.findings} - names <= PROPERTIES | {"seen", "path", "unitary"}
 
 
-@pytest.mark.parametrize("case", [case for case in SCHEMES if len(case.kinds) == 2], ids=ids)
-def test_softmax_attention_obeys_too(case):
-    report = laws.check(case.build(attention="softmax"))
+@over_structures(lambda case, kind: kind == "softmax" and len(case.kinds) == 2)
+def test_softmax_attention_obeys_too(case, kind):
+    report = laws.check(case.build(attention=kind))
     assert report.broken == broken_of(case), report
     assert "positive" not in {finding.name for finding in report.findings}
 

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from canonical import canonical, score
 from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
 
 import isopos
 from isopos import Decoder, encodings, laws, schemes
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
-from isopos.laws.canonical import canonical, score
 from isopos.lengths import EXTENSIONS, extension
 from isopos.nn import Steps, absorb
 from isopos.positions import Line, grid, sequence

@@ -1,5 +1,7 @@
 """Maps of the features of tokens: norms, adjoints, dtypes, slices, and what they refuse."""
 
+import itertools
+
 import pytest
 import torch
 from cases import close, gradients
@@ -140,30 +142,34 @@ def test_isometries_keep_inner_products_and_what_is_linear_has_an_adjoint(rho):
             next(part for part in (rho, *rho._parts()) if not part._has_adjoint).adjoint(x)
 
 
-@pytest.mark.parametrize("batch", [slice(None), slice(0, 1), slice(1, B)])
-def test_a_part_is_the_maps_part(rho, batch):
+def cuts(size):
+    """All, the first, and the others."""
+    return slice(None), slice(0, 1), slice(1, size)
+
+
+def test_a_part_is_the_maps_part(rho):
     t, x = tokens_of(rho), content(rho)
-    for heads in (slice(None), slice(0, 1), slice(1, H)):
-        for tokens in (slice(None), slice(0, 1), slice(t // 2, t)):
-            part, own = rho.part(Place((batch,), heads, tokens)), x[batch, heads, tokens]
-            assert part.length in (None, own.shape[-2])
-            assert part.features == rho.features
-            assert torch.broadcast_shapes(part.leading, own.shape[:-2]) == own.shape[:-2]
-            close(part(own), rho(x)[batch, heads, tokens])
+    of_tokens = slice(None), slice(0, 1), slice(t // 2, t)
+    for batch, heads, tokens in itertools.product(cuts(B), cuts(H), of_tokens):
+        part, own = rho.part(Place((batch,), heads, tokens)), x[batch, heads, tokens]
+        assert part.length in (None, own.shape[-2])
+        assert part.features == rho.features
+        assert torch.broadcast_shapes(part.leading, own.shape[:-2]) == own.shape[:-2]
+        close(part(own), rho(x)[batch, heads, tokens])
     for last in (rho.tokens(t // 2, t), rho.last(t - t // 2)):
         close(last(x[..., t // 2 :, :]), rho(x)[..., t // 2 :, :])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_output_has_the_inputs_dtype_and_one_rounding(rho, dtype):
-    x = content(rho, dtype=dtype)
-    y = rho(x)
-    assert y.dtype == dtype
-    eps = torch.finfo(dtype).eps
-    if dtype.itemsize < 4:  # sums are float32: the error is that of rounding the result
-        assert ((y.double() - rho(x.double())).abs() <= eps * rho(x.double()).abs() + 1e-5).all()
-    else:
-        close(y, rho(x.double()), dtype=dtype)
+def test_output_has_the_inputs_dtype_and_one_rounding(rho):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        x = content(rho, dtype=dtype)
+        y = rho(x)
+        assert y.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        if dtype.itemsize < 4:  # sums are float32: the error is that of rounding the result
+            assert ((y.double() - rho(x.double())).abs() <= eps * rho(x.double()).abs() + 1e-5).all()
+        else:
+            close(y, rho(x.double()), dtype=dtype)
 
 
 def test_its_tensors_may_be_others(rho):

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, PRESETS, SCHEMES, STEPS, TOLERANCE, close, ids, perturb, with_kinds
+from cases import HEAD_DIM, HEADS, PRESETS, STEPS, TOLERANCE, close, ids, perturb
+from structures import over_structures
 
 from isopos import Decoder, schemes
 from isopos.models import Block, Classifier, Encoder, Vision
@@ -13,7 +14,6 @@ from isopos.models.blocks import NORMS
 from isopos.positions import Line, grid, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
-ON_LINES = [case for case in SCHEMES if isinstance(case.group, Line)]
 ON_GRIDS = [case for case in PRESETS if case.both_ways and case.group.is_grid and case.group.columns < 3]
 presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
 
@@ -26,7 +26,7 @@ def tokens(*shape):
     return torch.randint(VOCABULARY, shape)
 
 
-@with_kinds(ON_LINES)
+@over_structures(lambda case, kind: isinstance(case.group, Line))
 def test_shift_and_causality(case, kind):
     model, x = made(case, attention=kind), tokens(2, T)
     y = model(x)
@@ -123,7 +123,7 @@ def test_learned_positions_end():
 
 
 @torch.no_grad()
-@with_kinds([case for case in PRESETS if isinstance(case.group, Line)])
+@over_structures(lambda case, kind: isinstance(case.group, Line) and case.streams(kind))
 def test_a_decoder_streams(case, kind):
     model, x = made(case, attention=kind).eval(), tokens(3, 12)
     whole = model(x)
@@ -233,20 +233,19 @@ def padded(case, lengths):
     return x, at, mask
 
 
-@with_kinds([case for case in PRESETS if case.both_ways])
+@over_structures(lambda case, kind: case.both_ways)
 def test_padding_and_other_samples_change_nothing(case, kind):
-    lengths = [5, 9, 1, 7]
+    lengths, scheme = [5, 9, 1], case.build(attention=kind)
     x, at, mask = padded(case, lengths)
     changed = torch.where(mask, x, (x + 1) % VOCABULARY)
-    for decay in ("none", "retnet") if case.decays(kind) else ("none",):
-        scheme = case.build(attention=kind, decay=decay)
-        for model in (Encoder(VOCABULARY, WIDTH, 2, scheme), Classifier(VOCABULARY, 3, WIDTH, 2, scheme)):
-            perturb(model)
-            batches = model(x, at, mask), model(changed, at, mask)
-            for i, n in enumerate(lengths):
-                alone = model(x[i : i + 1, :n], at[i : i + 1, :n])[0]
-                for found in batches:
-                    close(found[i, :n] if isinstance(model, Encoder) else found[i], alone)
+    classifier = [Classifier(VOCABULARY, 3, WIDTH, 2, scheme)] if case in PRESETS else []
+    for model in (Encoder(VOCABULARY, WIDTH, 2, scheme), *classifier):
+        perturb(model)
+        batches = model(x, at, mask), model(changed, at, mask)
+        for i, n in enumerate(lengths):
+            alone = model(x[i : i + 1, :n], at[i : i + 1, :n])[0]
+            for found in batches:
+                close(found[i, :n] if isinstance(model, Encoder) else found[i], alone)
 
 
 @pytest.mark.parametrize("kind", ["linear", "softmax"])

@@ -4,16 +4,16 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import PRESETS, SCHEMES, inputs_of, with_kinds
+from cases import ATTENTION, inputs_of
 from pretend import DEVICE, There, WithoutFloat64, narrow
+from structures import over_structures
 
 from isopos import schemes
-from isopos.attention import linear_attention, naive_linear_attention, softmax_attention
+from isopos.attention import naive_linear_attention
 from isopos.nn import absorb
 from isopos.positions import sequence
 from isopos.state import State
 
-ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
 T = 70
 
 
@@ -39,25 +39,17 @@ def both(attention, inputs, here, there, **options):
         torch.testing.assert_close(b.held, a, atol=1e-4, rtol=1e-4)
 
 
-@with_kinds(PRESETS)
-def test_every_preset(case, kind):
-    as_on_the_cpu(case, kind)
-
-
-@pytest.mark.slow
-@with_kinds([case for case in SCHEMES if case not in PRESETS])
-def test_every_other_row(case, kind):
-    as_on_the_cpu(case, kind)
-
-
-def as_on_the_cpu(case, kind):
+@over_structures()
+def test_every_structure_gives_what_it_gives_on_the_cpu(case, kind):
     scheme = case.build(attention=kind)
     x = narrow(case.positions(2, t=12))
     inputs = inputs_of(scheme, 2, t=12)
     here = scheme.at(x)
     with torch.no_grad():
         moved = deepcopy(scheme).to(DEVICE)
-    both(ATTENTION[kind], inputs, here, moved.at(x.to(DEVICE)), causal=not case.both_ways)
+    there = moved.at(x.to(DEVICE))
+    for causal in case.ways:
+        both(ATTENTION[kind], inputs, here, there, causal=causal)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from canonical import canonical
 from cases import ATTENTION, HEADS, close, inputs
 
 import isopos
@@ -180,8 +181,6 @@ CARRIED = ["rope", "string", "ape-grid", "jordan", "xpos", "ape-tree", "permutef
 @pytest.mark.parametrize("name", CARRIED)
 def test_values_are_seen_from_the_query_as_keys_are(kind, name):
     """y_i = sum_j w_ij rho(x_i)^-1 rho(y_j) v_j, by the matrices of the canonical form."""
-    from isopos.laws.canonical import canonical
-
     options = {"attention": kind, "decay": "none"} if name in ("jordan", "permuteformer") else {"attention": kind}
     plain, scheme = (schemes.REGISTRY[name](8, HEADS, transport=t, **options) for t in (False, True))
     q, k, v = inputs(1, t=6)

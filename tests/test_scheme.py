@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ATTENTION, HEAD_DIM, HEADS, SCHEMES, close, inputs, inputs_of, perturb, scheme_case, with_kinds
+from cases import ATTENTION, HEAD_DIM, HEADS, close, inputs, inputs_of, perturb, scheme_case
+from structures import over_structures
 
 import isopos
 from isopos import Attention, schemes
@@ -13,15 +14,15 @@ from isopos.state import State
 WIDTH = HEADS * HEAD_DIM
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@with_kinds(SCHEMES)
-def test_a_call_is_attention_with_all_of_the_scheme(case, kind, causal):
+@over_structures()
+def test_a_call_is_attention_with_all_of_the_scheme(case, kind):
     scheme = perturb(case.build(attention=kind))
     content, x, mask = inputs_of(scheme, 2, t=9), case.positions(2, t=9), torch.rand(2, 9) < 0.8
-    expected = ATTENTION[kind](*content, **scheme.at(x, dtype=torch.float64), causal=causal, mask=mask)
-    if scheme.choices["denominator"] == "none":
-        expected = F.layer_norm(expected, expected.shape[-1:])
-    assert torch.equal(scheme(*content, x, causal=causal, mask=mask), expected)
+    for causal in case.ways:
+        expected = ATTENTION[kind](*content, **scheme.at(x, dtype=torch.float64), causal=causal, mask=mask)
+        if scheme.choices["denominator"] == "none":
+            expected = F.layer_norm(expected, expected.shape[-1:])
+        assert torch.equal(scheme(*content, x, causal=causal, mask=mask), expected)
 
 
 def test_a_call_keeps_the_decay():
@@ -42,7 +43,7 @@ def test_other_positions_of_keys():
     assert torch.equal(scheme(q, k, v, x, y, causal=True), expected)
 
 
-@with_kinds(SCHEMES)
+@over_structures()
 def test_what_is_evaluated_already_serves_between_other_positions(case, kind):
     scheme = perturb(case.build(attention=kind))
     x, y = case.positions(2, t=5), case.positions(2, t=5)
@@ -55,7 +56,7 @@ def test_what_is_evaluated_already_serves_between_other_positions(case, kind):
     close(attend(q, k, v, **again, **more), attend(q, k, v, **scheme.at(x, y, dtype=torch.float64), **more), roundings=0)
 
 
-@with_kinds([case for case in SCHEMES if isinstance(case.group, Line) and not case.outside], slow=True)
+@over_structures(lambda case, kind: isinstance(case.group, Line) and not case.outside)
 def test_a_stream_of_calls_is_the_whole(case, kind):
     scheme = perturb(case.build(attention=kind))
     content, x = inputs_of(scheme, 2, t=9), case.positions(t=9)
@@ -66,9 +67,9 @@ def test_a_stream_of_calls_is_the_whole(case, kind):
     close(torch.cat(found, -2), scheme(*content, x, causal=True), roundings=1e6)
 
 
-# Twelve layers
+# Several layers
 
-LAYERS, T = 12, 9
+LAYERS, T = 3, 9
 SHARED = [("rope", "linear"), ("rope", "softmax"), ("retnet", "linear"), ("alibi", "softmax"), ("t5", "softmax")]
 SHARED += [("ape-sequence", "linear"), ("permuteformer", "linear"), ("horn-clipped", "linear"), ("ape-tree", "softmax")]
 SHARED += [("ape-sequence-locality", "softmax"), ("transformer-xl", "softmax")]

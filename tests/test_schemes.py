@@ -2,13 +2,16 @@
 
 import copy
 import inspect
+import itertools
 import math
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from canonical import canonical
 from cases import (
+    ATTENTION,
     HEAD_DIM,
     HEADS,
     LEARNED,
@@ -22,7 +25,10 @@ from cases import (
     gradients,
     ids,
     inputs,
+    inputs_of,
     ordered,
+    over_rows,
+    parents_first,
     perturb,
     quadratic,
     same_everywhere,
@@ -30,6 +36,7 @@ from cases import (
     softmax_by_definition,
     with_kinds,
 )
+from structures import over_structures
 
 import isopos
 from isopos import biases, catalog, decays, encodings, kinds, schemes
@@ -39,13 +46,8 @@ from isopos.kinds import Linear
 from isopos.ops.linear import walk
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
-every = pytest.mark.parametrize("case", SCHEMES, ids=ids)
+every = over_rows(SCHEMES)
 presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
-every_linear = pytest.mark.parametrize("case", [case for case in SCHEMES if "linear" in case.kinds], ids=ids)
-relative = pytest.mark.parametrize("case", [case for case in SCHEMES if case.relative], ids=ids)
-causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-FUNCTIONS = {"linear": linear_attention, "softmax": softmax_attention}
-DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
 
 
 def made(case, kind=None, **more):
@@ -57,18 +59,12 @@ def at(scheme, x, x_key=None):
     return scheme.at(x, x_key, dtype=torch.float64)
 
 
-def inputs_of(scheme, *batch, t, **kw):
-    """Random q, k, v of the widths that a scheme takes; values, where it has rows for them, of theirs."""
-    d = scheme.encoding.features
-    return inputs(*batch, t=t, **({"d": d, "e": d // scheme.width} | kw))
-
-
 def attend(scheme, q, k, v, x, **more):
     """Attention of the last tokens at positions x, whose first rows may be those of prefixes."""
     extra = x.shape[-2] - q.shape[-2]
     q, k, v = (F.pad(content, (0, 0, extra, 0)) for content in (q, k, v))
     mask = torch.arange(x.shape[-2]) >= extra if extra else None
-    return FUNCTIONS[scheme.attention](q, k, v, **at(scheme, x), mask=mask, **more)[..., extra:, :]
+    return ATTENTION[scheme.attention](q, k, v, **at(scheme, x), mask=mask, **more)[..., extra:, :]
 
 
 def scores_of(case, q, k, *pairs):
@@ -97,32 +93,25 @@ def test_defaults_are_enough(case):
     assert scheme.attention == case.kinds[0]
     x = ordered(scheme.group, t=5)
     content, shape = inputs(t=5, dtype=torch.float32), (HEADS, 5, HEAD_DIM)
-    assert FUNCTIONS[scheme.attention](*content, **scheme.at(x), causal=not case.both_ways).shape == shape
+    assert ATTENTION[scheme.attention](*content, **scheme.at(x), causal=not case.both_ways).shape == shape
 
 
 # Attention is its definition
 
-BY_PAIRS = [case for case in SCHEMES if case in PRESETS or case.build().bias is not None or "decay" in case.options]
-"""Rows in which more than the encoding sees positions, and one of each scheme."""
 SHAPES = {"causal": (70, 70, True), "both-ways": (70, 70, False), "causal-cross": (9, 70, True), "cross": (70, 9, False)}
 
 
-@pytest.mark.parametrize(
-    ("case", "shape"),
-    [
-        pytest.param(case, shape, id=f"{case.id}-{name}")
-        for case in SCHEMES
-        for name, shape in SHAPES.items()
-        if "linear" in case.kinds and (case in BY_PAIRS or "cross" not in name) and (shape[2] or case.both_ways)
-    ],
-)
-def test_linear_attention_is_quadratic(monkeypatch, case, shape):
+@over_structures(lambda case, kind: kind == "linear")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
     monkeypatch.setattr(walk, "GROUP", 1)
     monkeypatch.setattr(walk, "LEAST", 1)
     monkeypatch.setattr(walk, "MOST", 1)
-    t, s, causal = shape
+    t, s, causal = SHAPES[shape]
+    if not (causal or case.both_ways):
+        return
     scheme = made(case)
-    if shape == SHAPES["cross"] and scheme.decay is not None:
+    if shape == "cross" and scheme.decay is not None:
         scheme = made(case, decay="none")
     leaves = inputs_of(scheme, 2, t=t, s=s, requires_grad=True, **({} if scheme.transport else {"e": 5}))
     if t == s:
@@ -130,7 +119,7 @@ def test_linear_attention_is_quadratic(monkeypatch, case, shape):
     else:
         arguments = at(scheme, *(case.cross(2, t=t, s=s) if t < s else reversed(case.cross(2, t=s, s=t))))
     arguments |= {"causal": causal, "mask": torch.rand(2, s) < 0.9}
-    if case.id == "horn-clipped-reach" and shape == SHAPES["causal-cross"]:
+    if case.id == "horn-clipped-reach" and shape == "causal-cross":
         with pytest.raises(ValueError, match="causal: expected at most one class token"):
             linear_attention(*leaves, **arguments)
         return
@@ -138,8 +127,8 @@ def test_linear_attention_is_quadratic(monkeypatch, case, shape):
     same_everywhere(out, slow, [*leaves, *scheme.encoding.parameters()], 1000 * TOLERANCE)  # some denominators almost vanish
 
 
-@every_linear
-def test_denominator_and_decay_are_independent_axes(case):
+@over_structures(lambda case, kind: kind == "linear" and not {"decay", "denominator"} & set(case.options))
+def test_denominator_and_decay_are_independent_axes(case, kind):
     for denominator in case.denominators:
         for decay in ("none", "retnet", "permuteformer") if case.decays("linear") else ("none",):
             scheme = made(case, denominator=denominator, decay=decay)
@@ -153,20 +142,20 @@ def test_denominator_and_decay_are_independent_axes(case):
                 close(out, slow, roundings=1000 * TOLERANCE)
 
 
-@causality
-@pytest.mark.parametrize("case", [case for case in SCHEMES if "softmax" in case.kinds], ids=ids)
-def test_softmax_attention_is_its_definition(case, causal):
-    scheme = made(case, "softmax")
+@over_structures(lambda case, kind: kind == "softmax")
+def test_softmax_attention_is_its_definition(case, kind):
+    scheme = made(case, kind)
     leaves = inputs_of(scheme, 2, t=9, requires_grad=True)
-    arguments = at(scheme, case.positions(2, t=9)) | {"causal": causal, "mask": torch.rand(2, 9) < 0.7}
-    out, slow = (f(*leaves, **arguments) for f in (softmax_attention, softmax_by_definition))
-    same_everywhere(out, slow, [*leaves, *scheme.parameters()])
+    for causal in case.ways:
+        arguments = at(scheme, case.positions(2, t=9)) | {"causal": causal, "mask": torch.rand(2, 9) < 0.7}
+        out, slow = (f(*leaves, **arguments) for f in (softmax_attention, softmax_by_definition))
+        same_everywhere(out, slow, [*leaves, *scheme.parameters()])
 
 
 # Laws
 
 
-@relative
+@over_rows([case for case in SCHEMES if case.relative])
 def test_scores_do_not_see_a_shift(case):
     scheme, group = made(case), case.group
     q, k, _ = inputs_of(scheme, 3, t=9)
@@ -179,17 +168,16 @@ def test_scores_do_not_see_a_shift(case):
     assert scheme.embedding is None
 
 
-@causality
-@with_kinds([case for case in BY_PAIRS if case.relative])
-def test_attention_does_not_see_a_shift(case, causal, kind):
-    scheme, x = made(case, kind), case.positions(2, t=20)
+@over_structures(lambda case, kind: case.relative)
+def test_attention_does_not_see_a_shift(case, kind):
+    scheme, x, others = made(case, kind), case.positions(2, t=20), case.positions(2, t=20)
     content = inputs_of(scheme, 2, t=20)
     (moved,) = shifted(case.group, x)
-    before, after = (attend(scheme, *content, p, causal=causal) for p in (x, moved))
-    close(after, before, roundings=1000 * TOLERANCE)
-    other = attend(scheme, *content, case.positions(2, t=20), causal=causal)
-    blind = isinstance(scheme.encoding, encodings.Identity) and scheme.decay is scheme.bias is None
-    assert blind == torch.allclose(other, before)
+    blind = scheme.encoding.is_trivial and scheme.decay is scheme.bias is None
+    for causal in case.ways:
+        before, after, other = (attend(scheme, *content, p, causal=causal) for p in (x, moved, others))
+        close(after, before, roundings=1000 * TOLERANCE)
+        assert blind == torch.allclose(other, before)
 
 
 @with_kinds([case for case in PRESETS if not case.relative])
@@ -213,7 +201,7 @@ def test_direction(case):
     assert torch.allclose(forward, backward) != case.directed
 
 
-@with_kinds(PRESETS)
+@over_structures()
 def test_samples_have_positions_of_their_own(case, kind):
     scheme, x = made(case, kind), case.positions(3, t=9)
     content = inputs_of(scheme, 3, t=9)
@@ -222,25 +210,23 @@ def test_samples_have_positions_of_their_own(case, kind):
         close(together[n : n + 1], attend(scheme, *(a[n : n + 1] for a in content), x[n], causal=True))
 
 
-@with_kinds(PRESETS)
+@over_structures()
 def test_a_prefix_keeps_its_outputs(case, kind):
-    scheme, x = made(case, kind), case.positions(2, t=30)
-    if case.group.refers_to_rows:
-        nodes = tree([-1, *(n // 2 for n in range(29))])  # parents first, so that a prefix is a tree
-        x = nodes if case.group.columns == 2 else torch.cat((sequence(30), nodes), -1)
+    scheme = made(case, kind)
+    x = parents_first(scheme.group, case.positions(2, t=30))  # so that a prefix is a tree
     content = inputs_of(scheme, 2, t=30)
     whole = attend(scheme, *content, x, causal=True)
     close(attend(scheme, *(a[..., :11, :] for a in content), x[..., :11, :], causal=True), whole[..., :11, :])
 
 
-@with_kinds(SCHEMES)
-def test_a_gradient_reaches_every_parameter_of_every_head(case, kind):
-    scheme = made(case, kind)
-    x = case.positions(2, t=40)
-    learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
-    for causal in case.ways:
+@every
+def test_a_gradient_reaches_every_parameter_of_every_head(case):
+    for kind, causal in itertools.product(case.kinds, case.ways):
+        scheme = made(case, kind)
+        x = case.positions(2, t=40)
+        learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
         if not learned:
-            return
+            continue
         out = attend(scheme, *inputs_of(scheme, 2, t=40), x, causal=causal)
         for grad in gradients(out, list(learned.values())):
             assert grad.isfinite().all()
@@ -278,7 +264,7 @@ def results(scheme, x):
     """What a scheme computes: attention's output and the embedding."""
     torch.manual_seed(1)
     content = inputs_of(scheme, 2, t=9, dtype=torch.float32)
-    found = [FUNCTIONS[scheme.attention](*content, **scheme.at(x), causal=True)]
+    found = [ATTENTION[scheme.attention](*content, **scheme.at(x), causal=True)]
     return found if scheme.embedding is None else [*found, scheme.embedding(x).float()]
 
 
@@ -340,14 +326,14 @@ def test_autocast_and_order_of_calls_change_nothing(case):
 SIGNED = {"encoded", "complex"}  # denominators that may almost vanish
 
 
-@with_kinds([c for c in PRESETS if not c.inside])
+@over_structures(lambda case, kind: not case.inside)
 def test_low_precision_inputs(case, kind):
     scheme, x = case.build(attention=kind), case.positions(t=70)
     if scheme.choices["denominator"] in SIGNED:
         scheme = case.build(attention=kind, denominator="plain")
     for dtype in (torch.float16, torch.bfloat16):
         leaves = inputs_of(scheme, 1, t=70, dtype=dtype)
-        function = FUNCTIONS[kind]
+        function = ATTENTION[kind]
         out = function(*leaves, **scheme.at(x), causal=True)
         exact = function(*(leaf.double() for leaf in leaves), **at(scheme, x), causal=True)
         assert out.dtype == dtype
@@ -360,7 +346,7 @@ def test_other_sizes(case):
     for head_dim, heads in ((least, 1), (max(6, least), 3), (64, 2)):
         scheme = case.build(head_dim, heads)
         leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
-        out = FUNCTIONS[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)), causal=not case.both_ways)
+        out = ATTENTION[scheme.attention](*leaves, **scheme.at(ordered(scheme.group, t=5)), causal=not case.both_ways)
         assert out.shape == (heads, 5, head_dim)
         assert out.isfinite().all()
 
@@ -1001,7 +987,7 @@ def test_a_ring_closes_whatever_its_basis_learns():
     assert not torch.allclose(shifted, here)
 
 
-@pytest.mark.parametrize("case", [case for case in SCHEMES if case.name != "learned"], ids=ids)  # as any embedding
+@over_rows([case for case in SCHEMES if case.name != "learned"])  # as any embedding
 def test_default_dtypes_change_nothing(case):
     before, x = case.build(), case.positions(t=9)
     for default in (torch.float64, torch.bfloat16):
@@ -1329,7 +1315,7 @@ def test_states_reports_and_primitives_print_within_a_screen():
     scheme, content = isopos.deberta(16, 2), torch.randn(3, 1, 2, 100, 16)
     at = scheme.at(sequence(100), state=isopos.State())
     _, state = softmax_attention(*content, **at, causal=True, return_state=True)
-    values = [state, at, *isopos.laws.canonical(scheme), isopos.laws.check(scheme)]
+    values = [state, at, *canonical(scheme), isopos.laws.check(scheme)]
     for value in values:
         assert len(repr(value).splitlines()) <= 24
         assert max(map(len, repr(value).splitlines())) < 700
@@ -1356,7 +1342,7 @@ def test_dtypes_are_what_the_docstring_says():
     assert 1e-10 < (exact - rounded).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("case", SCHEMES, ids=ids)
+@every
 def test_what_positions_learn_does_not_shrink(case):
     from isopos.models import Block
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, PRESETS, TOLERANCE, close, ids, parents_first, perturb, scheme_case, with_kinds
+from cases import HEAD_DIM, HEADS, PRESETS, TOLERANCE, close, parents_first, perturb, scheme_case
+from structures import over_structures
 
 from isopos import schemes
 from isopos.models import Seq2Seq
@@ -32,8 +33,9 @@ def samples(case, *batch, t=T, s=S):
     return source, target, x, parents_first(case.group, y)
 
 
-ON_LINES_AND_TREES = [case for case in PRESETS if case.both_ways and (isinstance(case.group, Line) or case.name in TREES)]
-both = with_kinds(ON_LINES_AND_TREES)
+both = over_structures(
+    lambda case, kind: case.both_ways and not case.outside and (isinstance(case.group, Line) or case.name in TREES)
+)
 
 
 @both
@@ -137,8 +139,17 @@ def test_cross_attention_sees_true_positions(name, kind):
     assert not torch.allclose(model(source, target, x, y + 3), logits)
 
 
-@pytest.mark.parametrize("case", ON_LINES_AND_TREES, ids=ids)
-@pytest.mark.parametrize("tied", [False, True])
+ON_LINES_AND_TREES = [case for case in PRESETS if case.both_ways and (isinstance(case.group, Line) or case.name in TREES)]
+
+
+@pytest.mark.parametrize(
+    ("case", "tied"),
+    [
+        pytest.param(case, tied, id=case.id + "-tied" * tied)
+        for case in ON_LINES_AND_TREES
+        for tied in (False, case.id == "rope")
+    ],
+)
 def test_one_step_reaches_every_parameter(case, tied):
     kind = case.kinds[-1]
     if not crosses(case, kind):

@@ -10,29 +10,27 @@ from cases import (
     DEFINITIONS,
     HEAD_DIM,
     HEADS,
-    PRESETS,
-    SCHEMES,
     TOLERANCE,
     close,
     gradients,
     inputs,
     inputs_of,
+    named,
     parents_first,
     perturb,
     rows_later,
     same_everywhere,
     scheme_case,
     stream,
-    with_kinds,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from structures import over_structures, pairs, with_other_rows, with_structures
 
 import isopos
 from isopos import packed, sequence
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import RATES, Decay
-from isopos.positions import Line
 
 T, PAD, GROUPS = 11, 3, 3
 SEGMENTS = torch.tensor([[7] * T + [-1] * T])
@@ -131,7 +129,6 @@ class Setting:
 BOTH_WAYS = {"padded_right", "padded_left", "packed", "shared", "views"}
 STREAMS = {"chunks", "steps", "packed_stream", "shared_stream"}
 CAUSAL = {*STREAMS, "last_queries"}
-TABLE = sorted([(name, True) for name in CAUSAL | BOTH_WAYS] + [(name, False) for name in BOTH_WAYS])
 
 
 def refusal(case, kind, name):
@@ -145,60 +142,84 @@ def refusal(case, kind, name):
     return "" if case.group.refers_to_rows and name == "last_queries" else None  # queries are rows of the keys' tensor
 
 
-@pytest.mark.parametrize(("name", "causal"), TABLE, ids=[name + "-both-ways" * (not causal) for name, causal in TABLE])
-@with_kinds(SCHEMES, slow=True)
-def test_one_answer(case, kind, name, causal):
+def same_gradients(out, expected, leaves):
+    for fast, slow in zip(gradients(out, leaves), expected, strict=True):
+        assert fast.isfinite().all()
+        close(fast, slow, roundings=SLACK)
+
+
+def one_answer(case, kind, causal):
     setting = Setting(case, kind, causal)
-    refused = refusal(case, kind, name)
-    if refused:
-        with pytest.raises(ValueError, match=refused):
-            getattr(setting, name)()
-    elif refused is None:
-        out, expected = getattr(setting, name)(), setting.expected()
-        same_everywhere(out, expected[..., -out.shape[-2] :, :], setting.leaves, SLACK)
+    expected = setting.expected()
+    slow = gradients(expected, setting.leaves)
+    for name in sorted(BOTH_WAYS | CAUSAL if causal else BOTH_WAYS):
+        refused = refusal(case, kind, name)
+        if refused:
+            with named(name), pytest.raises(ValueError, match=refused):
+                getattr(setting, name)()
+        elif refused is None:
+            with named(name):
+                out = getattr(setting, name)()
+                last = expected[..., -out.shape[-2] :, :]
+                close(out, last, roundings=SLACK)
+                of_last = slow if last.shape == expected.shape else gradients(last, setting.leaves)
+                same_gradients(out, of_last, setting.leaves)
 
 
 @causality
-@with_kinds(PRESETS)
-def test_one_token_alone_and_alone_in_its_segment(case, kind, causal):
-    setting = Setting(case, kind, causal, t=1)
-    expected = setting.attend(*setting.content, setting.x, None, definition=True)
-    for more in ({}, {} if case.outside else {"segment_ids": torch.zeros(2, 1, dtype=torch.int64)}):
-        close(setting.attend(*setting.content, setting.x, None, **more), expected, roundings=SLACK)
+@with_structures()
+def test_one_answer(case, kind, causal):
+    one_answer(case, kind, causal)
 
 
-@causality
-@with_kinds(SCHEMES, slow=True)
-def test_what_is_masked_reaches_no_gradient(case, kind, causal):
+@pytest.mark.slow
+@with_other_rows()
+def test_one_answer_of_other_rows(case, kind):
+    for causal in case.ways:
+        one_answer(case, kind, causal)
+
+
+@over_structures()
+def test_one_token_alone_and_alone_in_its_segment(case, kind):
+    for causal in case.ways:
+        setting = Setting(case, kind, causal, t=1)
+        expected = setting.attend(*setting.content, setting.x, None, definition=True)
+        for more in ({}, {} if case.outside else {"segment_ids": torch.zeros(2, 1, dtype=torch.int64)}):
+            close(setting.attend(*setting.content, setting.x, None, **more), expected, roundings=SLACK)
+
+
+@over_structures()
+def test_what_is_masked_reaches_no_gradient(case, kind):
     """NaN and infinities in masked keys and values; the first sample has no key at all."""
-    setting = Setting(case, kind, causal)
-    setting.mask[0] = False
-    q, k, v = setting.content
-    poison = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(T)[:T, None]
-    filled = [torch.where(setting.mask[:, None, :, None], a, poison).detach().requires_grad_() for a in (k, v)]
-    out, clean = (setting.attend(q, *keys, setting.x, setting.mask) for keys in (filled, (k, v)))
-    assert torch.equal(out, clean)
-    assert (out[0] == 0).all()
-    learned = list(setting.scheme.parameters())
-    found, expected = gradients(out, [q, *filled, *learned]), gradients(clean, [q, k, v, *learned])
-    assert all(map(torch.equal, found, expected))
+    for causal in case.ways:
+        setting = Setting(case, kind, causal)
+        setting.mask[0] = False
+        q, k, v = setting.content
+        poison = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(T)[:T, None]
+        filled = [torch.where(setting.mask[:, None, :, None], a, poison).detach().requires_grad_() for a in (k, v)]
+        out, clean = (setting.attend(q, *keys, setting.x, setting.mask) for keys in (filled, (k, v)))
+        assert torch.equal(out, clean)
+        assert (out[0] == 0).all()
+        learned = list(setting.scheme.parameters())
+        found, expected = gradients(out, [q, *filled, *learned]), gradients(clean, [q, k, v, *learned])
+        assert all(map(torch.equal, found, expected))
 
 
-@causality
-@with_kinds(PRESETS)
-def test_a_broken_query_breaks_its_row_only(case, kind, causal):
-    setting = Setting(case, kind, causal)
-    setting.mask[1, :6] = True
-    q, k, v = setting.content
-    broken = q.detach().clone()
-    broken[1, 0, 5, 2] = torch.nan
-    out, clean = (setting.attend(a, k, v, setting.x, setting.mask) for a in (broken, q))
-    rows = out.isnan().any(-1)
-    assert rows.nonzero().tolist() == [[1, 0, 5]]
-    assert torch.equal(out[~rows], clean[~rows])
+@over_structures()
+def test_a_broken_query_breaks_its_row_only(case, kind):
+    for causal in case.ways:
+        setting = Setting(case, kind, causal)
+        setting.mask[1, :6] = True
+        q, k, v = setting.content
+        broken = q.detach().clone()
+        broken[1, 0, 5, 2] = torch.nan
+        out, clean = (setting.attend(a, k, v, setting.x, setting.mask) for a in (broken, q))
+        rows = out.isnan().any(-1)
+        assert rows.nonzero().tolist() == [[1, 0, 5]]
+        assert torch.equal(out[~rows], clean[~rows])
 
 
-@with_kinds(PRESETS)
+@over_structures()
 def test_samples_are_independent(case, kind):
     setting = Setting(case, kind, True)
     before = setting.attend(*setting.content, setting.x, setting.mask)
@@ -269,10 +290,9 @@ def test_fewer_queries_have_the_segments_of_the_last_keys(kind):
 
 
 @both
-@pytest.mark.parametrize("causal", [True, False])
+@causality
 @pytest.mark.parametrize("decay", ["none", "retnet"])
-@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (3, 1), (4, 4)], ids=["groups", "one", "each"])
-@pytest.mark.parametrize(("t", "e"), [(1, 5), (7, 3), (67, 8)])
+@pytest.mark.parametrize(("heads", "shared", "t", "e"), [(6, 2, 67, 8), (6, 2, 1, 5), (3, 1, 7, 3), (4, 4, 67, 3)])
 def test_query_heads_share_key_heads(kind, causal, decay, heads, shared, t, e):
     """Groups of neighbouring query heads, as if keys, values and all that belongs to them were repeated."""
     scheme = isopos.rope(HEAD_DIM, shared, attention=kind, decay=decay)
@@ -355,34 +375,33 @@ def test_bidirectional_decay_trains(options):
 # The same again
 
 
-def everything(case, kind):
+def everything(case, kind, x):
     """Output and gradients of a scheme and its parameters, from a generator of its own."""
     generator = torch.Generator().manual_seed(0)
     scheme = case.build(attention=kind)
     shape = (2, HEADS, 70, scheme.encoding.features)
     q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
-    x = sequence(70) if isinstance(scheme.group, Line) else scheme.group.random(70, generator=generator)
     out = ATTENTION[kind](q, k, v, **scheme.at(x), causal=True)
     return [out, *torch.autograd.grad(out.square().sum(), [q, k, v, *scheme.parameters()], allow_unused=True)]
 
 
 def test_threads_change_nothing():
     """Two at once, through other schemes, and once more: bit for bit."""
-    pairs = [(case, kind) for case in PRESETS for kind in case.kinds]
-    alone = [everything(*pair) for pair in pairs]
+    every = [(case, kind, case.positions(t=70)) for case, kind in pairs()]
+    alone = [everything(*pair) for pair in every]
     found = {}
 
     def work(order):
         for n in order:
-            found[n, order] = everything(*pairs[n])
+            found[n, order] = everything(*every[n])
 
-    orders = (tuple(range(len(pairs))), tuple(reversed(range(len(pairs)))))
+    orders = (tuple(range(len(every))), tuple(reversed(range(len(every)))))
     threads = [threading.Thread(target=work, args=(order,)) for order in orders]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 2 * len(pairs)
+    assert len(found) == 2 * len(every)
     for (n, _), tensors in found.items():
         for a, b in zip(tensors, alone[n], strict=True):
             assert (a is b is None) or torch.equal(a, b)

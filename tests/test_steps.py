@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import PRESETS, close, perturb
+from cases import close, perturb
+from structures import over_structures
 
 import isopos
 from isopos import attention, schemes
@@ -25,8 +26,7 @@ from isopos.state import State
 
 NEEDED = pytest.mark.skipif(not libraries()[0], reason=f"no library is installed: {libraries()[1]}")
 PREPARED = ("cosformer", "lrpe-orthogonal", "lrpe-permutation", "lrpe-unitary", "none", "permuteformer", "retnet", "rope")
-ONE_LINE = [(case, kind) for case in PRESETS for kind in case.kinds if isinstance(case.group, Line) and not case.outside]
-every = pytest.mark.parametrize(("case", "kind"), ONE_LINE, ids=[f"{case.id}-{kind}" for case, kind in ONE_LINE])
+every = over_structures(lambda case, kind: isinstance(case.group, Line) and not case.outside and case.streams(kind))
 
 
 @pytest.fixture(autouse=True)
@@ -120,21 +120,22 @@ def test_each_step_has_the_decay_of_its_own_token(prepared, denominator):
     assert same(steps.state, state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 @pytest.mark.parametrize("name", PREPARED)
-def test_without_a_kernel_longer_than_tables_reach(monkeypatch, name, denominator, dtype):
+def test_without_a_kernel_longer_than_tables_reach(monkeypatch, name, denominator):
     """The same operations as `linear_attention` has without a kernel, but for checks: bit for bit."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     monkeypatch.setattr(steps_module, "AHEAD", 4)
     calls, call = [], torch_step.Prepared.__call__
     monkeypatch.setattr(torch_step.Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
-    scheme, length = perturb(schemes.REGISTRY[name](16, 3, denominator=denominator)), 11
-    given, steps = content(scheme, length, 2, dtype=dtype), Steps(scheme)
-    expected, state = by_states(scheme, given)
-    assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
-    assert len(calls) == length - 1
-    assert same(steps.state, state)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        scheme, length = perturb(schemes.REGISTRY[name](16, 3, denominator=denominator)), 11
+        given, steps = content(scheme, length, 2, dtype=dtype), Steps(scheme)
+        expected, state = by_states(scheme, given)
+        calls.clear()
+        assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
+        assert len(calls) == length - 1
+        assert same(steps.state, state)
 
 
 @pytest.mark.parametrize("name", ["rope", "retnet"])

@@ -9,7 +9,6 @@ from cases import (
     DEFINITIONS,
     HEAD_DIM,
     HEADS,
-    SCHEMES,
     TOLERANCE,
     close,
     inputs,
@@ -17,10 +16,10 @@ from cases import (
     perturb,
     same_everywhere,
     scheme_case,
-    with_kinds,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from structures import over_structures
 
 import isopos
 from isopos.attention import explain, linear_attention, softmax, softmax_attention
@@ -29,7 +28,6 @@ from isopos.positions import Line, sequence
 from isopos.state import State
 
 T = 23
-LINES = [case for case in SCHEMES if isinstance(case.group, Line) and not case.options.get("outside")]
 both = pytest.mark.parametrize("kind", ATTENTION)
 causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
 
@@ -63,14 +61,14 @@ def test_any_shape_is_the_definition(kind, data):
     same_everywhere(out, expected, [q, k, v, *learned], 1000 * TOLERANCE)
 
 
-@causality
-@with_kinds([case for case in LINES if not case.clipped], slow=True)
-def test_every_scheme_on_a_line(case, kind, causal):
+@over_structures(lambda case, kind: isinstance(case.group, Line) and not (case.outside or case.clipped))
+def test_every_structure_on_a_line(case, kind):
     scheme = perturb(case.build(attention=kind))
     content, x, mask = inputs_of(scheme, 2, t=T, requires_grad=True), case.positions(2, t=T), torch.rand(2, T) < 0.8
-    options = scheme.at(x, dtype=torch.float64) | {"causal": causal, "window": 5, "mask": mask}
-    out, expected = ATTENTION[kind](*content, **options), DEFINITIONS[kind](*content, **options)
-    same_everywhere(out, expected, [*content, *scheme.parameters()], 1000 * TOLERANCE)
+    for causal in case.ways:
+        options = scheme.at(x, dtype=torch.float64) | {"causal": causal, "window": 5, "mask": mask}
+        out, expected = ATTENTION[kind](*content, **options), DEFINITIONS[kind](*content, **options)
+        same_everywhere(out, expected, [*content, *scheme.parameters()], 1000 * TOLERANCE)
 
 
 @both

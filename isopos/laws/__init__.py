@@ -1,6 +1,5 @@
-"""The laws that every scheme is measured by, and each score a second time, by explicit matrices."""
+"""The laws that every scheme is measured by."""
 
-from isopos.laws.canonical import canonical
 from isopos.laws.checks import Finding, Report, check
 
-__all__ = ["Finding", "Report", "canonical", "check"]
+__all__ = ["Finding", "Report", "check"]

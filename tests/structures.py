@@ -1,0 +1,115 @@
+"""Structures: what attention can see of a scheme, derived from the case table, with one row of the table for each.
+
+A new row whose arguments have a new structure appears here by itself. What concerns attention (settings, devices, modules,
+streams, kernels) runs over structures; what a preset decides (formula, law, options) runs over presets.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from cases import COMPOSED, HEAD_DIM, HEADS, SCHEMES, SchemeCase, looped
+from torch import Tensor
+
+from isopos import schemes
+from isopos.maps import TokenMap
+from isopos.positions import sequence
+from isopos.terms import Term
+
+
+class ComposedCase(SchemeCase):
+    """A row of `COMPOSED` as a scheme: its encoding and no other choice."""
+
+    def build(self, head_dim: int = HEAD_DIM, heads: int = HEADS, **more: Any) -> schemes.Scheme:
+        assert (head_dim, heads) == (HEAD_DIM, HEADS), f"{self.id}: of {HEADS} heads of {HEAD_DIM} features"
+        return schemes.compose(self.options["encoding"](), heads, {"attention": "linear"} | more)
+
+
+class Structure(NamedTuple):
+    """A structure, the rows that have it, and the one that stands for them."""
+
+    kind: str
+    case: SchemeCase
+    rows: list[str]
+
+
+ENCODINGS_ALONE = [ComposedCase(case.id, "", {"encoding": case.make}) for case in COMPOSED]
+"""The rows of `COMPOSED` as schemes."""
+
+
+def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
+    """What attention and modules around it can see of a scheme: types all the way down, and which options there are.
+
+    But for the arguments named by `apart`, which a test crosses with the others.
+    """
+    group = scheme.group
+    x = sequence(2) if group.columns == 1 else group.origin(2)
+    seen = [(name, _of_argument(x)) for name, x in scheme.at(x).items() if x is not None and name not in apart]
+    parts = type(scheme.bias).__name__, type(scheme.embedding).__name__
+    return scheme.attention, scheme.inside, scheme.width > 1, scheme.outside > 0, group.refers_to_rows, *parts, *seen
+
+
+def _of_argument(value: Any) -> Any:
+    """Classes, which of them belong to heads, and options that are no numbers."""
+    if isinstance(value, tuple):
+        return tuple(map(_of_argument, value))
+    if isinstance(value, TokenMap):
+        options = ((name, own) for name, own in vars(value).items() if isinstance(own, TokenMap | tuple | bool))
+        own = tuple((name, _of_argument(option)) for name, option in options if option not in ((), None))
+        return type(value).__name__, _heads(value.leading), own
+    if isinstance(value, Term):
+        columns = value.x.shape[-1] if hasattr(value, "x") else 1
+        return type(value).__name__, value.side, _heads((value.heads,)), columns
+    if isinstance(value, str | bool):
+        return value
+    return type(value).__name__
+
+
+def _heads(leading: tuple[int, ...]) -> str:
+    return "shared" if leading[-1:] in ((), (1,)) else "a head"
+
+
+def _cost(scheme: schemes.Scheme) -> tuple[bool, int]:
+    """Rows that learn come first, since they have gradients to compare; then those of few numbers."""
+    tensors = [*scheme.parameters(), *(x for x in vars(scheme.encoding).values() if isinstance(x, Tensor))]
+    return not list(scheme.encoding.parameters()), sum(x.numel() for x in tensors)
+
+
+def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
+    """Those of rows and of the kinds of attention that they have; the row that is cheapest to compute stands for each."""
+    found: dict[Any, list[tuple[Any, Structure]]] = {}
+    for case in rows:
+        for kind in case.kinds:
+            scheme = case.build(attention=kind)
+            found.setdefault(structure(scheme, *apart), []).append((_cost(scheme), Structure(kind, case, [])))
+    least = [min(rows, key=lambda row: row[0])[1] for rows in found.values()]
+    names = [[f"{own.case.id}-{own.kind}" for _, own in rows] for rows in found.values()]
+    return [own._replace(rows=same) for own, same in zip(least, names, strict=True)]
+
+
+STRUCTURES = structures([*SCHEMES, *ENCODINGS_ALONE])
+
+
+def pairs(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Iterator[tuple[SchemeCase, str]]:
+    """The row and the kind of each structure."""
+    return ((own.case, own.kind) for own in STRUCTURES if where(own.case, own.kind))
+
+
+def with_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> pytest.MarkDecorator:
+    """Parametrises `case` and `kind` by structures."""
+    rows = [pytest.param(case, kind, id=f"{case.id}-{kind}") for case, kind in pairs(where)]
+    return pytest.mark.parametrize(("case", "kind"), rows)
+
+
+def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Callable[..., Any]:
+    """Parametrises a test of a `case` and a `kind` by presets: it runs for all structures of one's rows."""
+    rows = ((case.name or "composed", f"{case.id}-{kind}", case, kind) for case, kind in pairs(where))
+    return looped([(group, name, {"case": case, "kind": kind}) for group, name, case, kind in rows])
+
+
+def with_other_rows(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> pytest.MarkDecorator:
+    """Parametrises `case` and `kind` by the rows that stand for no structure: the same code with other numbers."""
+    seen = {(case.id, kind) for case, kind in pairs()}
+    rows = [(case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds if where(case, kind)]
+    rows = [pytest.param(case, kind, id=f"{case.id}-{kind}") for case, kind in rows if (case.id, kind) not in seen]
+    return pytest.mark.parametrize(("case", "kind"), rows)
