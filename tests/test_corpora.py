@@ -544,6 +544,18 @@ def test_novels_are_split_by_book():
     assert (read.train == 10).sum() > 100_000
 
 
+def test_a_table_that_was_read_as_rows_is_read_as_lines(tmp_path):
+    """What is known of a source is known of it as it was read."""
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"row {n}, quoted"\n' for n in range(60)))
+    whole = load(str(tmp_path / "a.csv"), 8).sha256
+    for root in ("one", "other"):
+        source = sources.find(str(tmp_path / "a.csv"), tables=root == "one")
+        with prepare.preparing(source, root=tmp_path / "cache") as preparation:
+            first = preparation.surveys
+        assert first == [sources.survey(source, raw=False)]
+    assert load(str(tmp_path / "a.csv"), 8, cache=tmp_path / "cache").sha256 == whole
+
+
 def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
     folder, other = tmp_path / "texts", tmp_path / "other"
     for path in (folder / "below", other):

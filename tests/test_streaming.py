@@ -81,7 +81,7 @@ def test_a_file_is_read_once_and_its_samples_are_maps(kind, tmp_path, monkeypatc
     monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
     task = TASKS[kind](data=written(kind, tmp_path, 60))
     data = task.load(Recipe(task=task))
-    monkeypatch.setattr(cache, "_alone", None)  # which whoever prepares needs
+    monkeypatch.setattr(cache, "FileLock", None)  # which whoever prepares needs
     again = task.load(Recipe(task=task))
     assert again.sha256 == data.sha256
     for split, rows in again.sizes.items():

@@ -125,14 +125,19 @@ def prepared(root: Path, key: str, fill: Fill) -> Arrays:
         with ExitStack() as stack:
             writer = Writer(lambda name: stack.enter_context((folder / f"{name}.bin").open("wb")))
             facts = fill(writer)
-        (folder / ABOUT).write_text(json.dumps({"arrays": writer.about(), "facts": facts}) + "\n")
+        about = writer.about()
+        said = {"arrays": about, "facts": facts, "sha256": key_of(about, facts)}
+        (folder / ABOUT).write_text(json.dumps(said) + "\n")
 
     folder = cache.prepared(root, key, build)
     remedy = f"remove {folder}, and it is prepared again"
-    kinds = {"arrays": dict[str, dict[str, Any]], "facts": dict[str, Any]}
-    about = read_json(folder / ABOUT, kinds, remedy)
+    kinds = {"arrays": dict[str, dict[str, Any]], "facts": dict[str, Any], "sha256": str}
+    about = read_json(folder / ABOUT, kinds, remedy, lambda value: {"sha256": ""} | value)
+    sha256 = key_of(about["arrays"], about["facts"])
+    if about["sha256"] not in ("", sha256):  # nothing: as it was written before
+        damaged(folder / ABOUT, "its content is not what was written", remedy)
     arrays = {name: _mapped(folder / f"{name}.bin", one, remedy) for name, one in about["arrays"].items()}
-    return Arrays(arrays, about["facts"], key_of(about["arrays"], about["facts"]))
+    return Arrays(arrays, about["facts"], sha256)
 
 
 def key_of(*values: Any) -> str:

@@ -80,7 +80,7 @@ def surveyed(source: Source, root: Path, progressing: Progressing, raw: bool = F
     def read() -> Surveyed:
         return survey(source, raw, lambda done: progressing("reading", done, total))
 
-    index = f"index-{key_of(raw, source.name, [path for path, _, _ in stamp])[:32]}"
+    index = f"index-{key_of(raw, source.tables, source.name, [path for path, _, _ in stamp])[:32]}"
     sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read) if stamp else read()
     return sha256, [(name, size) for name, size in sizes]
 

@@ -44,6 +44,7 @@ class Source:
     files: tuple[Path, ...]  # what it is read from: while sizes and times of change stay, so does the text
     plain: bool = False  # whether these files are the text itself, so that every byte counts
     books: bool = False  # whether each document is a work of its own, to be held out as a whole
+    tables: bool = False  # whether tables are read as they are, so that the same files are other documents
 
     def read(self, raw: bool) -> Iterator[Document]:
         """The documents; unless they are wanted raw, without byte order marks, with LF at the end of every line."""
@@ -83,7 +84,7 @@ def find(source: str, *, tables: bool = False) -> Source:
             raise ValueError(f"data: cannot read {file}: {_reason(error)}") from None
     packed = any(file.name.lower().endswith((*ARCHIVES, *PACKED, ".csv")) for file in files)
     books = path.is_file() and path.name.lower().endswith(ARCHIVES)
-    return Source(source, lambda: _read(files, tables), files, plain=not packed, books=books)
+    return Source(source, lambda: _read(files, tables), files, plain=not packed, books=books, tables=tables)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -257,11 +258,10 @@ def _hub(source: str, tables: bool) -> Source:
 
     def documents() -> Iterator[Document]:
         for split, rows in splits.items():
-            columns = rows if tables else rows.select_columns("text")
-            lines = _objects(columns) if tables else (row["text"] or "" for row in columns)
+            lines = _objects(rows) if tables else (row["text"] or "" for row in _rows_of(rows.select_columns("text")))
             yield f"{source}/{split}{suffix}", _joined(lines)
 
-    return Source(source, documents, _hub_files(splits))
+    return Source(source, documents, _hub_files(splits), tables=tables)
 
 
 def _objects(rows: Any) -> Iterator[str]:
@@ -269,12 +269,18 @@ def _objects(rows: Any) -> Iterator[str]:
     import datasets
 
     classes = {name: kind for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
-    for row in rows:
+    for row in _rows_of(rows):
         for name, kind in classes.items():
             number = row.pop(name)
             if number is not None and number >= 0:
                 row[name] = kind.int2str(number)
         yield json.dumps(row, default=str)
+
+
+def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset, read many at once, which is a hundred times as fast as one by one."""
+    for batch in rows.iter(ROWS):
+        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
 def hub_images(source: str) -> Source:
