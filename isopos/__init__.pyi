@@ -10,6 +10,7 @@ from isopos import embeddings as embeddings
 from isopos import encodings as encodings
 from isopos import feature_maps as feature_maps
 from isopos import generators as generators
+from isopos import kinds as kinds
 from isopos import laws as laws
 from isopos import lengths as lengths
 from isopos import maps as maps
