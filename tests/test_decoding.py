@@ -39,13 +39,13 @@ ALL_ROWS = [(case, kind) for case in PRESETS for kind in streams_of(case)]
 
 
 def choices_of(kind, feature_maps):
-    """Options beside a scheme; feature maps are crossed with denominators, denominators with decays."""
+    """Options beside a scheme: all crossed, or decays with denominators, beside each of which is another feature map."""
     if kind == "softmax":
         yield from ({"attention": kind, "decay": decay} for decay in DECAYS)
         return
-    for denominator in DENOMINATORS:
-        pairs = {(feature_maps[0], decay) for decay in DECAYS} | {(phi, "none") for phi in feature_maps}
-        pairs = itertools.product(feature_maps, DECAYS) if feature_maps is ALL_FEATURE_MAPS else sorted(pairs)
+    for denominator, other in zip(DENOMINATORS, itertools.cycle(feature_maps[1:]), strict=False):
+        pairs = [*((feature_maps[0], decay) for decay in DECAYS), (other, "none")]
+        pairs = itertools.product(feature_maps, DECAYS) if feature_maps is ALL_FEATURE_MAPS else pairs
         for phi, decay in pairs:
             yield {"attention": kind, "denominator": denominator, "feature_map": phi, "decay": decay}
 

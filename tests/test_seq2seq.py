@@ -81,6 +81,8 @@ def test_step_by_step_is_whole_and_greedy_is_the_likeliest(case, kind):
     for n in range(T):
         logits, states = model.step(target[:, n], memory, y[..., : n + 1, :], states)
         close(logits, whole[:, n])
+    if case not in PRESETS:
+        return  # what follows is of the model
 
     def follow(tokens):
         n = tokens.shape[1] + 1
@@ -147,7 +149,7 @@ ON_LINES_AND_TREES = [case for case in PRESETS if case.both_ways and (isinstance
     [
         pytest.param(case, tied, id=case.id + "-tied" * tied)
         for case in ON_LINES_AND_TREES
-        for tied in (False, case.id == "rope")
+        for tied in {False, case.id == "rope"}
     ],
 )
 def test_one_step_reaches_every_parameter(case, tied):
