@@ -168,6 +168,13 @@ def test_the_gradient_is_clipped(run):
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in still], abs=1e-5)
 
 
+def test_without_a_clip_the_gradient_is_as_it_was(run):
+    rows, most = (run(TINY.edit(steps=4, clip=clip), name) for clip, name in ((0.0, "none"), (1e9, "most")))
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in most], abs=1e-6)
+    still = run(TINY.edit(steps=4, learning_rate=1e-12), "still")
+    assert abs(rows[-1]["loss"] - still[-1]["loss"]) > 1e-3
+
+
 def test_bfloat16_products_and_float32_weights(run, tmp_path):
     exact, coarse = run(TINY, "exact"), run(TINY.edit(precision="bfloat16"), "coarse")
     assert exact != coarse

@@ -205,6 +205,28 @@ def test_modes_of_images(tmp_path):
     assert [[3, 0], [4, 1], [5, 2]] in found.pixels[:, 0].tolist()
 
 
+TURNS = {  # by the orientation of EXIF
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.T,
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a[::-1, ::-1].T,
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_images_of_every_orientation_are_whole(tmp_path, orientation):
+    exif, pixels = Image.Exif(), np.arange(6, dtype=np.uint8).reshape(2, 3)
+    exif[0x0112] = orientation
+    for n, folder in enumerate("aabb"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.fromarray(pixels + 10 * n).save(tmp_path / folder / f"{n}.png", exif=exif)
+    found = sorted(read(str(tmp_path)).pixels[:, 0].tolist(), key=np.min)
+    assert found == [TURNS[orientation](pixels + 10 * n).tolist() for n in range(4)]
+
+
 def test_sizes_that_differ_need_one_and_are_cut_around_their_middle(tmp_path):
     source = bars(tmp_path / "bars", 8)
     pixels = np.zeros((8, 24), np.uint8)

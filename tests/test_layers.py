@@ -149,6 +149,12 @@ def test_what_does_not_fit_is_refused(make, message):
         make()
 
 
+def test_as_many_positions_are_taken_as_every_layer_takes():
+    schemes = [isopos.cosformer(8, length=20), isopos.cosformer(8, length=100), isopos.none(8)]
+    assert PerLayer(schemes).max_length == PerLayer(schemes[::-1]).max_length == 20
+    assert PerLayer([isopos.rope(8), isopos.none(8)]).max_length is None
+
+
 def test_patterns_of_text():
     assert of_layers("mrope:sections=2+1+1*2+none") == ["mrope:sections=2+1+1"] * 2 + ["none"]
     assert of_layers("rope:feature_map=elu+1") == ["rope:feature_map=elu+1"]

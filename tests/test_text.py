@@ -66,6 +66,15 @@ def read(found, split):
     return [(*whole[n * found.each : (n + 1) * found.each], one) for n, one in enumerate(label)]
 
 
+@pytest.mark.parametrize(("labels", "classes"), [("cab", ("a", "b", "c")), (("10", "9", "30", "2"), ("2", "9", "10", "30"))])
+def test_texts_keep_their_classes_whatever_the_order_of_these_in_the_file(tmp_path, labels, classes):
+    rows = [(f"{label} {n}", label) for n in range(60) for label in labels]
+    (tmp_path / "a.csv").write_text(as_csv(rows))
+    found = texts.load(str(tmp_path / "a.csv"))
+    assert found.classes == classes
+    assert sorted(row for split in ("train", "validation", "test") for row in read(found, split)) == sorted(rows)
+
+
 def test_formats_agree(tmp_path):
     """CSV and JSON a line, in one file or packed, and a folder a class: with the same splits, chosen by a hash."""
     rows = samples()

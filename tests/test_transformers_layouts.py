@@ -56,6 +56,7 @@ BASES = {
     "householder": lambda heads: isopos.lrpe_orthogonal(HEAD_DIM, heads, attention="softmax"),
     "learned": lambda heads: isopos.lrpe_orthogonal(HEAD_DIM, heads, attention="softmax", learned=True, learned_basis=True),
     "exponential": lambda heads: isopos.ape_sequence(HEAD_DIM, heads, attention="softmax"),
+    "partial": lambda heads: isopos.lrpe_orthogonal(HEAD_DIM, heads, identity=HEAD_DIM - 4, attention="softmax"),
 }
 
 
@@ -71,7 +72,7 @@ def test_a_basis_moves_into_all_projections(hf, family, heads, name):
     assert absorb(model) is model
     close(logits(model, ids), expected)
     assert isinstance(model.base_model.rotary_emb, places.Angles) == (heads == 1)
-    assert type(model.base_model.rotary_emb.scheme.encoding).__name__ == "Rotary"
+    assert type(model.base_model.rotary_emb.scheme.encoding).__name__ == ("Partial" if name == "partial" else "Rotary")
     assert sum(parameter.numel() for parameter in model.parameters()) <= weights
 
 
