@@ -60,6 +60,14 @@ def test_rotate_gradients_are_the_definitions():
     assert torch.autograd.gradcheck(lambda x, a: ops.rotate(x, ops.rotation_table(a, a.dtype)), (x, angle))
 
 
+def test_no_tokens_have_a_gradient_wherever_it_lies():
+    x = torch.zeros(1, 1, 0, 8, dtype=torch.float64, requires_grad=True)
+    grad = torch.zeros(1, 1, 5, 9, dtype=torch.float64)[..., :0, 1:]
+    assert grad.storage_offset() == 1
+    (found,) = torch.autograd.grad(ops.rotate(x, table(0, 4)), x, grad)
+    assert found.shape == x.shape
+
+
 def test_odd_even_then_interleaved_is_half_split_rope():
     d, t = 8, 20
     x, position = torch.randn(3, t, d, dtype=torch.float64), torch.arange(t, dtype=torch.float64)
