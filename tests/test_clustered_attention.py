@@ -104,6 +104,17 @@ def test_padding_may_hold_anything(broken):
         assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("topk", [0, 4])
+def test_a_sample_without_keys_has_gradients_of_zero(topk):
+    q, k, v = (a.requires_grad_() for a in inputs())
+    keys = torch.ones(2, T, dtype=torch.bool)
+    keys[1] = False
+    found = clustered_attention(q, k, v, clusters=5, topk=topk, mask=keys)
+    for grad in torch.autograd.grad(found.sum(), (q, k, v)):
+        assert grad.isfinite().all()
+        assert not grad[1].any()
+
+
 def test_an_empty_cluster_keeps_its_centroid():
     """Of queries that are equal all are in the first cluster; the others stay where they were, and answer nobody."""
     q = torch.tensor([3.0, 4.0], dtype=torch.float64).expand(6, 2)

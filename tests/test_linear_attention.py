@@ -570,6 +570,17 @@ def test_log_decays_that_increase_are_refused():
     assert softmax_attention(q, k, v, decay=g).isfinite().all()
 
 
+def test_queries_beyond_the_next_key_are_refused_both_ways():
+    """Between its own key and the next one a query's weights shrink with distance either way; beyond, they would grow."""
+    q, k, v = inputs(2, t=4)
+    keys = torch.tensor([0.0, -1.0, -2.0, -3.0], dtype=torch.float64)
+    for late in (0.5, 1.0):
+        linear_attention(q, k, v, decay=(keys - late, keys))
+    with pytest.raises(ValueError, match="decay: expected queries between the keys of their index and the next"):
+        linear_attention(q, k, v, decay=(keys - 1.5, keys))
+    linear_attention(q, k, v, decay=(keys - 1.5, keys), causal=True)
+
+
 @pytest.mark.parametrize("name", ["fourier", "exponential"])
 def test_autocast_does_not_reach_a_basis(name):
     from isopos.bases import Fourier

@@ -403,7 +403,10 @@ def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
         case.build(denominator="plain")
 
 
-@pytest.mark.parametrize("name", ["none", "lrpe-permutation", "ape-sequence", "cosformer", "horn-constrained"])
+NO_PAIRS = ["none", "lrpe-permutation", "ape-sequence", "cosformer", "horn-constrained"]
+
+
+@pytest.mark.parametrize("name", [*NO_PAIRS, "lrpe-orthogonal", "string"])  # the last two turn pairs that a real basis mixes
 def test_complex_denominators_need_pairs_that_turn(name):
     with pytest.raises(ValueError, match=r"denominator: expected .* rotates no pairs, got 'complex'"):
         schemes.REGISTRY[name](8, 2, denominator="complex")

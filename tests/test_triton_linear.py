@@ -260,6 +260,16 @@ def test_clamped_denominators_are_counted_and_pass_no_gradient():
     near(torch.autograd.grad(out.sum(), leaves), [x.double() for x in torch.autograd.grad(known.sum(), leaves)])
 
 
+def test_small_denominators_keep_their_sign():
+    """Denominators are -1e-8, 2e-8 and -8e-8. Sums of positive values have their signs, and so quotients are positive."""
+    q = torch.zeros(1, 1, 3, 16)
+    q[..., 0] = 1.0
+    k, v = q * torch.tensor([-1e-8, 3e-8, -1e-7])[:, None], 1 + torch.rand(1, 1, 3, 16)
+    out = ops.linear(ops.Sums(q, k, v, ALL_READY, denominator="divide"))
+    assert (out[..., [0, 2], :] > 0).all()
+    near([out], [ops.linear(ops.Sums(q.double(), k.double(), v.double(), ALL_READY, denominator="divide"))])
+
+
 def test_rows_do_not_hold_what_they_do_not_see():
     given = linear_options("masked decay, encoded", 1, 2, 150, 16)
     q, k, v = drawn(*[(1, 2, 150, 16)] * 3)
