@@ -22,6 +22,7 @@ from isopos import encodings
 from isopos.attention import reference
 from isopos.feature_maps import FEATURE_MAPS, Favor, identity, sides
 from isopos.maps import Identity, Mapped, TokenMap
+from isopos.ops.linear.division import EPS
 from isopos.terms import Term
 from tools.record import positions
 
@@ -299,7 +300,7 @@ class Call:
         own = torch.finfo(out.dtype)
         allowed = ROUNDINGS * eps * bound + 4 * own.eps * (expected.detach().abs() + own.tiny) + 1e-30
         size = max(1.0, self.case.scale)
-        allowed += 1024 * torch.finfo(self.wide).tiny * size**3 / reference.LEAST  # what is next to no number has few digits
+        allowed += 1024 * torch.finfo(self.wide).tiny * size**3 / EPS  # what is next to no number has few digits
         if (wrong := taken & ~(error <= allowed)).any():
             where = wrong.nonzero()[0].tolist()
             got, should = out[tuple(where)].item(), expected[tuple(where)].item()
@@ -370,8 +371,8 @@ class Call:
         ones = torch.ones_like(v[..., :1])
         below = self.denominator(q, k, ones, form)
         noise = ROUNDINGS * torch.finfo(self.wide).eps * weight
-        vanishing = (below - reference.LEAST).abs() <= noise
-        below = below.clamp_min(reference.LEAST)
+        vanishing = (below - EPS).abs() <= noise
+        below = below.clamp_min(EPS)
         above = torch.where(above > 1e36, torch.inf, above)  # float32 has no such numbers
         bound = (above + weight * (above / weight.clamp_min(1e-300))) / below
         if form != "plain" or (self.exact.get("feature_map") or identity) is identity or self.case.phi in (None, "own"):

@@ -358,8 +358,8 @@ DECLARED = """
         validation_rows=0 decoded=0 steps=37200 warmup=1860 batch=64 layers=2 model_dim=512 hidden_dim=2048 heads=8
         learning_rate=0.0005 clip=0.0 validate_every=930 save_every=930 device=auto
     compare: task=language schemes=none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet attention=linear
-        seeds=1 name= overwrite=False
-    table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False
+        seeds=1 name= overwrite=False ray=
+    table: scale=small seeds=1 steps=0 rows= data=() name= device=auto dry_run=False ray=
     train: recipe=quickstart scale=small name= resume=False overwrite=False named=quickstart
     check: head_dim=16 heads=4 dtype=float32
     show: out= overwrite=False head_dim=64 heads=8 reach=64

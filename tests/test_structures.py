@@ -49,9 +49,9 @@ def test_every_class_that_attention_can_see_is_in_a_structure():
     """A class of maps, terms or paths without a row would be tested by nothing that runs over structures."""
     seen = types_in(tuple(LISTED))
     assert final_under(TokenMap, maps) - seen == {"Factor"}  # of extensions: tests/test_lengths.py
-    assert {name for name in terms.__all__ if name != "Term"} - seen <= {"Indexed", "Offsets", "Numbers", "Kernel"}
+    assert {name for name in terms.__all__ if name != "Term"} - seen <= {"Indexed", "Offsets", "Numbers", "DistanceKernel"}
     assert {"Indexed", "Offsets"} & seen
-    assert {"Numbers", "Kernel"} & seen
+    assert {"Numbers", "DistanceKernel"} & seen
     assert {cls.__name__ for cls in Path.__subclasses__()} - seen == set()
     assert {"plain", "encoded", "complex", "linear", "softmax", "locality", "transport", "path"} <= seen
     assert {own.case.id for own in STRUCTURES if own.case.outside}
