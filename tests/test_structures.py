@@ -3,7 +3,7 @@
 from cases import COMPOSED, HEADS, SCHEMES, SchemeCase, named, over_rows, perturb
 from structures import ENCODINGS_ALONE, STRUCTURES, structure, structures
 
-from isopos import maps, schemes, terms
+from isopos import maps, paths, schemes, terms
 from isopos.encodings import Identity
 from isopos.maps import TokenMap
 from isopos.paths import Path
@@ -52,7 +52,7 @@ def test_every_class_that_attention_can_see_is_in_a_structure():
     assert {name for name in terms.__all__ if name != "Term"} - seen <= {"Indexed", "Offsets", "Numbers", "DistanceKernel"}
     assert {"Indexed", "Offsets"} & seen
     assert {"Numbers", "DistanceKernel"} & seen
-    assert {cls.__name__ for cls in Path.__subclasses__()} - seen == set()
+    assert final_under(Path, paths) - seen == set()
     assert {"plain", "encoded", "complex", "linear", "softmax", "locality", "transport", "path"} <= seen
     assert {own.case.id for own in STRUCTURES if own.case.outside}
     assert any(own.case.group.refers_to_rows for own in STRUCTURES)
