@@ -178,7 +178,7 @@ def damages(files: Sequence[str]) -> st.SearchStrategy[Damage]:
     """Damage of any of these files, as a rule of one that the command reads."""
 
     def of(command: str) -> st.SearchStrategy[Damage]:
-        read = [file for file in files if file.startswith(READERS[command][1])]
+        read = [file for file in files if file.startswith(READERS[command][1])] or files
         file = st.sampled_from(read) | st.sampled_from(read) | st.sampled_from(files)
         kinds = st.sampled_from(BYTES.split()) | st.sampled_from(FIELDS)
         return st.builds(Damage, st.just(command), file, kinds, st.integers(0, 999).map(lambda n: n / 1000))
