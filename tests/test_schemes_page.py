@@ -19,7 +19,15 @@ def generated():
     return {path.relative_to(generate.ROOT).as_posix(): (path, text) for path, text in generate.generated()}
 
 
-FILES = ["isopos/__init__.pyi", "README.md", "docs/guide.md", "CONTRIBUTING.md", "docs/results/README.md", "docs/schemes.md"]
+FILES = [
+    "isopos/__init__.pyi",
+    "README.md",
+    "docs/guide.md",
+    "CONTRIBUTING.md",
+    "docs/performance.md",
+    "docs/results/README.md",
+    "docs/schemes.md",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
