@@ -21,9 +21,9 @@ COMMAND = schemes_page.COMMAND
 OPTIONS = {
     "attention": "the kind of attention",
     "feature_map": "phi of linear attention, applied before rho",
-    "decay": "a weight exp(-rate * distance), one rate a head; `forget` is gates that read keys, for causal attention",
-    "denominator": "what linear attention divides by: the weights without rho, with rho, as complex numbers, or nothing "
-    "(then a norm follows)",
+    "decay": "a weight exp(-rate * distance), one rate per head; `forget` is a gate computed from keys, for causal attention",
+    "denominator": "the normaliser of linear attention: weights without rho, weights with rho, complex weights, or none "
+    "(a norm follows)",
 }
 
 
