@@ -21,7 +21,7 @@ COMMAND = schemes_page.COMMAND
 OPTIONS = {
     "attention": "the kind of attention",
     "feature_map": "phi of linear attention, applied before rho",
-    "decay": "a weight exp(-rate * distance), one rate per head; `forget` is a gate computed from keys, for causal attention",
+    "decay": "a weight exp(-rate * distance), one rate per head; `forget` is a gate computed from keys (causal)",
     "denominator": "the normaliser of linear attention: weights without rho, weights with rho, complex weights, or none "
     "(a norm follows)",
 }
