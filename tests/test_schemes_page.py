@@ -54,7 +54,7 @@ def test_what_is_refused_has_a_note_and_performance_is_the_laboratory_s(generate
     mark = row.split("[")[1].split("]")[0]
     assert f"\n[{mark}] attention: expected softmax" in page
     assert f"| `rope` | {bits['rope']} |" in page
-    assert "| `t5` | not measured here |" in page
+    assert "| `t5` | not measured |" in page
 
 
 def test_every_scheme_says_what_differs_from_its_authors_code(generated):
