@@ -367,7 +367,7 @@ def test_the_page_of_a_run(here, tmp_path):
     assert set(page.SECTIONS) == set(processes.SECTIONS)
 
 
-COMMITTED = Path(__file__).parents[1] / "docs" / "performance.md"
+COMMITTED = Path(__file__).parents[1] / "docs" / "performance-tables.md"
 
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="docs/ is part of the repository, not of the package")

@@ -147,7 +147,8 @@ def test_rounds_have_quartiles_and_no_interval(shown):
 
 def test_folders_say_data_seeds_and_commands(shown):
     page = results_page.folders(shown())
-    assert "| [`toy`](toy/table.md) | A toy: Which? | one: a; two: b | 3 seeds; missing: Type1 on two, seeds 1, 2 |" in page
+    assert "| [`toy`](toy/table.md) | A toy: Which? | one: a; two: b | 3 seeds | 1 |" in page
+    assert "- `toy`: Type1 on two, seeds 1, 2.\n" in page
     assert "    isopos table lrpe-2 --seeds 3\n" in page
 
 

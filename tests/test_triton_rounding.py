@@ -35,7 +35,7 @@ def test_errors_with_values_of_mean_one(case, most):
     """Of a query's gradient, and of others. A state rounded from chunk to chunk would double those of the last case.
 
     The gradient is a difference: sums from what was rounded, less those of a denominator. Where features of both are the
-    same and all alike, that loses two digits, as docs/performance.md says.
+    same and all alike, that loses two digits, as docs/gpu.md says.
     """
     output, *gradients = (norm for norm, _ in errors(case)["triton"])
     assert output < MOST[BF16][0]

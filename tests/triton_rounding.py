@@ -1,6 +1,6 @@
 """Triton's kernels of linear attention with the arithmetic of tensor cores, emulated by its interpreter on a CPU.
 
-    TRITON_INTERPRET=1 ISOPOS_TRITON=1 python tests/triton_rounding.py      # the table of docs/performance.md
+    TRITON_INTERPRET=1 ISOPOS_TRITON=1 python tests/triton_rounding.py      # the table of docs/gpu.md
 
 The interpreter multiplies float32 exactly whatever a kernel asks for, and bfloat16 not at all. In `tensor_cores` the host
 chooses as for a GPU, and dots are what Triton 3.7.1 compiles for sm_80 and sm_90:

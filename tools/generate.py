@@ -1,7 +1,7 @@
 """All that repeats what the schemes say of themselves: `python -m tools.generate` writes it, and a test compares.
 
 The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md, docs/guide.md, CONTRIBUTING.md
-(the examples of tests/extension) and docs/results/README.md (what its tables say).
+(the examples of tests/extension), docs/performance.md and docs/results/README.md (what their tables say).
 """
 
 import re
@@ -12,7 +12,7 @@ import isopos
 from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
-from tools import results_page, schemes_page
+from tools import performance_page, results_page, schemes_page
 from tools.pages import ROOT
 
 __all__ = ["COMMAND", "generated"]
@@ -21,9 +21,9 @@ COMMAND = schemes_page.COMMAND
 OPTIONS = {
     "attention": "the kind of attention",
     "feature_map": "phi of linear attention, applied before rho",
-    "decay": "a weight exp(-rate * distance), one rate a head; `forget` is gates that read keys, for causal attention",
-    "denominator": "what linear attention divides by: the weights without rho, with rho, as complex numbers, or nothing "
-    "(then a norm follows)",
+    "decay": "a weight exp(-rate * distance), one rate per head; `forget` is a gate computed from keys (causal)",
+    "denominator": "the normaliser of linear attention: weights without rho, weights with rho, complex weights, or none "
+    "(a norm follows)",
 }
 
 
@@ -32,6 +32,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield ROOT / "isopos" / "__init__.pyi", "\n".join(_stub()) + "\n"
     yield ROOT / "README.md", _filled("README.md", {"count": f"{len(REGISTRY)}"})
     yield ROOT / "docs" / "guide.md", _filled("docs/guide.md", {"options": _options()})
+    yield ROOT / "docs" / "performance.md", _filled("docs/performance.md", {"summary": performance_page.summary()})
     examples = sorted((ROOT / "tests" / "extension").glob("toy_*"))
     codes = {path.name: f"\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n" for path in examples}
     yield ROOT / "CONTRIBUTING.md", _filled("CONTRIBUTING.md", codes)

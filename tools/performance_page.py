@@ -1,16 +1,21 @@
-"""docs/performance.md from runs: python -m tools.performance_page {FOLDER,OTHERS}/bench.json > docs/performance.md."""
+"""docs/performance-tables.md from runs, and the summary of docs/performance.md from those tables.
+
+python -m tools.performance_page {FOLDER,OTHERS}/bench.json > docs/performance-tables.md
+python -m tools.generate
+"""
 
 import json
 import sys
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from isopos.lab.bench.processes import ALLOCATORS
 from isopos.lab.bench.results import merged
 from isopos.lab.bench.timing import TITLES, Row
 from isopos.lab.reports.grids import markdown
+from tools.pages import ROOT, Rows, tables
 
-__all__ = ["page"]
+__all__ = ["page", "summary"]
 
 SECTIONS = {
     "attention": "Linear attention",
@@ -18,47 +23,75 @@ SECTIONS = {
     "decode": "Decoding, a token at a time",
     "sublayer": "What positions cost in an attention sublayer",
     "threads": "Threads",
-    "load": "Beside busy processes",
+    "load": "With busy processes",
     "growth": "Growth with length",
     "memory": "Memory",
     "construction": "Construction",
 }
-INTRODUCTION = """# Performance
+INTRODUCTION = """# Performance tables
 
-One run on one machine; `{command}` prints and writes it for yours, and
-`python -m tools.performance_page {{FOLDER,OTHERS}}/bench.json > docs/performance.md` wrote this page. Other libraries are
-measured by `python -m benchmarks --out OTHERS` in the repository, where they are installed: `pip install isopos[lab,peers]`,
-and fast-transformers' kernel where a compiler builds it.
+Every race of one run of `{command}` and of `python -m benchmarks`. [Performance](performance.md) says what they mean, how
+they were measured and which goals were not met.
 
-**Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}.
+**Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}."""
 
-**What is measured.** Works of one row, and of all rows of the same size, take turns in one process: {rounds} rounds after
-one call to warm up, every other round in the opposite order, garbage collection off while the clock runs, works under 5
-ms repeated. Times are medians. A ratio is taken within each round, and shown as the median with its quartiles; "speed" is
-the other's time by ours, "time" is ours by the other's. Goals are judged by the median. Nothing is called faster, or
-slower, where the quartiles are on both sides of 1: that is "within the spread".
+SUMMARY = (  # what a user decides by: question, workload, compared with
+    ("Train causal linear attention, L=2048", "causal, forward + backward, B=2 H=8 L=2048 d=64", "fast-transformers"),
+    ("Train causal linear attention, L=8192", "causal, forward + backward, B=2 H=8 L=8192 d=64", "fast-transformers"),
+    ("Train causal linear attention, L=2048", "causal, forward + backward, B=2 H=8 L=2048 d=64", "softmax (SDPA)"),
+    ("Forward pass, L=8192", "causal, forward, B=2 H=8 L=8192 d=64", "softmax (SDPA)"),
+    (
+        "Decode one token after 32,768, B=1",
+        "prepared step, no positions, B=1 H=8 d=64, after 32768 tokens",
+        "softmax (SDPA) step",
+    ),
+    (
+        "Decode one token after 32,768, B=32",
+        "prepared step, no positions, B=32 H=8 d=64, after 32768 tokens",
+        "softmax (SDPA) step",
+    ),
+    ("Rotate queries and keys, L=8192", "rotation, forward, B=2 H=8 L=8192 d=64", "transformers Llama"),
+    ("Rotate, with gradients", "rotation, forward + backward, B=2 H=8 L=8192 d=64", "transformers Llama"),
+    (
+        "Rotary positions in an attention module",
+        "attention module, rotary, forward + backward, B=4 H=8 L=512 d=64",
+        "attention module, no positions",
+    ),
+    (
+        "Unitary LRPE in an attention module",
+        "attention module, unitary, forward + backward, B=4 H=8 L=512 d=64",
+        "attention module, no positions",
+    ),
+)
 
-**Allocator.** Each section runs in a process of its own, once in each state: with glibc's allocator as it is, told to reuse
-memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_={trim}`), and as it is but with huge pages for tensors from 2 MiB on
-(`THP_MEM_ALLOC_ENABLE=1`, which PyTorch reads once, at the first tensor). As it is, it gives large tensors back to the
-system, and pages fresh from there can take longer than the arithmetic.
 
-**Shapes.** B samples, H heads, L tokens, d features a head; causal attention is elu + 1 features with a denominator
-unless a row says otherwise. "forward + backward" takes gradients of all inputs, and of the projections of a module.
-Positions are evaluated once, outside the clock, as layers share them; a decoding step evaluates its own."""
+def summary() -> str:
+    """The races that a user decides by: times and ratios over the allocators, from docs/performance-tables.md."""
+    rows = [row for table in tables(ROOT / "docs" / "performance-tables.md") for row in table[1:]]
+    return f"\n{markdown(('task', 'isopos', 'compared with', 'speed'), map(_summarised, SUMMARY, repeat(rows)))}\n"
+
+
+def _summarised(line: tuple[str, str, str], rows: Rows) -> tuple[str, str, str, str]:
+    title, workload, other = line
+    races = [row for row in rows if row[:2] == [workload, other]]
+    if not races:
+        raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {other!r}, got none")
+    ratios = sorted(float(row[5].partition("x")[0]) for row in races)
+    times = sorted((row[3] for row in races), key=lambda time: float(time.split()[0]))
+    ends = [f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])]
+    return title, " to ".join(dict.fromkeys((times[0], times[-1]))), other, f"{' to '.join(dict.fromkeys(ends))} times"
 
 
 def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
-    """The page of what runs have written.
+    """The page of tables.
 
     Args:
-        content: Of bench.json, which names the command and the machine.
-        others: Of other races on the same machine.
+        content: The contents of one bench.json, which names the command and the machine.
+        others: The contents of other races on the same machine.
     """
     known = {name: version for one in (*others, content) for name, version in one["versions"].items()}
     versions = ", ".join(f"{name} {version}" for name, version in known.items())
-    trim = ALLOCATORS["reused"]["MALLOC_TRIM_THRESHOLD_"]
-    parts = [INTRODUCTION.format(**content | {"versions": versions, "trim": trim})]
+    parts = [INTRODUCTION.format(**content | {"versions": versions})]
     rows = merged([Row.from_json(row) for one in (content, *others) for row in one["rows"]])
     for section, title in SECTIONS.items():
         own = [row for row in rows if row.section == section]

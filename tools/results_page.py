@@ -163,10 +163,22 @@ def _figure(cell: str) -> tuple[float, float] | None:
 
 
 def folders(shown: Sequence[Shown]) -> str:
-    """A row for each folder, and the commands that its figures come from."""
-    rows = [(f"[`{one.name}`]({one.name}/table.md)", f"{one.source}: {one.title}", _data(one), _seeds(one)) for one in shown]
+    """A row for each folder, the missing cells in a fold-out, and the commands that computed the figures."""
+    rows = [
+        (
+            f"[`{one.name}`]({one.name}/table.md)",
+            f"{one.source}: {one.title}",
+            _data(one),
+            _seeds(one),
+            str(len(_missing(one)) or "-"),
+        )
+        for one in shown
+    ]
+    missing = [f"- `{one.name}`: {'; '.join(_missing(one))}." for one in shown if _missing(one)]
+    fold = ['<details markdown="1"><summary>Missing cells</summary>', "", *missing, "", "</details>"] if missing else []
     commands = [f"    {command}" for one in shown for command in one.commands]
-    return "\n".join(("", markdown(("folder", "is", "data", "repeated"), rows), "", *commands, ""))
+    table = markdown(("folder", "table", "data", "repeated", "missing entries"), rows)
+    return "\n".join(("", table, "", *fold, "", *commands, ""))
 
 
 def _data(shown: Shown) -> str:
@@ -177,9 +189,14 @@ def _data(shown: Shown) -> str:
 def _seeds(shown: Shown) -> str:
     said = " ".join(shown.said)
     times = re.search(r"of up to (\d+) seeds", said) or re.search(r", (\d+) rounds", said)
-    lacking = re.search(r"Missing: (.*?)\.( |$)", said)
     count, unit = (times.group(1), "round" if "rounds" in times.group() else "seed") if times else ("?", "seed")
-    return f"{count} {unit}{'s' * (count != '1')}" + (f"; missing: {lacking.group(1)}" if lacking else "")
+    return f"{count} {unit}{'s' * (count != '1')}"
+
+
+def _missing(shown: Shown) -> list[str]:
+    """What a table lacks: a row of a column with its seeds, or a column without data."""
+    found = re.search(r"Missing: (.*?)\.( |$)", " ".join(shown.said))
+    return found.group(1).split("; ") if found else []
 
 
 def findings(shown: Sequence[Shown]) -> str:
