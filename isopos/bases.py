@@ -111,6 +111,15 @@ class Cayley(_Generated):
         return torch.linalg.solve(unit + skew, unit - skew)  # the two commute
 
 
+class _Fixed(Basis, ABC):
+    """A basis without parameters: a matrix ``[e d]`` that all heads share."""
+
+    matrix: Tensor
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        return Matrix(narrow(self.matrix, dtype, device)[None])
+
+
 class OddEven(Basis):
     """The permutation (P x)_i = x_{pi(i)} with pi(2k) = k, pi(2k+1) = ceil(d/2) + k (LRPE, Eq. 74).
 
@@ -135,7 +144,7 @@ class OddEven(Basis):
         return Gather(index[None, None], constant=True, halves=True)
 
 
-class Fourier(Basis):
+class Fourier(_Fixed):
     """The orthonormal real discrete Fourier transform: rows of scaled cosines and sines, a pair a frequency.
 
     `rfft` of a real vector does not keep norms. These rows do: the constant, the alternating one if d is even, the pairs.
@@ -162,11 +171,8 @@ class Fourier(Basis):
             ends.append((1 - 2 * (n % 2))[None] / d**0.5)
         self.matrix = torch.cat((*ends, pairs))
 
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
 
-
-class ComplexFourier(Basis):
+class ComplexFourier(_Fixed):
     """The unitary discrete Fourier transform of complex features, each a pair (real, imaginary) of real ones.
 
     Args:
@@ -192,11 +198,8 @@ class ComplexFourier(Basis):
         rows = torch.stack((torch.stack((cos, sin), -1), torch.stack((-sin, cos), -1)), 1)  # [n 2 n 2]
         self.matrix = rows.flatten(2).flatten(0, 1) * (2 / features) ** 0.5
 
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
 
-
-class Spectrum(Basis):
+class Spectrum(_Fixed):
     """The unitary discrete Fourier transform of real features: as many complex ones, each a pair (real, imaginary).
 
     A complex P of LRPE's Eq. 22 on real vectors, as in the paper's listing: phases of its features tell direction.
@@ -219,9 +222,6 @@ class Spectrum(Basis):
         n = torch.arange(features, device="cpu", dtype=torch.float64)
         angle = 2 * torch.pi / features * n[:, None] * n
         self.matrix = torch.stack((angle.cos(), -angle.sin()), 1).flatten(0, 1) / features**0.5
-
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
 
 
 class Pairs(Basis):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from isopos.catalog import at_least
 from isopos.exact import ExactModule, Weight, constant, full_precision, wide
-from isopos.maps import Rotation
+from isopos.maps import Composed, Identity, Rotation, TokenMap
+from isopos.ops.linear.features import Decays
 from isopos.ops.rotate import rotation_table
 
-__all__ = ["Forget", "Path", "Turn", "along", "parts"]
+__all__ = ["Forget", "Path", "Turn", "along", "joined"]
 
 LEAST = -1000.0  # of a log gate: exp(-1000) is zero in every dtype, and sums of many keep their digits
 
@@ -126,14 +127,23 @@ def along(path: Sequence[Path], k: Tensor, mask: Tensor | None = None, before: T
     return total if before is None else before.unsqueeze(-2) + total
 
 
-def parts(
-    path: Sequence[Path], total: Tensor, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor | None, Rotation | None]:
-    """The log decay ``[*b h t]`` and the rotation, with a table in `dtype`, of tokens at `total` ``[*b h t c]``."""
-    decay = angle = None
+def joined(
+    path: Sequence[Path], total: Tensor, maps: tuple[TokenMap, TokenMap], decay: Decays, q: Tensor
+) -> tuple[tuple[TokenMap, TokenMap], Decays]:
+    """Maps and log decays of queries and keys with what the paths of all tokens, at `total` ``[*b h s c]``, add to them.
+
+    Queries are the last tokens; they give device and dtype.
+    """
+    t, s, angle = q.shape[-2], total.shape[-2], None
     for own, place in zip(path, total.split([own.columns for own in path], -1), strict=True):
         if isinstance(own, Forget):
-            decay = place[..., 0] if decay is None else decay + place[..., 0]
+            g, pair = place[..., 0], decay or (0, 0)
+            decay = pair[0] + g[..., s - t :], pair[1] + g
         else:
             angle = place if angle is None else angle + place
-    return decay, None if angle is None else Rotation(rotation_table(angle, dtype).to(device))
+    if angle is None:
+        return maps, decay
+    turn = Rotation(rotation_table(angle, torch.promote_types(q.dtype, torch.float32)).to(q.device))
+    turns = turn if t == s else turn.last(t), turn  # a compiler takes the length of a slice for a constant
+    rho_q, rho_k = (own if isinstance(rho, Identity) else Composed(rho, own) for rho, own in zip(maps, turns, strict=True))
+    return (rho_q, rho_k), decay

@@ -36,9 +36,9 @@ from isopos.attention.segments import segmented
 from isopos.catalog import at_least
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
-from isopos.maps import Composed, Identity, TokenMap
+from isopos.maps import TokenMap
 from isopos.ops.linear.features import Decays
-from isopos.paths import Path, along, parts
+from isopos.paths import Path, along, joined
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
@@ -168,15 +168,15 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
     """The problem of linear attention; ValueError where its arguments have none."""
-    shared = _shared(q, k, v, options, streams=streams)
+    problem = _shared(LinearProblem, q, k, v, options, streams=streams)
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
-    q, k, state, decay = shared["q"], shared["k"], shared["state"], shared["decay"]
+    q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
     check_denominator(denominator, q)
     check_feature_map(phi)
     phi = identity if phi is None else phi
-    phi = phi if divides_out(denominator, shared["rho_q"], shared["rho_k"]) else undivided(phi)
+    phi = phi if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(phi)
     before = None if state is None else state["decay"]
-    problem = LinearProblem(**shared, phi=phi, denominator=denominator, g=decay, before=before)
+    problem = replace(problem, phi=phi, denominator=denominator, g=decay, before=before)
     _check_factors(problem, options)
     if decay is not None and not problem.causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
@@ -202,10 +202,10 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     """The problem of softmax attention; ValueError where its arguments have none."""
     state, scale, locality = options.get("state"), options.get("scale"), options.get("locality")
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
-    shared = _shared(q, k, v, options, streams=streams, seen=seen)
+    problem = _shared(SoftmaxProblem, q, k, v, options, streams=streams, seen=seen)
     attn_mask, dropout = options.get("attn_mask"), options.get("dropout", 0.0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    problem = SoftmaxProblem(**shared, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
+    problem = replace(problem, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
     t, s = q.shape[-2], k.shape[-2] + seen
     if (ids := options.get("segment_ids")) is not None:
@@ -237,7 +237,7 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
 
 def check_naive(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> LinearProblem:
     """The problem of what forms every weight, which takes decays in any order and maps features itself."""
-    problem = _grouped(LinearProblem(**_shared(q, k, v, options)))
+    problem = _grouped(_shared(LinearProblem, q, k, v, options))
     check_denominator(options.get("denominator"), q)
     check_feature_map(options.get("feature_map"))
     return problem
@@ -250,8 +250,10 @@ def restored(out: Tensor, problem: Problem) -> Tensor:
     return out if problem.layout == "bhtd" else out.transpose(-3, -2)
 
 
-def _shared(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = False, seen: int = 0) -> dict[str, Any]:
-    """Fields of a problem that both kinds check alike, after `seen` keys of a stream; heads are not grouped yet."""
+def _shared(
+    kind: type[AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = False, seen: int = 0
+) -> AnyProblem:
+    """A problem with the fields that both kinds check alike, after `seen` keys of a stream; heads are not grouped yet."""
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
     mask, state = options.get("mask"), options.get("state")
     q, k, v = check_inputs(q, k, v, layout)
@@ -280,54 +282,20 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = Fa
         check_path(path, q, k, causal, heads, own)
         shared = heads != own and any(part.heads == heads for part in path)  # steps of each query head, from keys it shares
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
-        (rho_q, rho_k), decay, place = _along(path, q, keys, mask, (rho_q, rho_k), decay, state)
+        total, place = _totals(path, keys, mask, state)
+        (rho_q, rho_k), decay = joined(path, total, (rho_q, rho_k), decay, q)
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "batch": batch,
-        "rho_q": rho_q,
-        "rho_k": rho_k,
-        "decay": decay,
-        "causal": causal,
-        "terms": terms,
-        "mask": mask,
-        "segments": segments,
-        "state": state,
-        "window": window,
-        "path": place,
-        "layout": layout,
-    }
+    return kind(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, place, layout)
 
 
-def _along(
-    path: Sequence[Path],
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    maps: tuple[TokenMap, TokenMap],
-    decay: Decays,
-    state: State | None,
-) -> tuple[tuple[TokenMap, TokenMap], Decays, Tensor]:
-    """Maps and log decays with what tokens' keys add to them, and where the last token is; ValueError for another state."""
-    t, s, before, columns = q.shape[-2], k.shape[-2], None if state is None else state["path"], sum(p.columns for p in path)
+def _totals(path: Sequence[Path], k: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
+    """Where tokens are on all paths, and where the last one is; ValueError for another scheme's state."""
+    before, columns = None if state is None else state["path"], sum(part.columns for part in path)
     if before is not None and before.shape[-1] != columns:
         raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
     total = along(path, k, mask, before)
-    g, turn = parts(path, total, torch.promote_types(q.dtype, torch.float32), q.device)
     start = torch.zeros_like(total.sum(-2)) if before is None else before
-    if g is not None:
-        pair = decay or (0, 0)
-        decay = pair[0] + g[..., s - t :], pair[1] + g
-    if turn is not None:
-        last = turn if t == s else turn.last(t)  # a compiler takes the length of a slice for a constant
-        rho_q, rho_k = maps
-        maps = (
-            (last if isinstance(rho_q, Identity) else Composed(rho_q, last)),
-            (turn if isinstance(rho_k, Identity) else Composed(rho_k, turn)),
-        )
-    return maps, decay, total[..., -1, :] if s else start
+    return total, total[..., -1, :] if k.shape[-2] else start
 
 
 def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:
@@ -423,18 +391,16 @@ def _expanded(problem: LinearProblem) -> LinearProblem:
 
 
 def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, ...]) -> AnyProblem:
-    """The problem with the kind of the states that it writes; ValueError where another wrote the one given."""
-    kind = _kind(name, problem, choices)
-    state.expect(kind, problem.of_keys)
-    return replace(problem, kind=kind)
+    """The problem with the kind of the states that it writes, all that must stay the same for the next tokens.
 
-
-def _kind(name: str, problem: Problem, choices: tuple[str, ...]) -> str:
-    """Which attention writes a state: all that must be the same for the next tokens."""
+    ValueError where attention of another kind wrote the state that came.
+    """
     q, v, given = problem.q, problem.v, (("decay", problem.decay), ("path", problem.path), ("segment_ids", problem.segments))
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
     parts += [name for name, x in (*given, ("transport", problem.outward)) if x is not None]
-    return ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
+    kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
+    state.expect(kind, problem.of_keys)
+    return replace(problem, kind=kind)
 
 
 def _structure(rho: TokenMap) -> str:

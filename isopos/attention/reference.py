@@ -21,9 +21,9 @@ from torch import Tensor
 
 from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides, undivided
-from isopos.maps import Composed, Identity, TokenMap
+from isopos.maps import Identity, TokenMap
 from isopos.ops.linear.division import EPS
-from isopos.paths import Path, along, parts
+from isopos.paths import Path, along, joined
 from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
@@ -58,9 +58,7 @@ def linear(
     """
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    if path:
-        rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
+    (rho_q, rho_k), decay = _mapped(isometry, decay, path, q, k, mask)
     phi = feature_map or identity
     phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
@@ -102,9 +100,7 @@ def softmax(
     """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    if path:
-        rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
+    (rho_q, rho_k), decay = _mapped(isometry, decay, path, q, k, mask)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     logits = scale * rho_q(q) @ rho_k(k).mT
     if locality is not None:
@@ -125,16 +121,11 @@ def softmax(
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
-def _along(path: Sequence[Path], rho_q: TokenMap, rho_k: TokenMap, decay: Pair, k: Tensor, mask: Tensor | None, t: int):
-    """Maps of queries and keys, and log decays, with those of a path that keys make."""
-    g, turn = parts(path, along(path, k, mask), k.dtype, k.device)
-    start = k.shape[-2] - t
-    if turn is not None:
-        rho_q, rho_k = Composed(rho_q, turn.tokens(start, k.shape[-2])), Composed(rho_k, turn)
-    if g is not None:
-        given = (0, 0) if decay is None else _pair(decay)
-        decay = given[0] + g[..., start:], given[1] + g
-    return rho_q, rho_k, decay
+def _mapped(isometry: Maps, decay: Pair, path: Sequence[Path], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
+    """Maps and log decays of queries and keys, with what a path that keys make adds to them."""
+    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    decay = None if decay is None else _pair(decay)
+    return joined(path, along(path, k, mask), (rho_q, rho_k), decay, q) if path else ((rho_q, rho_k), decay)
 
 
 def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:
