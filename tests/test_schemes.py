@@ -939,7 +939,7 @@ def test_a_scheme_and_a_decay_from_outside(registries):
     assert isopos.laws.check(scheme).holds
     assert isopos.toy is schemes.toy is toy is schemes.REGISTRY["toy"]
     assert "toy" in dir(isopos)
-    described = [line.strip().split(":")[0] for line in toy.__doc__.splitlines()[3:]]
+    described = [line.strip().split(":")[0] for line in toy.__doc__.splitlines()[5:]]
     assert described == ["head_dim", "heads", "base", "seed", "choices"]
     first = [
         schemes.build("toy", 8, 2, more, model={"length": 7}).encoding.initial[0, 0, 1] for more in ({}, {"base": "20"})

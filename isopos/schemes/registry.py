@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isopos import bases, encodings
-from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
+from isopos.catalog import CATALOG, Entry, at_least, closest, entry_of, expect, own_module
 from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.kinds import FIELDS, Linear, Softmax, kind_of
@@ -38,50 +38,53 @@ PairLayout = Literal["interleaved", "half"]
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {
     "head_dim": "d; even where pairs of features rotate.",
-    "gated": "Learn how much of each feature of a head ignores positions, the paper's gated variant.",
+    "gated": "Learn, per head and feature, which part ignores positions: the paper's gated variant.",
     "heads": "h.",
-    "base": "Of geometric frequencies or angles.",
-    "initial": 'Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
-    "layout": 'Where pairs come from, "interleaved" (2i, 2i+1) or "half" (i, i + d/2), as in checkpoints of transformers; '
-    "rotated features\n        come out interleaved.",
-    "learned": "Learn the frequencies or angles, each head its own.",
+    "base": "Base of geometric frequencies or angles.",
+    "initial": 'Initial angles: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
+    "layout": 'Input layout of pairs: "interleaved" (2i, 2i+1), or "half" (i, i + d/2), as in checkpoints of transformers. '
+    "Rotated\n        features are interleaved.",
+    "learned": "Learn the frequencies or angles, separately per head.",
     "learned_basis": "Learn the normal of the Householder basis.",
-    "locality": "Factor of softmax logits for each step of distance; 0.98 in the paper.",
+    "locality": "Factor of softmax logits per step of distance; 0.98 in the paper.",
     "model_dim": "Width of the token embeddings; head_dim * heads by default.",
-    "noise_per_head": "Draw noise for each head, as in the authors' code; otherwise heads share one draw.",
+    "noise_per_head": "Draw noise separately per head, as in the authors' code; otherwise heads share one draw.",
     "realizations": "Features of queries and keys; d by default.",
-    "seed": "Of what is drawn at random.",
+    "seed": "Seed of random initial values.",
     "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'
     "\n        in the paper's listing, whose length is that of each input; here it is fixed: a prefix keeps its outputs.",
     "choices": "See `isopos.scheme.Choices`.",
-}  # what several schemes have, where they say nothing else
+}  # descriptions of common options, unless a scheme's docstring describes them
 
 Function = TypeVar("Function", bound=Callable[..., Scheme])
 
 
-def register(**said: Any) -> Callable[[Function], Function]:
-    """Make a function ``(head_dim, heads, *, options, **choices) -> Scheme`` a scheme of that name, `-` standing for `_`.
+def register(**fields: Any) -> Callable[[Function], Function]:
+    """Register a function ``(head_dim, heads, *, options, **choices) -> Scheme`` under its name, with `-` for `_`.
 
-    `build`, the command line, laws and documents know it from then on. Annotations of its options say how text is read; its
-    docstring describes them, and those that all schemes have are added.
+    `build`, the command line, laws and documents then know the scheme. Annotations of its options define how text is parsed;
+    its docstring describes them, and common options are added to it.
 
     Args:
-        said: Fields of `isopos.catalog.Entry`: summary, citation and equation at least.
+        fields: Fields of `isopos.catalog.Entry`, at least citation and equation. The summary is the docstring's first line.
 
     Raises:
-        ValueError: Where there is a scheme of that name.
+        ValueError: If the name is registered already.
 
     Examples:
         >>> import isopos
         >>> from isopos.scheme import Scheme
-        >>> @register(summary="rotation by whole turns", citation="me", equation="<q, k>")
+        >>> @register(citation="this example", equation="<q, k>")
         ... def whole_turns(head_dim, heads=1, **choices):
+        ...     '''Rotation by whole turns.'''
         ...     return Scheme(isopos.encodings.Identity(head_dim), heads, **choices)
+        >>> isopos.catalog.CATALOG["whole-turns"].summary
+        'Rotation by whole turns'
         >>> build("whole-turns", 8, 2, {"attention": "softmax"}).attention
         'softmax'
         >>> del REGISTRY["whole-turns"], isopos.catalog.CATALOG["whole-turns"]
     """
-    entry = Entry(**said)
+    Entry(**{"summary": "", **fields})  # a missing field is an error here, not at the function
 
     def add(function: Function) -> Function:
         name = function.__name__.replace("_", "-")
@@ -113,21 +116,23 @@ def register(**said: Any) -> Callable[[Function], Function]:
             scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in known()}
             return scheme
 
-        checked.__doc__ = _described(function)
+        entry = entry_of(inspect.getdoc(function), fields)
+        checked.__doc__ = _described(function, entry)
         REGISTRY[name], CATALOG[name] = checked, entry
         return typing.cast(Function, checked)
 
     return add
 
 
-def _described(function: Callable[..., Scheme]) -> str:
-    """The docstring, with those of `ARGUMENTS` that it does not describe itself."""
-    text, _, own = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    own, *rest = own.split("\n\n", 1)
+def _described(function: Callable[..., Scheme], entry: Entry) -> str:
+    """The docstring, completed by the source and by `ARGUMENTS`."""
+    text, _, described = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    described, *rest = described.split("\n\n", 1)
     lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items()}
-    lines |= {part.split(":")[0].strip(): part.rstrip() for part in re.split(r"^(?=    \w+:)", own, flags=re.M) if part}
+    parts = re.split(r"^(?=    \w+:)", described, flags=re.M)
+    lines |= {part.split(":")[0].strip(): part.rstrip() for part in parts if part}
     arguments = [lines[name] for name in inspect.signature(function).parameters if name in lines]
-    return "\n\n".join([text, "\n".join(["Args:", *arguments]), *rest])
+    return "\n\n".join([text, f"Source: {entry.citation}.", "\n".join(["Args:", *arguments]), *rest])
 
 
 def build(
