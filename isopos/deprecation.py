@@ -1,4 +1,4 @@
-"""Names that a module had before: found at their new place for one version, with a warning that names it."""
+"""Deprecated names: available for one version, with a warning that states the new name."""
 
 import importlib
 import warnings
@@ -9,20 +9,20 @@ __all__ = ["renamed"]
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module some of whose names are called otherwise now.
+    """A module-level ``__getattr__`` that finds renamed objects.
 
     Args:
         module: The module's ``__name__``.
-        names: New names by old ones, each with its module in front: "isopos.spec.split_spec".
+        names: Full new name by old name, such as "isopos.spec.split_spec".
 
     Examples:
         >>> old = renamed("isopos.lab.recipes", {"cut": "isopos.spec.split_spec"})
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as said:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     old("cut")("rope:base=100")
         ('rope', {'base': '100'})
-        >>> print(said[0].message)
+        >>> print(caught[0].message)
         isopos.lab.recipes.cut is isopos.spec.split_spec now; the old name goes in the next version
     """
 
