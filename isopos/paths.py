@@ -1,9 +1,9 @@
-"""Paths that depend on content: every token takes a step that is read from its key, and a weight sees those after its key.
+"""Content-dependent positions: every token takes a step read from its key; a weight depends on the steps after its key.
 
-    p_t = step(k_1) + ... + step(k_t),    weight_ts sees p_t - p_s = step(k_{s+1}) + ... + step(k_t)
+    p_t = step(k_1) + ... + step(k_t),    weight_ts depends on p_t - p_s = step(k_{s+1}) + ... + step(k_t)
 
-Steps are log gates (`Forget`) or angles (`Turn`): the real and the imaginary part of one exponent, exp(p_t - p_s). They take
-the place of positions where attention is causal. Products are float32 or wider, steps and their sums float64.
+Steps are log gates (`Forget`) or angles (`Turn`): the real and the imaginary part of one exponent, exp(p_t - p_s). They
+replace positions in causal attention. Products are float32 or wider, steps and their sums float64.
 """
 
 from abc import ABC, abstractmethod
@@ -21,19 +21,18 @@ from isopos.ops.rotate import rotation_table
 
 __all__ = ["Forget", "Path", "Turn", "along", "joined"]
 
-LEAST = -1000.0  # of a log gate: exp(-1000) is zero in every dtype, and sums of many keep their digits
+LEAST = -1000.0  # smallest log gate: exp(-1000) is zero in every dtype, and long sums keep precision
 
 
 class Path(ExactModule, ABC):
-    """Steps that tokens take by their content, <w, k> + b and what a subclass makes of it: w ``[h c d]``, b ``[h c]``.
+    """Base class: steps computed from <w, k> + b by `steps`, with parameters w ``[h c d]`` and b ``[h c]``.
 
-    Content is the head's own key, ahead of feature map and encoding, so that layers that share a scheme have steps of their
-    own. A key is k = W x of a layer's input x, and <w, k> = <W^T w, x> a linear function of it, as in the papers. At the
-    start w is zero.
+    k is the head's key before feature map and encoding, so that layers that share a scheme have different steps. A key is k
+    = W x for a layer's input x, and <w, k> = <W^T w, x> is a linear function of it, as in the papers. w is initially zero.
 
     Args:
         features: d of keys.
-        bias: b at the start ``[h c]``.
+        bias: Initial b ``[h c]``.
     """
 
     def __init__(self, features: int, bias: Tensor):
@@ -44,9 +43,9 @@ class Path(ExactModule, ABC):
         self.bias = Weight(bias)
 
     def forward(self, k: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Steps float64 ``[*b h t c]`` of keys ``[*b h t d]``; zero where a mask ``[*b t]`` is False."""
+        """Steps float64 ``[*b h t c]`` for keys ``[*b h t d]``; zero where a mask ``[*b t]`` is False."""
         dtype = torch.promote_types(k.dtype, torch.float32)
-        k = torch.where(k.isfinite(), k, 0).to(dtype)  # NaN of a token must not reach those that do not see it
+        k = torch.where(k.isfinite(), k, 0).to(dtype)  # NaN containment
         with full_precision(k.device):
             content = k @ self.parameter.to(dtype).mT + self.bias.parameter.to(dtype)[:, None]
             steps = self.steps(wide(content))
@@ -54,16 +53,16 @@ class Path(ExactModule, ABC):
 
     @abstractmethod
     def steps(self, content: Tensor) -> Tensor:
-        """Steps of <w, k> + b, float64 ``[*b h t c]``."""
+        """Steps for <w, k> + b, float64 ``[*b h t c]``."""
 
 
 class Forget(Path):
-    """Forget gates, a log decay that depends on content: log f = log sigmoid(<w, k> + b), one a head and token.
+    """Forget gates: a content-dependent log decay, log f = log sigmoid(<w, k> + b), one per head and token.
 
     softmax attention:  logit_ts = <q_t, k_s> + sum_{s < m <= t} log f_m
     linear attention:   state_t = f_t state_{t-1} + k_t v_t^T
 
-    At the start b is zero, as in the authors' code, and f is 1/2.
+    b is initially zero, as in the authors' code, and f is 1/2.
 
     Args:
         features: d of keys.
@@ -89,11 +88,11 @@ class Forget(Path):
 
 
 class Turn(Path):
-    """Rotations by content: the angle of a pair of features at token t is the sum of what the tokens up to t turn it by.
+    """Selective rotation: the angle of a pair of features is a sum of content-dependent angles over the tokens so far.
 
     angle_t = sum_{m <= t} frequency (<w, k_m> + b)
 
-    b starts at one, so that at first it is rope at consecutive positions.
+    b is initially one, so that it starts as rope at consecutive positions.
 
     Args:
         features: d of queries and keys, even.
@@ -122,7 +121,7 @@ class Turn(Path):
 
 
 def along(path: Sequence[Path], k: Tensor, mask: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-    """Where tokens are on all paths, after their own step: float64 ``[*b h t c]``, from that `before` ``[*b h c]`` on."""
+    """Content-dependent positions of tokens: float64 ``[*b h t c]``, cumulative sums starting from `before` ``[*b h c]``."""
     total = torch.cat([own(k, mask) for own in path], -1).cumsum(-2)
     return total if before is None else before.unsqueeze(-2) + total
 
@@ -130,9 +129,9 @@ def along(path: Sequence[Path], k: Tensor, mask: Tensor | None = None, before: T
 def joined(
     path: Sequence[Path], total: Tensor, maps: tuple[TokenMap, TokenMap], decay: Decays, q: Tensor
 ) -> tuple[tuple[TokenMap, TokenMap], Decays]:
-    """Maps and log decays of queries and keys with what the paths of all tokens, at `total` ``[*b h s c]``, add to them.
+    """Maps and log decays of queries and keys with content-dependent positions, at `total` ``[*b h s c]``, included.
 
-    Queries are the last tokens; they give device and dtype.
+    Queries are the last tokens; they determine device and dtype.
     """
     t, s, angle = q.shape[-2], total.shape[-2], None
     for own, place in zip(path, total.split([own.columns for own in path], -1), strict=True):

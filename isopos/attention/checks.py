@@ -1,4 +1,4 @@
-"""What each argument of attention must be: a check with its one error each, of plain values."""
+"""Checks of single arguments of attention, each with one error message."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -27,12 +27,12 @@ SegmentPair = Tensor | tuple[Tensor, Tensor] | None
 TransportPair = tuple[TokenMap, TokenMap] | None
 Layout = Literal["bhtd", "bthd"]
 
-PIECE = (1 << 15) - 1  # the most numbers that PyTorch leaves to one thread
-OF_WIDE = ("decay", "decays", "path")  # tensors of a state that are float64
+PIECE = (1 << 15) - 1  # largest number of elements that PyTorch processes in one thread
+OF_WIDE = ("decay", "decays", "path")  # float64 tensors of a state
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v ``[*b h t d]`` of either layout."""
+    """q, k and v as ``[*b h t d]``, from either layout."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, q)
     if layout != "bhtd":
@@ -51,13 +51,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, 
 
 
 def heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Heads of queries and of keys where the former share the latter; otherwise one number twice."""
+    """Numbers of query heads and key heads if groups of query heads share keys; otherwise the same number twice."""
     heads, own = q.shape[-3], max(k.shape[-3], v.shape[-3])
     return (heads, own) if own and heads > own and heads % own == 0 else (heads, heads)
 
 
 def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torch.Size:
-    """Leading dimensions ``[*b h]`` of the output; ValueError where those of q, k and v do not broadcast."""
+    """Leading dimensions ``[*b h]`` of the output; ValueError if those of q, k and v do not broadcast."""
     try:
         of_keys, of_values = k.shape[:-2], v.shape[:-2]
         if heads != own:
@@ -71,7 +71,7 @@ def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torc
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
-    """ValueError where a mask of keys does not fit."""
+    """ValueError if a mask of keys does not fit."""
     check_tensor("mask", mask, q)
     if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
         raise ValueError(
@@ -85,7 +85,7 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
 
 
 def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, own: int) -> None:
-    """ValueError where a relative term does not fit queries and keys."""
+    """ValueError if a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
     for x in (getattr(term, field.name) for field in fields(term)):  # PyTorch 2.11 cannot trace vars
@@ -106,7 +106,7 @@ def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, s
 
 
 def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[TokenMap, TokenMap]:
-    """The maps of queries and keys; TypeError or ValueError where they do not fit."""
+    """The maps of queries and keys; TypeError or ValueError if they do not fit."""
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
         if rho is None or (name == "k" and rho is rho_q and k.shape == q.shape):
@@ -125,7 +125,7 @@ def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own
 
 
 def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[Tensor, Tensor] | None:
-    """The log decays of queries and keys; ValueError where they do not fit."""
+    """The log decays of queries and keys; ValueError if they do not fit."""
     if decay is None:
         return None
     pair = decay if isinstance(decay, tuple) else (decay, decay)
@@ -146,7 +146,7 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) ->
 
 
 def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> None:
-    """ValueError where there is no stream to continue, or where its tensors are elsewhere."""
+    """ValueError if the arguments do not continue a stream, or its tensors are on another device."""
     for name, tensor in () if state is None else state.tensors.items():
         if name != "positions":  # the scheme's
             check_tensor("state", tensor, q, wide_device(q.device) if name in OF_WIDE else None)
@@ -156,7 +156,7 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
 
 
 def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, batch: torch.Size) -> None:
-    """TypeError or ValueError where maps of values and of outputs do not fit."""
+    """TypeError or ValueError if maps of values and of outputs do not fit."""
     if not isinstance(transport, tuple) or not all(isinstance(rho, TokenMap) for rho in transport) or len(transport) != 2:
         got = type(transport).__name__
         raise TypeError(f"transport: expected a pair of maps, of values and of outputs, as scheme.at gives them, got {got}")
@@ -174,7 +174,7 @@ def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, 
 
 
 def check_path(path: Sequence[Path], q: Tensor, k: Tensor, causal: bool, heads: int, own: int) -> None:
-    """TypeError or ValueError where tokens make no path."""
+    """TypeError or ValueError if content-dependent positions do not fit queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     if not causal:
         raise ValueError(
@@ -195,13 +195,13 @@ def check_path(path: Sequence[Path], q: Tensor, k: Tensor, causal: bool, heads: 
 
 
 def check_feature_map(phi: Phi | None) -> None:
-    """TypeError where it is no function."""
+    """TypeError if it is not a function."""
     if phi is not None and not callable(phi):
         raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
 
 
 def check_denominator(denominator: str | None, q: Tensor) -> None:
-    """ValueError where there is no such denominator, of these features."""
+    """ValueError for an unknown denominator, or one that does not fit the features."""
     if not (denominator is None or (isinstance(denominator, str) and denominator in ("plain", "encoded", "complex"))):
         raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
     if denominator == "complex" and q.shape[-1] % 2:
@@ -211,7 +211,7 @@ def check_denominator(denominator: str | None, q: Tensor) -> None:
 
 
 def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Tensor, batch: torch.Size) -> None:
-    """ValueError where segment ids do not fit the tokens of the keys, or of both."""
+    """ValueError if segment ids do not fit the tokens of keys, or of queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     pair = isinstance(segment_ids, tuple)
     for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
@@ -227,7 +227,7 @@ def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Te
 
 
 def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
-    """ValueError where a mask of pairs does not fit ``[*b h t s]``."""
+    """ValueError if a mask of pairs does not fit ``[*b h t s]``."""
     check_tensor("attn_mask", attn_mask, q)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise ValueError(
@@ -241,7 +241,7 @@ def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
 
 
 def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None = None) -> None:
-    """ValueError where a weight would grow with distance; not while compiling, nor on a GPU, which would have to wait."""
+    """ValueError if a weight would grow with distance; no check in a compiler or on a GPU, where it would synchronise."""
     if torch.compiler.is_compiling() or pair[0].device.type != "cpu" or isinstance(pair[0], FakeTensor):
         return
     query, key = pair
@@ -261,7 +261,7 @@ def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None
 
 
 def _rises(g: Tensor) -> bool:
-    """Whether a number is larger than the one before it, in pieces that one thread looks at: several may have to wait."""
+    """Whether any number exceeds its predecessor, in pieces small enough for one thread; several threads might wait."""
     count = g.shape[-1] - 1
     step = max(1, PIECE // max(1, g.shape[:-1].numel()))
     pairs = ((n, min(n + step, count)) for n in range(0, count, step))
@@ -269,21 +269,21 @@ def _rises(g: Tensor) -> bool:
 
 
 def _shared(leading: torch.Size, heads: int, own: int) -> torch.Size:
-    """Leading dimensions ``[*b h]`` of keys, with the heads of the queries that share them."""
+    """Leading dimensions ``[*b h]`` of keys, with the number of query heads that share them."""
     return leading if leading[-1] in (1, heads) or leading[-1] != own else torch.Size((*leading[:-1], heads))
 
 
 def _fits(leading: torch.Size, to: torch.Size, heads: int, own: int) -> bool:
-    """Whether leading dimensions ``[*b h]`` broadcast to others; where heads share, h may be those of queries or of keys."""
+    """Whether leading dimensions ``[*b h]`` broadcast to others; with shared heads, h may count query heads or key heads."""
     return broadcasts(leading, to) or (
         leading[-1:] in ((heads,), (own,)) and heads != own and broadcasts(leading[:-1], to[:-1])
     )
 
 
 def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = None) -> None:
-    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one.
+    """TypeError or ValueError if x is not a dense tensor on q's device.
 
-    Log decays, which are float64, are on another device where q's has none.
+    Log decays, which are float64, are on the CPU if q's device has no float64.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

@@ -58,52 +58,53 @@ def linear_attention(
         q: Queries ``[*b h t d]``, any floating dtype; sums are float32 or wider.
         k: Keys ``[*b h s d]``.
         v: Values ``[*b h s e]``.
-        isometry: rho, evaluated at the positions of q and k; a pair (of queries, of keys) for cross-attention.
-        feature_map: phi, applied before rho; None leaves q and k as they are.
+        isometry: rho at the positions of q and k; a pair (for queries, for keys) in cross-attention.
+        feature_map: phi, applied before rho; None leaves q and k unchanged.
         decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
-            a pair for cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
-        path: What tokens add by their content, with `causal`: `isopos.paths.Forget` to g, `isopos.paths.Turn` to rho. Masked
+            a pair in cross-attention. Without `causal` the factor is exp(-|g_i - g_j|).
+        path: Content-dependent positions, with `causal`: `isopos.paths.Forget` adds to g, `isopos.paths.Turn` to rho. Masked
             tokens add nothing.
-        denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by
-            the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
-            None by nothing. "complex" takes feature pairs (2i, 2i+1) for complex numbers, divides the complex sum by the
-            complex denominator and returns the real part (LRPE, Eq. 38 to the letter: another function than "encoded").
-            Decay, terms and mask weigh in all. A vanishing one is clamped to a magnitude of 1e-6; `isopos.Clamped` counts.
-        causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
-        terms: Added to the weights: `Clipped` ones of side "query", <phi(q_i), phi(row)>, in linear time. No others
-            factor: a bias of logits is a factor of weights that depends on both tokens.
+        denominator: "plain" divides by the sum without rho (RoFormer, Eq. 19: positive if phi is), "encoded" by the sum with
+            rho (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only if rho keeps positive vectors positive). None does not
+            divide. "complex" treats feature pairs (2i, 2i+1) as complex numbers, divides the complex sum by the complex
+            denominator and returns the real part (LRPE, Eq. 38 literally, which differs from "encoded"). All include decay,
+            terms and mask. Denominators are clamped to a magnitude of at least 1e-6; `isopos.Clamped` counts clamped ones.
+        causal: A query attends to keys up to its index; the last query is aligned with the last key.
+        terms: Terms added to the weights: `Clipped` terms of side "query", <phi(q_i), phi(row)>, in linear time. Biases of
+            logits are refused; they are factors of weights that depend on both tokens jointly.
         mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
-        attn_mask: Refused: linear attention forms no weight of a pair that a mask could change.
-        window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
-            after it. Indices are counted from the last key, whatever mask or segments leave out. Sums of blocks as long as
-            the window are added, none is subtracted, and the cost does not grow with the window. Not in streams, and not
-            exported with a dynamic length.
-        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
-            take part. Queries have the ids of the last keys; tokens of one id are next to each other.
-        transport: A pair of maps, of values at their keys' positions and of outputs at their queries': values that have a
-            direction, seen from each query's place, as `Scheme` with transport gives them.
-        layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
-        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
+        attn_mask: Refused, because linear attention does not form the weights of pairs.
+        window: A query attends to the key of its index and the window - 1 keys before it; without `causal` also to as many
+            after it. Indices count from the last key, including masked keys and other segments. Sums of blocks of the
+            window's length are added, never subtracted; the cost does not grow with the window. Not available in streams,
+            nor in exports with a dynamic length.
+        segment_ids: Segments of packed sequences, integers ``[*b s]``, one per key; tokens attend within their segment only.
+            Queries have the ids of the last keys; tokens of one id are adjacent.
+        transport: A pair of maps, of values at their keys' positions and of outputs at their queries', for values with a
+            direction; `Scheme` with transport returns it.
+        layout: "bthd" if q, k, v and the output are ``[*b t h d]``. Shapes alone are ambiguous where t = h.
+        state: State after the previous tokens of a causal stream; ``State()`` at its start. Positions count over the stream.
         return_state: Also return the state after these tokens.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
-    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
+    If there are fewer heads of keys and values than of queries, groups of neighbouring query heads share them. Isometry,
+    decay and terms then have one entry per key head; with one entry per query head, keys and values are repeated in memory.
 
     Returns:
-        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state`, a pair of this and the `State`.
 
-    On the CPU a row holds nothing of tokens that it does not see (masked ones, those of other segments, later ones of causal
-    sums, those whose weight a decay takes to zero), NaN and infinity included; outside a compiler neither do gradients of
-    such rows. A row that sees NaN, or whose query has one, is NaN. On other devices, where looking would have to wait, NaN
-    and infinity may reach rows that do not see them, but for masked tokens.
+    NaN containment: on the CPU a row does not depend on tokens that it does not attend to (masked tokens, other segments,
+    later tokens of causal sums, tokens whose weight decays to zero), including their NaN and infinity; outside a compiler
+    this also holds for its gradients. A row with NaN in its query or in an attended token is NaN. On other devices, where a
+    check would synchronise, NaN and infinity may reach other rows, except from masked tokens.
 
     Raises:
-        TypeError: Where an argument is no tensor, or no function.
-        ValueError: Where shapes, dtypes, devices or options do not fit, before any work. All tensors are dense ones on q's
-            device.
+        TypeError: If an argument is not a tensor, or not a function.
+        ValueError: If shapes, dtypes, devices or options do not fit, before any computation. Tensors must be dense and on
+            q's device.
 
     Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; Horn et al. 2021
-    for terms.
+        for
+    terms.
 
     Examples:
         >>> from isopos.feature_maps import FEATURE_MAPS
@@ -135,7 +136,7 @@ def linear_attention(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[LinearOptions]
 ) -> linear.Explanation:
-    """Which backend serves `linear_attention` of these arguments, and why others do not.
+    """The backend that serves `linear_attention` for these arguments, and the reasons why others do not.
 
     Examples:
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
@@ -147,7 +148,7 @@ def explain(
     """
     problem = check_linear(q, k, v, options, streams=return_state)
     sums = sums_of(problem)
-    if problem.window is not None:  # features are made before they are cut into blocks
+    if problem.window is not None:  # features are computed before blocks are cut
         (queries, *_), (keys, *_), values = sums.made()
         sums = Sums(queries, keys, values, ALL_READY, sums.g, sums.causal)
     return linear.explain(sums)
@@ -166,9 +167,9 @@ def naive_linear_attention(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """`linear_attention` by its definition: every weight is formed. Quadratic; any number of derivatives, and `torch.func`.
+    """`linear_attention` by its definition: it forms every weight. Quadratic; any number of derivatives, and `torch.func`.
 
-    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states.
+    Arguments and shapes are those of `linear_attention`, without terms, segments and states.
 
     Examples:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
@@ -184,7 +185,7 @@ def naive_linear_attention(
 
 
 def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
-    """The problem as the engine has it; `values` are those of a stream with terms, complete."""
+    """The problem in the form of the backends; `values` are complete values of a stream with terms."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
     wide = torch.promote_types(problem.q.dtype, torch.float32)
@@ -205,7 +206,7 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
 
 
 def _complex(sums: Sums) -> Sums:
-    """Real and imaginary sums over real and imaginary denominators ``[2 *b h t e+1]``.
+    """Real and imaginary sums, with real and imaginary denominators ``[2 *b h t e+1]``.
 
     Features are complex queries and i times them: <i q, k>, the real part of conj(i q) k, is Im(conj(q) k).
     """
@@ -219,7 +220,7 @@ def _complex(sums: Sums) -> Sums:
 
 
 def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
-    """The closed forms that a map is made of, as the engine names them; None where it is made of others, too."""
+    """Names of the closed forms that a map consists of, as in the backends; None if it has other parts."""
     match rho:
         case None | Identity():
             return ()
@@ -236,7 +237,7 @@ def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
 
 
 def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
-    """Sums over their denominators, where they have not been divided yet."""
+    """Sums divided by their denominators, unless the backend has divided them."""
     if problem.denominator == "complex":
         return linear.divide_complex(total)
     return linear.divide(total) if problem.terms and problem.denominator is not None else total

@@ -1,4 +1,7 @@
-"""What attention works on, a frozen value for each kind: arguments are checked, grouped and segmented here, in order."""
+"""The problems of attention: frozen values, one class per kind.
+
+Arguments are checked, grouped and segmented here, in order.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +50,7 @@ __all__ += ["check_naive", "refuse", "restored"]
 
 
 class Options(TypedDict, total=False):
-    """Arguments of both kinds of attention after q, k and v; their docstrings describe them."""
+    """Arguments of both kinds of attention after q, k and v; see the functions' docstrings."""
 
     isometry: IsometryPair
     decay: DecayPair
@@ -63,7 +66,7 @@ class Options(TypedDict, total=False):
 
 
 class LinearOptions(Options, total=False):
-    """Those of linear attention."""
+    """Arguments of linear attention."""
 
     feature_map: Phi | None
     denominator: str | None
@@ -71,7 +74,7 @@ class LinearOptions(Options, total=False):
 
 
 class SoftmaxOptions(Options, total=False):
-    """Those of softmax attention."""
+    """Arguments of softmax attention."""
 
     scale: float | None
     locality: Tensor | None
@@ -79,11 +82,11 @@ class SoftmaxOptions(Options, total=False):
     dropout: float
 
 
-OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # what schemes give
+OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # arguments from schemes
 
 
 def refuse(kind: str, names: Sequence[str]) -> Never:
-    """Raise TypeError for arguments that attention of a kind has not, though schemes built for the other kind give them."""
+    """Raise TypeError for arguments that this kind of attention does not have, such as those of the other kind."""
     other = "softmax" if kind == "linear" else "linear"
     remedy = f"; build the scheme with attention={kind!r}" if set(names) & set(OWN[other]) else ""
     raise TypeError(f"{kind}_attention() got an unexpected keyword argument {names[0]!r}{remedy}")
@@ -91,16 +94,17 @@ def refuse(kind: str, names: Sequence[str]) -> Never:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What both kinds of attention have, checked: arguments as they were given, pairs as pairs.
+    """Checked arguments of both kinds of attention; pairs are tuples.
 
     Attributes:
-        batch: Leading dimensions ``[*b h]`` of the output; with groups ``[groups *b h]``, h being those of keys.
-        segments: Ids of queries and keys; those of queries may be those of all keys.
-        path: Where the last token is on the paths of content ``[*b h c]``.
-        layout: In which the queries were given, and the output is to be; here all is ``[*b h t d]``.
-        groups: How many neighbouring heads of queries share one of keys, as a first axis of queries; 1 for none.
-        outward: Of transported values, the map of outputs; the values are mapped here.
-        kind: Of the states that this attention writes.
+        batch: Leading dimensions ``[*b h]`` of the output; with groups ``[groups *b h]``, where h is the number of key
+            heads.
+        segments: Ids of queries and keys; the former may be the ids of all keys.
+        path: Content-dependent positions of the last token ``[*b h c]``.
+        layout: Layout of the caller's queries and of the output; tensors here are ``[*b h t d]``.
+        groups: Number of neighbouring query heads that share a key head, the first axis of queries; 1 without groups.
+        outward: Map of outputs, for transported values; `v` is mapped already.
+        kind: Kind of the states that this attention writes.
     """
 
     q: Tensor
@@ -124,27 +128,27 @@ class Problem:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to sum up."""
+        """Whether there is nothing to sum."""
         return 0 in self.batch or 0 in (self.q.shape[-2], *self.v.shape[-2:])
 
     @property
     def mask_of_keys(self) -> Tensor | None:
-        """``[*b 1 s 1]``."""
+        """The mask ``[*b 1 s 1]``."""
         return None if self.mask is None else self.mask[..., None, :, None]
 
     @property
     def of_keys(self) -> torch.Size:
-        """Leading dimensions of keys and values, which those of a state are."""
+        """Leading dimensions of keys and values, and of states."""
         return broadcast(self.k.shape[:-2], self.v.shape[:-2])
 
 
 @dataclass(frozen=True, eq=False)
 class LinearProblem(Problem):
-    """Linear attention, checked.
+    """Checked arguments of linear attention.
 
     Attributes:
-        g: Log decays of queries and keys that the sums have; those of segments are not those given.
-        before: That of the token before, in a stream.
+        g: Log decays of queries and keys, with the jumps between segments.
+        before: Log decay of the previous token, in a stream.
     """
 
     phi: Phi = identity
@@ -155,7 +159,7 @@ class LinearProblem(Problem):
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxProblem(Problem):
-    """Softmax attention, checked."""
+    """Checked arguments of softmax attention."""
 
     scale: float = 1.0
     locality: Tensor | None = None
@@ -167,7 +171,7 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 
 def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
-    """The problem of linear attention; ValueError where its arguments have none."""
+    """The problem of linear attention; ValueError for arguments that do not fit together."""
     problem = _shared(LinearProblem, q, k, v, options, streams=streams)
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
     q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
@@ -199,7 +203,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
 
 
 def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> SoftmaxProblem:
-    """The problem of softmax attention; ValueError where its arguments have none."""
+    """The problem of softmax attention; ValueError for arguments that do not fit together."""
     state, scale, locality = options.get("state"), options.get("scale"), options.get("locality")
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
     problem = _shared(SoftmaxProblem, q, k, v, options, streams=streams, seen=seen)
@@ -236,7 +240,7 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
 
 
 def check_naive(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> LinearProblem:
-    """The problem of what forms every weight, which takes decays in any order and maps features itself."""
+    """The problem of the naive function, which accepts decays in any order and maps features itself."""
     problem = _grouped(_shared(LinearProblem, q, k, v, options))
     check_denominator(options.get("denominator"), q)
     check_feature_map(options.get("feature_map"))
@@ -244,7 +248,7 @@ def check_naive(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> Line
 
 
 def restored(out: Tensor, problem: Problem) -> Tensor:
-    """An output with the heads, and in the layout, of the queries that were given."""
+    """An output with the heads and the layout of the caller's queries."""
     out = out if problem.groups == 1 else out.movedim(0, -3).flatten(-4, -3)
     out = out if problem.outward is None else problem.outward(out)
     return out if problem.layout == "bhtd" else out.transpose(-3, -2)
@@ -253,7 +257,7 @@ def restored(out: Tensor, problem: Problem) -> Tensor:
 def _shared(
     kind: type[AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = False, seen: int = 0
 ) -> AnyProblem:
-    """A problem with the fields that both kinds check alike, after `seen` keys of a stream; heads are not grouped yet."""
+    """A problem with the fields common to both kinds, after `seen` keys of a stream; heads are not grouped yet."""
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
     mask, state = options.get("mask"), options.get("state")
     q, k, v = check_inputs(q, k, v, layout)
@@ -270,17 +274,17 @@ def _shared(
     if state is not None or streams:
         check_stream(state, causal, q, k)
         state = state or State()
-        state = state if streams else replace(state, in_place=False)  # nobody takes the next one
+        state = state if streams else replace(state, in_place=False)  # the next state is not returned
     if (transport := options.get("transport")) is not None:
         check_transport(transport, q, v, batch)
     ids, window, path, place = options.get("segment_ids"), options.get("window"), options.get("path") or (), None
     if window is not None:
         window = at_least("window", window)
-        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # all are in it
+        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # the window holds all keys
     if path:
         path = tuple(path) if isinstance(path, Sequence) else (path,)
         check_path(path, q, k, causal, heads, own)
-        shared = heads != own and any(part.heads == heads for part in path)  # steps of each query head, from keys it shares
+        shared = heads != own and any(part.heads == heads for part in path)  # each query head reads the keys that it shares
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
         total, place = _totals(path, keys, mask, state)
         (rho_q, rho_k), decay = joined(path, total, (rho_q, rho_k), decay, q)
@@ -289,7 +293,7 @@ def _shared(
 
 
 def _totals(path: Sequence[Path], k: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
-    """Where tokens are on all paths, and where the last one is; ValueError for another scheme's state."""
+    """Content-dependent positions of all tokens, and of the last; ValueError for another scheme's state."""
     before, columns = None if state is None else state["path"], sum(part.columns for part in path)
     if before is not None and before.shape[-1] != columns:
         raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
@@ -299,7 +303,7 @@ def _totals(path: Sequence[Path], k: Tensor, mask: Tensor | None, state: State |
 
 
 def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:
-    """ValueError where what comes together has no sum in linear time."""
+    """ValueError for combinations without a sum in linear time."""
     terms, segment_ids = problem.terms, options.get("segment_ids")
     if options.get("attn_mask") is not None:
         raise ValueError(
@@ -337,9 +341,9 @@ def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:
 
 
 def _grouped(problem: AnyProblem) -> AnyProblem:
-    """The problem with heads of queries that share one of keys as an axis of their own, the first one of queries.
+    """The problem with query heads that share a key head on a separate first axis of queries.
 
-    Where maps, decays or terms are one a head of queries, keys and values are repeated instead.
+    If maps, decays or terms differ between query heads, keys and values are repeated instead.
     """
     q, k, v = problem.q, problem.k, problem.v
     if q.shape[-3] == k.shape[-3] == v.shape[-3]:
@@ -367,12 +371,12 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
 
 
 def _carried(problem: AnyProblem, transport: TransportPair) -> AnyProblem:
-    """The problem with values at the places of their keys, and the map that brings outputs to those of their queries."""
+    """The problem with values mapped at their keys' positions, and the map of outputs at their queries'."""
     if transport is None:
         return problem
     problem = problem if transport[0].isometric else _at_least_float32(problem)
     mask, v = problem.mask_of_keys, problem.v
-    v = transport[0](v if mask is None else torch.where(mask, v, 0))  # what is masked may hold anything
+    v = transport[0](v if mask is None else torch.where(mask, v, 0))  # masked values may hold anything
     return replace(problem, v=v, outward=transport[1])
 
 
@@ -382,7 +386,7 @@ def _at_least_float32(problem: AnyProblem) -> AnyProblem:
 
 
 def _expanded(problem: LinearProblem) -> LinearProblem:
-    """The problem with all leading dimensions of its queries, keys and values, as plain tensors."""
+    """The problem with queries, keys and values expanded to all leading dimensions, as plain tensors."""
     batch, given = problem.batch, (problem.q, problem.k, problem.v)
     if all(type(x) is Tensor and x.shape[:-2] == batch for x in given):
         return problem
@@ -391,9 +395,9 @@ def _expanded(problem: LinearProblem) -> LinearProblem:
 
 
 def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, ...]) -> AnyProblem:
-    """The problem with the kind of the states that it writes, all that must stay the same for the next tokens.
+    """The problem with the kind of the states it writes: everything that must not change for the next tokens.
 
-    ValueError where attention of another kind wrote the state that came.
+    ValueError if the state was written by attention of another kind.
     """
     q, v, given = problem.q, problem.v, (("decay", problem.decay), ("path", problem.path), ("segment_ids", problem.segments))
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]

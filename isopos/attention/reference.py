@@ -1,16 +1,16 @@
-"""Attention by its definition: every weight is formed. What tests and benchmarks measure the fast functions by.
+"""Attention by its definition: every weight is formed. Tests and benchmarks compare the fast functions with it.
 
     y_i = o_i (sum_j w_ij (c_j v_j + row_ij) / sum_j w_ij)
 
     linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
     softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij + attn_mask_ij - |g_i - g_j|)
 
-with c_j and o_i the maps of values and of outputs, where `transport` gives them. Sums are over the keys j that take part:
-those that are not masked, of the query's segment, where it is causal not after the query, and less than a window away from
-it, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs of
-features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
-differentiable any number of times. What no mask hides must be finite: zero times NaN is NaN. Arguments are those of
-`linear_attention` and `softmax_attention`, which check them; nothing does here.
+c_j and o_i are the maps of values and of outputs in `transport`. Sums are over the keys j that take part: keys that are not
+masked, in the query's segment, if causal not after the query, and less than a window away from it; the last query is aligned
+with the last key. A plain denominator sums weights without rho; a complex one treats pairs of features as complex numbers.
+Time and memory are quadratic, the dtype is that of the inputs, and every operation is differentiable any number of times.
+Unmasked inputs must be finite: zero times NaN is NaN. Arguments are those of `linear_attention` and `softmax_attention`,
+unchecked.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
 
-Pair = Tensor | tuple[Tensor, Tensor] | None  # one for queries and one for keys, or one for both
+Pair = Tensor | tuple[Tensor, Tensor] | None  # a pair for queries and keys, or one value for both
 Maps = TokenMap | tuple[TokenMap | None, TokenMap | None] | None
 
 
@@ -97,7 +97,7 @@ def softmax(
     segment_ids: Pair = None,
     transport: tuple[TokenMap, TokenMap] | None = None,
 ) -> Tensor:
-    """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
+    """Softmax attention, with the shapes of `linear`. A query without keys has a zero row."""
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
     (rho_q, rho_k), decay = _mapped(isometry, decay, path, q, k, mask)
@@ -122,14 +122,14 @@ def softmax(
 
 
 def _mapped(isometry: Maps, decay: Pair, path: Sequence[Path], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
-    """Maps and log decays of queries and keys, with what a path that keys make adds to them."""
+    """Maps and log decays of queries and keys, including content-dependent positions."""
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
     decay = None if decay is None else _pair(decay)
     return joined(path, along(path, k, mask), (rho_q, rho_k), decay, q) if path else ((rho_q, rho_k), decay)
 
 
 def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:
-    """Whether a factor of a query's features, and one of all keys', leave linear attention as it is."""
+    """Whether a factor per query, and a common factor of all keys, cancel in linear attention's division."""
     return denominator is not None and all(rho.isometric or rho.linear for rho in (rho_q, rho_k))
 
 
@@ -137,7 +137,7 @@ DEFINITIONS: dict[str, Callable[..., Tensor]] = {"linear": linear, "softmax": so
 
 
 def rows(term: Term, phi: Phi = identity) -> Tensor:
-    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
+    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` for numbers."""
     if isinstance(term, Numbers):
         return term.table
     if isinstance(term, DistanceKernel):
@@ -147,7 +147,7 @@ def rows(term: Term, phi: Phi = identity) -> Tensor:
 
 
 def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
-    """What a term adds to each pair: ``[*b h t s]``."""
+    """The score that a term adds to each pair: ``[*b h t s]``."""
     found = rows(term, phi)
     if term.side == "none":
         return found
@@ -157,7 +157,7 @@ def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
 def _takes_part(
     q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, window: int | None, segment_ids: Pair = None
 ) -> Tensor:
-    """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
+    """Mask of keys for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
     t, s = q.shape[-2], k.shape[-2]
     offset = torch.arange(s, device=q.device) - torch.arange(s - t, s, device=q.device)[:, None]
     part = offset <= 0 if causal else offset == offset
@@ -173,7 +173,7 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 def _without(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros for what is masked, whatever it holds."""
+    """x with zeros at masked tokens."""
     return x if mask is None else torch.where(mask[..., None, :, None], x, 0)
 
 
@@ -184,7 +184,11 @@ def _exponents(decay: Pair, causal: bool) -> Tensor:
 
 
 def _clipped(term: Clipped) -> Tensor:
-    """The offset of each axis rounded (halves up) and clipped, a digit of base 2R + 1; two more buckets for class tokens."""
+    """Buckets of clipped offsets.
+
+    Offsets are rounded (halves up) and clipped on each axis, and are digits in base 2R + 1; class tokens have two more
+    buckets.
+    """
     offset, base = term.y[..., None, :, :] - term.x[..., :, None, :], 2 * term.reach + 1
     digit = (offset.double() + 0.5).floor().clamp(-term.reach, term.reach).long() + term.reach
     index = (digit * base ** torch.arange(offset.shape[-1]).flip(0)).sum(-1)
