@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["renamed"]
+__all__ = ["former_argument", "former_property", "renamed"]
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
@@ -36,3 +36,22 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(home), new)
 
     return __getattr__
+
+
+def former_argument(others: dict[str, Any], old: str, new: str, value: Any) -> Any:
+    """The value of argument `new`, or the one passed as `old` among other keyword arguments, with a warning."""
+    if old not in others:
+        return value
+    warnings.warn(f"argument {old} is {new} now; the old name goes in the next version", DeprecationWarning, stacklevel=3)
+    return others.pop(old)
+
+
+def former_property(old: str, new: str) -> Any:
+    """A property that returns the attribute `new`, with a warning."""
+
+    def read(instance: Any) -> Any:
+        message = f"{type(instance).__name__}.{old} is {new} now; the old name goes in the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(instance, new)
+
+    return property(read, doc=f"Deprecated name of `{new}`.")

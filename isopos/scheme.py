@@ -13,6 +13,7 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
+from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Identity, Partial
 from isopos.exact import ExactModule, narrow, shown, wide
@@ -20,11 +21,14 @@ from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, sharpened
-from isopos.paths import Forget, Path, Turn
+from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 
 __all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", "parameter_groups"]
+
+
+FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn"}  # class names in fingerprints, which saved streams hold
 
 
 class Choices(TypedDict, total=False):
@@ -36,7 +40,7 @@ class Choices(TypedDict, total=False):
 
     attention: AttentionName | Linear | Softmax
     feature_map: str
-    decay: str | Decay | Forget
+    decay: str | Decay | ForgetGate
     denominator: DenominatorName
 
 
@@ -98,7 +102,7 @@ class Scheme(nn.Module):
         encoding: rho, for `heads` heads: an `Encoding`, or another `Coupling`.
         heads: Number of key heads.
         attention: `Linear` or `Softmax` with their options, or "linear" or "softmax" for the defaults.
-        decay: A name of `decays.RATES` or a `Decay`, for positions on a line; "forget" or a `Forget`, content-dependent
+        decay: A name of `decays.RATES` or a `Decay`, for positions on a line; "forget" or a `ForgetGate`, content-dependent
             gates for causal attention; or "none".
         turn: Selective rotation for causal attention, in place of an encoding of positions, or None.
         embedding: Absolute positions to add to the token embeddings, or None.
@@ -122,8 +126,8 @@ class Scheme(nn.Module):
     """
 
     decay: Decay | None
-    forget: Forget | None
-    turn: Turn | None
+    forget: ForgetGate | None
+    turn: SelectiveRotation | None
     origin: tuple[str, dict[str, Any]] | None = None  # name and arguments of the registered function
     transport = False
 
@@ -133,8 +137,8 @@ class Scheme(nn.Module):
         heads: int,
         *,
         attention: Linear | Softmax | AttentionName = "linear",
-        decay: str | Decay | Forget = "none",
-        turn: Turn | None = None,
+        decay: str | Decay | ForgetGate = "none",
+        turn: SelectiveRotation | None = None,
         embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
         width: int = 1,
@@ -142,11 +146,11 @@ class Scheme(nn.Module):
     ):
         super().__init__()
         kind = attention if isinstance(attention, Linear | Softmax) else kind_of(attention)
-        if not isinstance(decay, Decay | Forget):
+        if not isinstance(decay, Decay | ForgetGate):
             expect("decay", decay, choices_of()["decay"])
         own = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
-        self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, Forget) else None
+        self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, ForgetGate) else None
         self.turn, self.width = turn, width
         self.scale, self.locality, self.metric, self.inside = kind.scale, kind.locality, kind.metric, kind.inside
         self.extension: Extension | None = None
@@ -171,11 +175,11 @@ class Scheme(nn.Module):
             raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
         if self.decay is not None and len(self.decay.initial_rate) not in (1, self.heads):
             raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
-        for name, path in (("decay", self.forget), ("turn", self.turn)):
-            if path is not None and (path.features, path.heads) != (self.encoding.features, self.heads):
+        for name, phase in (("decay", self.forget), ("turn", self.turn)):
+            if phase is not None and (phase.features, phase.heads) != (self.encoding.features, self.heads):
                 raise ValueError(
                     f"{name}: expected steps read from keys of {self.encoding.features} features and {self.heads} heads, "
-                    f"got {path.features} and {path.heads}"
+                    f"got {phase.features} and {phase.heads}"
                 )
         if self.turn is not None and not self.encoding.is_trivial:
             raise ValueError(
@@ -227,14 +231,16 @@ class Scheme(nn.Module):
         return self.encoding.group
 
     @property
-    def path(self) -> tuple[Path, ...]:
-        """Content-dependent positions, which need causal attention."""
-        return tuple(own for own in (self.forget, self.turn) if own is not None)
+    def phases(self) -> tuple[ContentPhase, ...]:
+        """Content-dependent phases, which need causal attention."""
+        return tuple(part for part in (self.forget, self.turn) if part is not None)
+
+    path = former_property("path", "phases")
 
     @property
     def blind(self) -> bool:
         """Whether attention ignores positions; an embedding may still be added to the tokens."""
-        return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.path
+        return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.phases
 
     @property
     def sharpness(self) -> float:
@@ -304,7 +310,8 @@ class Scheme(nn.Module):
         choices = (self.choices, self.heads, self.scale, self.locality, self.inside, self.width)
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():
-            digest.update(f"{name} {type(module).__name__}".encode())
+            kind = type(module).__name__
+            digest.update(f"{name} {FORMER.get(kind, kind)}".encode())
             for key, value in sorted((vars(module) | {"training": True}).items()):
                 if key.startswith("_"):  # attributes of PyTorch, hooks, and other libraries
                     continue
@@ -403,8 +410,8 @@ class Scheme(nn.Module):
             found["transport"] = _transport(*(rho if isinstance(rho, tuple) else (rho, rho)))
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
-        if path := self.path:
-            found["path"] = path
+        if phases := self.phases:
+            found["phases"] = phases
         if self.bias is not None:
             found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
@@ -464,10 +471,10 @@ def _transport(query: TokenMap, key: TokenMap) -> tuple[TokenMap, TokenMap]:
     return key, Adjoint(query)
 
 
-def _decay(name: str, features: int, heads: int) -> Decay | Forget | None:
+def _decay(name: str, features: int, heads: int) -> Decay | ForgetGate | None:
     """The decay with a name of `choices_of`."""
     if name == "forget":
-        return Forget(features, heads)
+        return ForgetGate(features, heads)
     return None if name == "none" else Decay(RATES[name](heads))
 
 

@@ -118,7 +118,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
             f"scheme: expected scores of relative positions, got {name} embeddings, which every token meets by "
             "itself: products of two such tokens are no function of x^-1 y (LRPE, Eq. 6)"
         )
-    if scheme.path:
+    if scheme.phases:
         raise ValueError(
             "scheme: expected scores of relative positions, got steps that keys take: their sums are a function of content, "
             "not of x^-1 y (LRPE, Eq. 6)"

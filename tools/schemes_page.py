@@ -154,7 +154,7 @@ class _Measured:
     def unseen(self) -> bool:
         """Whether positions change nothing."""
         scheme = self.scheme
-        return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.path
+        return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.phases
 
 
 def page() -> str:
@@ -285,7 +285,7 @@ def _laws(schemes: list[_Measured]) -> Iterator[str]:
         held += f", and {STEPS}" if STEPS in holds else ""
         periodic = [f for f in s.report.findings if f.name == "periodic" and f.holds]
         repeats = f"{periodic[0].figure:,.0f}" if periodic else "-"
-        direction = "-" if s.unseen else "causal" if s.scheme.path else "directional" if s.directional else "blind"
+        direction = "-" if s.unseen else "causal" if s.scheme.phases else "directional" if s.directional else "blind"
         rows.append((f"`{s.name}`", direction, repeats, held, ", ".join(s.report.broken) or "none"))
     yield markdown(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
 
@@ -359,7 +359,7 @@ def _reference(measured: _Measured) -> str:
         return "-"
     scheme = measured.scheme
     if "attention" not in measured.report.broken:
-        return "the tokens between" if scheme.path else "relative"
+        return "the tokens between" if scheme.phases else "relative"
     return scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law) or "the origin"
 
 

@@ -12,13 +12,13 @@ from isopos.catalog import expect
 from isopos.exact import broadcast, wide_device
 from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
 __all__ = ["DecayPair", "IsometryPair", "Layout", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
 __all__ += ["check_decay", "check_denominator", "check_feature_map", "check_inputs", "check_isometry", "check_leading"]
-__all__ += ["check_mask", "check_order", "check_pairs", "check_path", "check_segments", "check_stream", "check_tensor"]
+__all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_segments", "check_stream", "check_tensor"]
 __all__ += ["check_term", "check_transport"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
@@ -173,25 +173,25 @@ def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, 
             )
 
 
-def check_path(path: Sequence[Path], q: Tensor, k: Tensor, causal: bool, heads: int, own: int) -> None:
-    """TypeError or ValueError if content-dependent positions do not fit queries and keys."""
+def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: bool, heads: int, own: int) -> None:
+    """TypeError or ValueError if content-dependent phases do not fit queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     if not causal:
         raise ValueError(
-            "causal: expected True beside a path that tokens make (forget gates, selective rotation), which runs from a key "
-            "to a later query, got False"
+            "causal: expected True with content-dependent phases (forget gates, selective rotation), which add up from a "
+            "key to a later query, got False"
         )
     if t > s:
-        raise ValueError(f"path: expected no more queries than keys, whose steps it is made of, got {t} and {s}")
-    for part in path:
-        if not isinstance(part, Path):
-            raise TypeError(f"path: expected those of isopos.paths, got {type(part).__name__}")
+        raise ValueError(f"phases: expected no more queries than keys, from which steps are read, got {t} and {s}")
+    for part in phases:
+        if not isinstance(part, ContentPhase):
+            raise TypeError(f"phases: expected those of isopos.phases, got {type(part).__name__}")
         if part.features != k.shape[-1] or part.heads not in (1, own, heads):
             raise ValueError(
-                f"path: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of {part.features} and "
-                f"{part.heads}"
+                f"phases: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of "
+                f"{part.features} and {part.heads}"
             )
-        check_tensor("path", part.parameter, q)
+        check_tensor("phases", part.parameter, q)
 
 
 def check_feature_map(phi: Phi | None) -> None:

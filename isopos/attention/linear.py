@@ -10,12 +10,13 @@ from isopos.attention import reference
 from isopos.attention.checks import DecayPair, IsometryPair, Layout, TransportPair
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, check_naive, refuse, restored
+from isopos.deprecation import former_argument
 from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
 from isopos.ops.linear.features import ALL_READY, READY, Features, Stream, Sums, with_ones
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
@@ -38,7 +39,7 @@ def linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
-    path: Sequence[Path] | None = None,
+    phases: Sequence[ContentPhase] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -62,8 +63,8 @@ def linear_attention(
         feature_map: phi, applied before rho; None leaves q and k unchanged.
         decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
             a pair in cross-attention. Without `causal` the factor is exp(-|g_i - g_j|).
-        path: Content-dependent positions, with `causal`: `isopos.paths.Forget` adds to g, `isopos.paths.Turn` to rho. Masked
-            tokens add nothing.
+        phases: Content-dependent phases, with `causal`: `isopos.phases.ForgetGate` adds to g,
+            `isopos.phases.SelectiveRotation` to rho. Masked tokens add nothing.
         denominator: "plain" divides by the sum without rho (RoFormer, Eq. 19: positive if phi is), "encoded" by the sum with
             rho (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only if rho keeps positive vectors positive). None does not
             divide. "complex" treats feature pairs (2i, 2i+1) as complex numbers, divides the complex sum by the complex
@@ -112,10 +113,11 @@ def linear_attention(
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
         torch.Size([2, 4, 100, 16])
     """
+    phases = former_argument(others, "path", "phases", phases)
     if others:
         refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
-    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "path": path}
+    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
     problem = check_linear(q, k, v, options, streams=return_state)
     with full_precision(q.device):
@@ -162,10 +164,11 @@ def naive_linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
-    path: Sequence[Path] | None = None,
+    phases: Sequence[ContentPhase] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     mask: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
     """`linear_attention` by its definition: it forms every weight. Quadratic; any number of derivatives, and `torch.func`.
 
@@ -176,7 +179,10 @@ def naive_linear_attention(
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    given: LinearOptions = {"isometry": isometry, "decay": decay, "path": path, "causal": causal, "mask": mask}
+    phases = former_argument(others, "path", "phases", phases)
+    if others:
+        refuse("naive_linear", list(others))
+    given: LinearOptions = {"isometry": isometry, "decay": decay, "phases": phases, "causal": causal, "mask": mask}
     problem = check_naive(q, k, v, given | {"feature_map": feature_map, "denominator": denominator})
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
@@ -256,6 +262,6 @@ def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
     if problem.segments is not None:
         last = problem.segments[1][..., -1]
         after["segment"] = last.expand(torch.broadcast_shapes(last.shape, problem.of_keys[:-1])).clone()
-    if problem.path is not None:
-        after["path"] = problem.path.expand(*problem.of_keys, -1).clone()
+    if problem.phase is not None:
+        after["path"] = problem.phase.expand(*problem.of_keys, -1).clone()
     return _divided(total, problem), state.next(problem.kind, **after)

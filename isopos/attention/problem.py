@@ -26,7 +26,7 @@ from isopos.attention.checks import (
     check_mask,
     check_order,
     check_pairs,
-    check_path,
+    check_phases,
     check_segments,
     check_stream,
     check_tensor,
@@ -41,7 +41,7 @@ from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import TokenMap
 from isopos.ops.linear.features import Decays
-from isopos.paths import Path, along, joined
+from isopos.phases import ContentPhase, cumulative, with_phases
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
 
     isometry: IsometryPair
     decay: DecayPair
-    path: Sequence[Path] | None
+    phases: Sequence[ContentPhase] | None
     causal: bool
     terms: Sequence[Term] | None
     mask: Tensor | None
@@ -100,7 +100,7 @@ class Problem:
         batch: Leading dimensions ``[*b h]`` of the output; with groups ``[groups *b h]``, where h is the number of key
             heads.
         segments: Ids of queries and keys; the former may be the ids of all keys.
-        path: Content-dependent positions of the last token ``[*b h c]``.
+        phase: Content-dependent phases of the last token ``[*b h c]``.
         layout: Layout of the caller's queries and of the output; tensors here are ``[*b h t d]``.
         groups: Number of neighbouring query heads that share a key head, the first axis of queries; 1 without groups.
         outward: Map of outputs, for transported values; `v` is mapped already.
@@ -120,7 +120,7 @@ class Problem:
     segments: tuple[Tensor, Tensor] | None
     state: State | None
     window: int | None
-    path: Tensor | None
+    phase: Tensor | None
     layout: str
     groups: int = 1
     outward: TokenMap | None = None
@@ -277,27 +277,27 @@ def _shared(
         state = state if streams else replace(state, in_place=False)  # the next state is not returned
     if (transport := options.get("transport")) is not None:
         check_transport(transport, q, v, batch)
-    ids, window, path, place = options.get("segment_ids"), options.get("window"), options.get("path") or (), None
+    ids, window, phases, phase = options.get("segment_ids"), options.get("window"), options.get("phases") or (), None
     if window is not None:
         window = at_least("window", window)
         window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # the window holds all keys
-    if path:
-        path = tuple(path) if isinstance(path, Sequence) else (path,)
-        check_path(path, q, k, causal, heads, own)
-        shared = heads != own and any(part.heads == heads for part in path)  # each query head reads the keys that it shares
+    if phases:
+        phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
+        check_phases(phases, q, k, causal, heads, own)
+        shared = heads != own and any(part.heads == heads for part in phases)  # one step per query head
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
-        total, place = _totals(path, keys, mask, state)
-        (rho_q, rho_k), decay = joined(path, total, (rho_q, rho_k), decay, q)
+        total, phase = _totals(phases, keys, mask, state)
+        (rho_q, rho_k), decay = with_phases(phases, total, (rho_q, rho_k), decay, q)
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return kind(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, place, layout)
+    return kind(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, layout)
 
 
-def _totals(path: Sequence[Path], k: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
-    """Content-dependent positions of all tokens, and of the last; ValueError for another scheme's state."""
-    before, columns = None if state is None else state["path"], sum(part.columns for part in path)
+def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
+    """Content-dependent phases of all tokens, and of the last; ValueError for another scheme's state."""
+    before, columns = None if state is None else state["path"], sum(part.columns for part in phases)
     if before is not None and before.shape[-1] != columns:
         raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
-    total = along(path, k, mask, before)
+    total = cumulative(phases, k, mask, before)
     start = torch.zeros_like(total.sum(-2)) if before is None else before
     return total, total[..., -1, :] if k.shape[-2] else start
 
@@ -399,7 +399,11 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
 
     ValueError if the state was written by attention of another kind.
     """
-    q, v, given = problem.q, problem.v, (("decay", problem.decay), ("path", problem.path), ("segment_ids", problem.segments))
+    q, v, given = (
+        problem.q,
+        problem.v,
+        (("decay", problem.decay), ("path", problem.phase), ("segment_ids", problem.segments)),
+    )
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
     parts += [name for name, x in (*given, ("transport", problem.outward)) if x is not None]
     kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])

@@ -23,7 +23,7 @@ from isopos.exact import narrow
 from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
 from isopos.ops.linear.division import EPS
-from isopos.paths import Path, along, joined
+from isopos.phases import ContentPhase, cumulative, with_phases
 from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
@@ -40,7 +40,7 @@ def linear(
     isometry: Maps = None,
     feature_map: Phi | None = None,
     decay: Pair = None,
-    path: Sequence[Path] = (),
+    phases: Sequence[ContentPhase] = (),
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -58,7 +58,7 @@ def linear(
     """
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    (rho_q, rho_k), decay = _mapped(isometry, decay, path, q, k, mask)
+    (rho_q, rho_k), decay = _mapped(isometry, decay, phases, q, k, mask)
     phi = feature_map or identity
     phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
@@ -86,7 +86,7 @@ def softmax(
     *,
     isometry: Maps = None,
     decay: Pair = None,
-    path: Sequence[Path] = (),
+    phases: Sequence[ContentPhase] = (),
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -100,7 +100,7 @@ def softmax(
     """Softmax attention, with the shapes of `linear`. A query without keys has a zero row."""
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    (rho_q, rho_k), decay = _mapped(isometry, decay, path, q, k, mask)
+    (rho_q, rho_k), decay = _mapped(isometry, decay, phases, q, k, mask)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     logits = scale * rho_q(q) @ rho_k(k).mT
     if locality is not None:
@@ -121,11 +121,11 @@ def softmax(
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
-def _mapped(isometry: Maps, decay: Pair, path: Sequence[Path], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
-    """Maps and log decays of queries and keys, including content-dependent positions."""
+def _mapped(isometry: Maps, decay: Pair, phases: Sequence[ContentPhase], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
+    """Maps and log decays of queries and keys, including content-dependent phases."""
     rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
     decay = None if decay is None else _pair(decay)
-    return joined(path, along(path, k, mask), (rho_q, rho_k), decay, q) if path else ((rho_q, rho_k), decay)
+    return with_phases(phases, cumulative(phases, k, mask), (rho_q, rho_k), decay, q) if phases else ((rho_q, rho_k), decay)
 
 
 def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:

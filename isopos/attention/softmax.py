@@ -11,11 +11,12 @@ from torch import Tensor
 from isopos.attention import flex
 from isopos.attention.checks import DecayPair, IsometryPair, Layout, SegmentPair, TransportPair
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
+from isopos.deprecation import former_argument
 from isopos.exact import full_precision, narrow, wide_device
 from isopos.maps import Identity
 from isopos.ops.library import watched
 from isopos.ops.linear.isolation import broken, finite, joined
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
@@ -39,7 +40,7 @@ def softmax_attention(
     *,
     isometry: IsometryPair = None,
     decay: DecayPair = None,
-    path: Sequence[Path] | None = None,
+    phases: Sequence[ContentPhase] | None = None,
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -106,11 +107,12 @@ def softmax_attention(
         >>> torch.allclose(new, softmax_attention(q, k, v, causal=True)[..., 8:, :], atol=1e-6)
         True
     """
+    phases = former_argument(others, "path", "phases", phases)
     if others:
         refuse("softmax", list(others))
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
-    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "path": path}
+    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "phases": phases}
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem)
@@ -271,5 +273,5 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
         gone = max(0, k.shape[-2] - problem.window + 1)
         for name, x in joined.items() if gone else ():
             joined[name] = x if x is None else (x[..., gone:, :] if name in ("keys", "values") else x[..., gone:]).clone()
-    after = None if problem.path is None else problem.path.expand(*batch, -1).clone()
+    after = None if problem.phase is None else problem.phase.expand(*batch, -1).clone()
     return problem, state.next(problem.kind, **joined, path=after)

@@ -12,8 +12,8 @@
     batch         positions per sample give the same as each sample alone, on axes [*b h t d]
     gradient      every learned parameter of every head has a gradient
     attention     a layer's sums do not change when positions shift: denominator, decay, terms and embedding included
-    path          with content-dependent positions, weights of some tokens do not depend on the tokens around them
-    seen          a layer's sums, or their gradients, change with the positions, or without content-dependent positions
+    path          with content-dependent phases, weights of some tokens do not depend on the tokens around them
+    seen          a layer's sums, or their gradients, change with the positions, or without content-dependent phases
 
 An encoding must obey all of them, another coupling width and the laws of scores: relative, precision, batch, gradient. A
 contragredient pair must also obey homomorphism, identity and decomposable, with the transposed map of queries for rho(x)^-1;
@@ -183,10 +183,10 @@ def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> di
     if isinstance(coupling, Contragredient):
         laws |= _laws_of_pair(coupling, probe)
     laws |= {"precision": lambda: _precision(probe, dtype), "batch": lambda: _batch(probe)}
-    if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.path):
+    if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.phases):
         laws["directional"] = lambda: _direction(probe)
     if isinstance(subject, Scheme):
-        steps = _laws_of_steps(subject, probe.generator) if subject.path else {}
+        steps = _laws_of_steps(subject, probe.generator) if subject.phases else {}
         return laws | steps | _laws_of_scheme(subject, probe.generator)
     return laws | {"gradient": lambda: _gradient(dict(coupling.named_parameters()), probe.loss)}
 
@@ -442,7 +442,7 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
 
 
 def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
-    ways = (True,) if scheme.path else (True, False)  # causal and not
+    ways = (True,) if scheme.phases else (True, False)  # causal and not
 
     @cache
     def layer() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -504,20 +504,20 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
 
 
 def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
-    """Laws of a scheme with content-dependent positions."""
+    """Laws of a scheme with content-dependent phases."""
     content = torch.randn(3, scheme.heads, TOKENS, scheme.encoding.features, generator=generator, dtype=torch.float64)
     q, k, v = content
 
     @torch.no_grad()
     def path() -> Finding:
         """Weights by steps alone, with drawn weights of content, of the tokens in the middle, alone and amid others."""
-        drawn, middle = copy.deepcopy(scheme.path), slice(2, TOKENS - 2)
+        drawn, middle = copy.deepcopy(scheme.phases), slice(2, TOKENS - 2)
         for own in drawn:
             own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
 
         def weights(span: slice) -> Tensor:
             unit = torch.eye(TOKENS, dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
-            return linear_attention(q[:, span], k[:, span], unit, path=drawn, denominator=None, causal=True)[..., middle]
+            return linear_attention(q[:, span], k[:, span], unit, phases=drawn, denominator=None, causal=True)[..., middle]
 
         change = _most(weights(slice(None))[:, middle] - weights(middle))
         return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
@@ -525,7 +525,7 @@ def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Call
     @torch.no_grad()
     def seen() -> Finding:
         without = linear_attention(q, k, v, denominator=None, causal=True)
-        change = _most(linear_attention(q, k, v, path=scheme.path, denominator=None, causal=True) - without)
+        change = _most(linear_attention(q, k, v, phases=scheme.phases, denominator=None, causal=True) - without)
         change = change / _most(without)
         return Finding("seen", change > SEEN, change, "largest change of sums where keys take no steps")
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from isopos.embeddings import Embedding
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
@@ -67,9 +67,9 @@ class PerLayer(nn.Module):
         return self.each[0].embedding
 
     @property
-    def path(self) -> tuple[Path, ...]:
-        """What reads steps from keys, in any layer."""
-        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.path))
+    def phases(self) -> tuple[ContentPhase, ...]:
+        """Content-dependent phases of all layers."""
+        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.phases))
 
     @property
     def attention(self) -> str:

@@ -46,7 +46,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         raise ValueError(
             f"scheme: expected none with a bias, whose rows meet queries or keys, got {type(scheme.bias).__name__}"
         )
-    if scheme.path:
+    if scheme.phases:
         raise ValueError("scheme: expected none whose steps read keys, which would be read in another basis, got one")
     if len(set(map(id, projections))) < len(projections):
         raise ValueError("projections: expected each layer once, got one twice")

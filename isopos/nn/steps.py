@@ -126,7 +126,7 @@ class Steps:
         at = self.scheme.at(place, state=self._state, dtype=torch.promote_types(q.dtype, torch.float32))
         attend: Any = linear_attention if linear else softmax_attention
         out, after = attend(q, k, v, **at | options, causal=True, return_state=True)
-        simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.path or torch.compiler.is_compiling())
+        simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.phases or torch.compiler.is_compiling())
         if simple and self._served and not options and not self._differentiable(q, k, v):
             self._prepare(q, k, v, at, after)  # may warn, and a warning may be an error: the token counts after it
         self._state, self.length = after, self.length + 1
@@ -163,7 +163,7 @@ class Steps:
 
 def _bare(problem: LinearProblem) -> bool:
     """Whether sums and one division are all there is: what is prepared adds and maps nothing else."""
-    other = (problem.window, problem.segments, problem.path, problem.mask, problem.outward)
+    other = (problem.window, problem.segments, problem.phase, problem.mask, problem.outward)
     divided = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
     return divided and not problem.terms and all(x is None for x in other)
 

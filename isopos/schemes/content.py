@@ -4,7 +4,7 @@ from typing import Unpack
 
 from isopos import encodings
 from isopos.encodings import rope_frequencies
-from isopos.paths import Turn
+from isopos.phases import SelectiveRotation
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
@@ -42,5 +42,5 @@ def selective(
     has rope's angles, so this is rope at consecutive positions. The positions that a caller passes are ignored.
     ``decay="forget"`` adds forget gates, as the paper does.
     """
-    turn = Turn(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
+    turn = SelectiveRotation(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
     return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=turn)
