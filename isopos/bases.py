@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from isopos.exact import ExactModule, narrow, wide
+from isopos.exact import ExactModule, cast_down, to_float64
 from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
 from isopos.ops.rotate import narrow_index, skew_exponential
 
@@ -51,8 +51,8 @@ class Householder(Basis):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         device = device or self.parameter.device
-        normal = wide(self.parameter, device)
-        return Reflection(narrow(normal / normal.norm(dim=-1, keepdim=True), dtype, device)[:, None])
+        normal = to_float64(self.parameter, device)
+        return Reflection(cast_down(normal / normal.norm(dim=-1, keepdim=True), dtype, device)[:, None])
 
 
 class _Generated(Basis, ABC):
@@ -67,7 +67,7 @@ class _Generated(Basis, ABC):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         device = device or self.parameter.device
-        return Matrix(narrow(self._matrix(wide(self.parameter, device)), dtype, device))
+        return Matrix(cast_down(self._matrix(to_float64(self.parameter, device)), dtype, device))
 
     @abstractmethod
     def _matrix(self, generator: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _Fixed(Basis, ABC):
     matrix: Tensor
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
+        return Matrix(cast_down(self.matrix, dtype, device)[None])
 
 
 class OddEven(Basis):

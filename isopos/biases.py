@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least, expect
-from isopos.exact import ExactModule, Weight, full_precision, narrow, normal, wide
+from isopos.exact import ExactModule, Weight, cast_down, full_precision, normal, to_float64
 from isopos.ops import gpu
 from isopos.positions import Group, Line, lines
 from isopos.terms import Clipped, DistanceKernel, Indexed, Numbers, Offsets, Term
@@ -207,7 +207,7 @@ class Kerple(RelativeBias):
 
     def numbers(self) -> tuple[Tensor, Tensor]:
         """Current r1 and r2 of each head: float64 ``[h]``."""
-        first, second = wide(self.first.parameter), wide(self.second.parameter)
+        first, second = to_float64(self.first.parameter), to_float64(self.second.parameter)
         r2 = torch.nn.functional.softplus(second) if self.kernel == "log" else 2 * second.sigmoid()
         return torch.nn.functional.softplus(first), r2
 
@@ -215,11 +215,15 @@ class Kerple(RelativeBias):
         if _apart(x, y):
             return (
                 DistanceKernel(
-                    narrow(torch.stack(self.numbers(), -1), dtype, x.device), "none", wide(x), wide(y), self.kernel
+                    cast_down(torch.stack(self.numbers(), -1), dtype, x.device),
+                    "none",
+                    to_float64(x),
+                    to_float64(y),
+                    self.kernel,
                 ),
             )
-        distance = narrow(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
-        r1, r2 = (narrow(a, dtype, x.device)[:, None, None] for a in self.numbers())
+        distance = cast_down(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
+        r1, r2 = (cast_down(a, dtype, x.device)[:, None, None] for a in self.numbers())
         return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)
 
 
@@ -260,12 +264,12 @@ class Fire(RelativeBias):
         )  # c and L / length
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        rate = wide(self.rate.parameter, x.device).abs()
-        threshold = self.length * wide(self.threshold.parameter, x.device).abs()
-        last = torch.maximum(wide(x), threshold.clamp_min(1))  # [*b t 1]
-        share = torch.log1p(rate * wide(self.group.distance(x, y))) / torch.log1p(rate * last)
+        rate = to_float64(self.rate.parameter, x.device).abs()
+        threshold = self.length * to_float64(self.threshold.parameter, x.device).abs()
+        last = torch.maximum(to_float64(x), threshold.clamp_min(1))  # [*b t 1]
+        share = torch.log1p(rate * to_float64(self.group.distance(x, y))) / torch.log1p(rate * last)
         u, w = self.into.parameter.to(dtype)
-        hidden = (narrow(share, dtype, x.device)[..., None] * u + w).relu()  # [*b t s width]
+        hidden = (cast_down(share, dtype, x.device)[..., None] * u + w).relu()  # [*b t s width]
         with full_precision(x.device):
             return (Numbers((hidden @ self.out.parameter.to(dtype).mT).movedim(-1, -3)),)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant, narrow, wide
+from isopos.exact import cast_down, constant, to_float64
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
 from isopos.poses import Projective
@@ -101,11 +101,11 @@ class Jordan(Contragredient):
             parts.append(Rotation(rotations(x, self.extended(self.frequency), dtype)))
         sign = -1 if dual else 1  # queries shrink with x, keys grow
         if self.grows:
-            factor = torch.exp(sign * wide(self.growth, x.device) * wide(x))[..., None, :, :]
-            parts.append(Scaling(narrow(factor, dtype, x.device)))
+            factor = torch.exp(sign * to_float64(self.growth, x.device) * to_float64(x))[..., None, :, :]
+            parts.append(Scaling(cast_down(factor, dtype, x.device)))
         if self.order > 1:
-            steps = (sign / self.length * wide(x))[..., None, :, :]
-            parts.append(Shear(narrow(steps, dtype, x.device), self.order, dual))
+            steps = (sign / self.length * to_float64(x))[..., None, :, :]
+            parts.append(Shear(cast_down(steps, dtype, x.device), self.order, dual))
         first, *others = parts or [Identity()]
         for part in others:
             first = Composed(first, part)
@@ -142,9 +142,9 @@ class Projection(Contragredient):
         self.features = self.out_features = features
 
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
-        matrix = wide(x).unflatten(-1, (4, 4))
+        matrix = to_float64(x).unflatten(-1, (4, 4))
         matrix = torch.linalg.inv(matrix).mT if dual else matrix
-        return Tiles(narrow(matrix[..., None, :, :, :], dtype, x.device))
+        return Tiles(cast_down(matrix[..., None, :, :, :], dtype, x.device))
 
 
 class Beside(Contragredient):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
-from isopos.exact import Weight, constant, full_precision, narrow, normal, wide, wide_device
+from isopos.exact import Weight, cast_down, constant, float64_device, full_precision, normal, to_float64
 from isopos.feature_maps import FeatureMap
 from isopos.lengths import Extension, Linear
 from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, TokenMap
@@ -108,19 +108,19 @@ class Constrained(Coupling):
         """Radians per step ``[h c c*m]`` in float64, zero where a sinusoid belongs to another axis; h = 1 if fixed."""
         if self.waves is None:
             return self.frequency
-        learned = wide(self.waves.parameter)  # [h c m]
+        learned = to_float64(self.waves.parameter)  # [h c m]
         own = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
         return own * learned.flatten(1)[:, None]
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """Channels u_x W*, after q."""
         sin, cos = self._sinusoids(x)
-        a, b = wide(self.parameter, x.device)[:, None].unbind(-1)
-        return Append(narrow(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2), dtype, x.device))
+        a, b = to_float64(self.parameter, x.device)[:, None].unbind(-1)
+        return Append(cast_down(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2), dtype, x.device))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """Channels u_y, after k."""
-        return Append(narrow(torch.stack(self._sinusoids(x), -1).flatten(-2), dtype, x.device))
+        return Append(cast_down(torch.stack(self._sinusoids(x), -1).flatten(-2), dtype, x.device))
 
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
@@ -202,7 +202,7 @@ class Polar(Coupling):
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         self.group.check(x)
-        phase = wide(self.parameter, x.device)[:, None]
+        phase = to_float64(self.parameter, x.device)[:, None]
         return self._of(rotation_table(angles(x, self.extended(self.frequency)) + phase, dtype).to(x.device))
 
     def _of(self, table: Tensor) -> TokenMap:
@@ -243,9 +243,9 @@ class Lie(_Sided):
         return f"expected linear for generators that do not commute, and so have no frequencies, got {rule.name}"
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        places = wide(x) if self.extension is None else wide(x) / self.extension.factor
-        total = torch.einsum("...tc,hcij->...htij", places, wide(self.parameter, x.device))
-        return Operators(narrow(skew_exponential(total.contiguous()), dtype, x.device))
+        places = to_float64(x) if self.extension is None else to_float64(x) / self.extension.factor
+        total = torch.einsum("...tc,hcij->...htij", places, to_float64(self.parameter, x.device))
+        return Operators(cast_down(skew_exponential(total.contiguous()), dtype, x.device))
 
 
 class _Stochastic(_Sided, ABC):
@@ -276,10 +276,12 @@ class _Stochastic(_Sided, ABC):
         codes = self._codes(x, dtype, side)
         if self.gate is None:
             return Matrices(codes)
-        gate = wide(self.gate.parameter, x.device)  # [h d]
-        kept, noise = (-gate).sigmoid().sqrt(), wide(self.gate_noise, x.device) / self.out_features**0.5
+        gate = to_float64(self.gate.parameter, x.device)  # [h d]
+        kept, noise = (-gate).sigmoid().sqrt(), to_float64(self.gate_noise, x.device) / self.out_features**0.5
         passing = (gate.sigmoid().sqrt()[..., None] * noise).mT  # [h r d]
-        return Matrices(narrow(kept, dtype, x.device)[:, None, None] * codes + narrow(passing, dtype, x.device)[:, None])
+        return Matrices(
+            cast_down(kept, dtype, x.device)[:, None, None] * codes + cast_down(passing, dtype, x.device)[:, None]
+        )
 
 
 class SineSPE(_Stochastic):
@@ -331,10 +333,10 @@ class SineSPE(_Stochastic):
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
-        angle = angle + wide(self.phase.parameter, x.device)[:, None] if side == "query" else angle
-        waves = torch.stack((angle.cos(), angle.sin()), -1) * wide(self.gain.parameter, x.device)[:, None, ..., None]
-        noise = wide(self.noise, x.device) / self.out_features**0.5
-        waves, noise = (narrow(a, dtype, x.device) for a in (waves, noise))
+        angle = angle + to_float64(self.phase.parameter, x.device)[:, None] if side == "query" else angle
+        waves = torch.stack((angle.cos(), angle.sin()), -1) * to_float64(self.gain.parameter, x.device)[:, None, ..., None]
+        noise = to_float64(self.noise, x.device) / self.out_features**0.5
+        waves, noise = (cast_down(a, dtype, x.device) for a in (waves, noise))
         own = "h" if self.noise_heads else ""
         with full_precision(x.device):
             return torch.einsum(f"...htdkc,{own}dkcr->...htrd", waves, noise)
@@ -380,11 +382,11 @@ class ConvSPE(_Stochastic):
             self._draw_gate(heads, generator)
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
-        lags = (x.long() - torch.arange(self.reach, device=x.device)).to(wide_device(x.device))  # [*b t p]
+        lags = (x.long() - torch.arange(self.reach, device=x.device)).to(float64_device(x.device))  # [*b t p]
         shape, own = (self.out_features, self.features), ""
         if self.noise_heads:
             shape, own = (self.noise_heads, *shape), "h"
-        noise = narrow(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
+        noise = cast_down(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
         noise = (noise / self.out_features**0.5).unflatten(-1, shape)
         with full_precision(x.device):
             return torch.einsum(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from isopos.exact import ExactModule, constant, wide
+from isopos.exact import ExactModule, constant, to_float64
 from isopos.positions import Line
 
 __all__ = ["Decay", "alibi_rates", "permuteformer_rates", "permuteformer_released_rates", "retnet_rates"]
@@ -34,12 +34,12 @@ class Decay(ExactModule):
     @property
     def rate(self) -> Tensor:
         """Rates ``[h]`` in nats per step: float64."""
-        return self.initial_rate if self.log_rate is None else wide(self.log_rate).exp()
+        return self.initial_rate if self.log_rate is None else to_float64(self.log_rate).exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """g at positions x ``[*b t 1]``: float64 ``[*b h t]``, on the CPU if x's device has no float64."""
         Line(real=True).check(x)
-        return -wide(self.rate, x.device)[:, None] * wide(x[..., None, :, 0])
+        return -to_float64(self.rate, x.device)[:, None] * to_float64(x[..., None, :, 0])
 
 
 def retnet_rates(heads: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.catalog import at_least
-from isopos.exact import ExactModule, narrow, normal, wide
+from isopos.exact import ExactModule, cast_down, normal, to_float64
 from isopos.ops.rotate import angles
 from isopos.positions import Group, Line, Tree
 
@@ -49,7 +49,7 @@ class Sinusoidal(Embedding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         self.group.check(x)
         angle = angles(x, self.frequency[None, None]).squeeze(-3)
-        return narrow(self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2), dtype, x.device)
+        return cast_down(self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2), dtype, x.device)
 
 
 class Learned(Embedding):
@@ -125,7 +125,7 @@ class TreeStack(Embedding, ExactModule):
             taken = torch.where(inside, branch.gather(-1, row), -1)
             steps.append(taken[..., None] == torch.arange(self.branches, device=x.device))
             node = torch.where(inside, parent.gather(-1, row), -1)
-        p = wide(self.parameter, x.device).tanh()[:, None]
+        p = to_float64(self.parameter, x.device).tanh()[:, None]
         powers = p ** torch.arange(self.depth, device=p.device) * (self.model_dim / 2 / len(p) * (1 - p.square())).sqrt()
         out = (torch.stack(steps, -2).unsqueeze(-3).to(p.device) * powers[..., None]).flatten(-3)
-        return narrow(torch.nn.functional.pad(out, (0, self.model_dim - out.shape[-1])), dtype, x.device)
+        return cast_down(torch.nn.functional.pad(out, (0, self.model_dim - out.shape[-1])), dtype, x.device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import expect
-from isopos.exact import ExactModule, constant, narrow, wide
+from isopos.exact import ExactModule, cast_down, constant, to_float64
 from isopos.lengths import Extension
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
 from isopos.ops.rotate import narrow_index, rotations, skew_exponential
@@ -59,7 +59,7 @@ class Coupling(ExactModule, ABC):
 
     def extended(self, frequency: Tensor) -> Tensor:
         """Frequencies ``[h c f]`` after its extension."""
-        return frequency if self.extension is None else self.extension(wide(frequency))
+        return frequency if self.extension is None else self.extension(to_float64(frequency))
 
     def unserved(self, rule: Extension) -> str:
         """The reason why a rule does not apply to its frequencies, or ""."""
@@ -372,13 +372,13 @@ class Exponential(Encoding):
 
     def frequency(self) -> Tensor:
         """Current angles per step of the planes of the generator, before an extension: float64 ``[h d/2]``."""
-        return spectrum(wide(self.parameter))[0]
+        return spectrum(to_float64(self.parameter))[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, basis = spectrum(wide(self.parameter, x.device))
+        frequency, basis = spectrum(to_float64(self.parameter, x.device))
         turned = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
-        return Chain(Matrix(narrow(basis, dtype, x.device)), turned)
+        return Chain(Matrix(cast_down(basis, dtype, x.device)), turned)
 
 
 class TreePath(Encoding):
@@ -412,8 +412,8 @@ class TreePath(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        step = skew_exponential(wide(self.parameter, x.device))
-        return Operators(path(narrow(step, dtype, x.device), x))
+        step = skew_exponential(to_float64(self.parameter, x.device))
+        return Operators(path(cast_down(step, dtype, x.device), x))
 
 
 class InBasis(Encoding):

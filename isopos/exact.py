@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isopos.deprecation import renamed
+
+_NAMES = {"narrow": "cast_down", "shown": "describe", "wide": "to_float64", "wide_device": "float64_device"}
+__getattr__ = renamed(__name__, {old: f"isopos.exact.{new}" for old, new in _NAMES.items()})
+
 
 def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
     """Standard normal float32 numbers on the CPU, from a generator or a seed, independent of torch's default dtype."""
@@ -17,29 +22,29 @@ def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
-WIDE = {"cpu": True, "cuda": True, "meta": True, "mps": False}
+HAS_FLOAT64 = {"cpu": True, "cuda": True, "meta": True, "mps": False}
 """Whether a type of device has float64; other types are tried once."""
 
 
-def wide_device(device: torch.device) -> torch.device:
+def float64_device(device: torch.device) -> torch.device:
     """The device for float64 computations on tensors of a device: itself, or the CPU if it has no float64 (MPS)."""
-    if device.type not in WIDE:
+    if device.type not in HAS_FLOAT64:
         try:
-            WIDE[device.type] = (torch.ones((), dtype=torch.float64, device=device) + 2.0**-40 - 1).item() == 2.0**-40
+            HAS_FLOAT64[device.type] = (torch.ones((), dtype=torch.float64, device=device) + 2.0**-40 - 1).item() == 2.0**-40
         except (TypeError, RuntimeError):
-            WIDE[device.type] = False
-    return device if WIDE[device.type] else torch.device("cpu")
+            HAS_FLOAT64[device.type] = False
+    return device if HAS_FLOAT64[device.type] else torch.device("cpu")
 
 
-def wide(value: Tensor, device: torch.device | None = None) -> Tensor:
+def to_float64(value: Tensor, device: torch.device | None = None) -> Tensor:
     """Promote a tensor to float64, on `device` or its own device; on the CPU if that device has no float64."""
     if value.is_cpu and (device is None or device.type == "cpu"):
         return value.to(torch.float64)
-    device = wide_device(value.device if device is None else device)
+    device = float64_device(value.device if device is None else device)
     return (value if value.device == device else value.to(device)).to(torch.float64)
 
 
-def narrow(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def cast_down(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Cast a tensor to a dtype, then move it to a device, which need not support the tensor's original dtype."""
     return value.to(dtype).to(device)
 
@@ -84,7 +89,7 @@ class ExactModule(nn.Module):
         """Restore the initial value."""
         if self.parameter_name and self.parameter is not self.initial:
             with torch.no_grad():
-                self.parameter.copy_(narrow(self.initial, self.parameter.dtype, self.parameter.device))
+                self.parameter.copy_(cast_down(self.initial, self.parameter.dtype, self.parameter.device))
 
 
 class Weight(ExactModule):
@@ -121,15 +126,15 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
     return shapes[0] if shapes else torch.Size()
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """The repr of a value, with dtypes and shapes instead of tensors."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
     if isinstance(value, tuple):
-        return f"({', '.join(map(shown, value))})"
+        return f"({', '.join(map(describe, value))})"
     if is_dataclass(value) and not isinstance(value, type):
-        inner = (f"{field.name}={shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        inner = (f"{field.name}={describe(getattr(value, field.name))}" for field in fields(value) if field.repr)
         return f"{type(value).__name__}({', '.join(inner)})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {describe(inner)}' for name, inner in value.items())}}}"
     return value.__name__ if inspect.isfunction(value) else repr(value)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isopos.bases import Fourier
 from isopos.encodings import Encoding
-from isopos.exact import Weight, constant, narrow, wide
+from isopos.exact import Weight, cast_down, constant, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Chain, Isometry, Matrix, Plane, Rotation
 from isopos.ops.rotate import rotations
@@ -47,7 +47,7 @@ class Circulant(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency = -2 * torch.fft.fft(wide(self.parameter, x.device)).imag[..., : self.features // 2]
+        frequency = -2 * torch.fft.fft(to_float64(self.parameter, x.device)).imag[..., : self.features // 2]
         return Chain(self.basis(x.device, dtype), Rotation(rotations(x, self.extended(frequency), dtype)))
 
 
@@ -101,11 +101,11 @@ class Commuting(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, planes = spectrum(wide(self.parameter, x.device))  # [h n b/2] and [h n b b]
-        frequency = (wide(self.directions(), x.device)[..., None] * frequency[:, None]).flatten(-2)  # [h c d/2]
+        frequency, planes = spectrum(to_float64(self.parameter, x.device))  # [h n b/2] and [h n b b]
+        frequency = (to_float64(self.directions(), x.device)[..., None] * frequency[:, None]).flatten(-2)  # [h c d/2]
         unit = torch.eye(planes.shape[1], dtype=torch.float64, device=planes.device)
         basis = (planes[:, :, :, None] * unit[:, None, :, None]).flatten(3).flatten(1, 2)
-        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, self.extended(frequency), dtype)))
+        return Chain(Matrix(cast_down(basis, dtype, x.device)), Rotation(rotations(x, self.extended(frequency), dtype)))
 
 
 class RankTwo(Encoding):
@@ -148,8 +148,8 @@ class RankTwo(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        u, v, speed = _frame(*wide(self.parameter, x.device).unbind(1))
-        u, v = (narrow(vector, dtype, x.device)[:, None] for vector in (u, v))
+        u, v, speed = _frame(*to_float64(self.parameter, x.device).unbind(1))
+        u, v = (cast_down(vector, dtype, x.device)[:, None] for vector in (u, v))
         return Plane(u, v, rotations(x, self.extended(speed[:, None]), dtype))
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import broadcast, full_precision, shown
+from isopos.exact import broadcast, describe, full_precision
 from isopos.feature_maps import Phi
 from isopos.ops.place import Axes, Place
 from isopos.ops.rotate import (
@@ -209,7 +209,7 @@ class TokenMap(ABC):
             )
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x ``[*b h t d]``."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.catalog import at_least
-from isopos.exact import ExactModule, Weight, constant, full_precision, wide
+from isopos.exact import ExactModule, Weight, constant, full_precision, to_float64
 from isopos.maps import Composed, Identity, Rotation, TokenMap
 from isopos.ops.linear.features import Decays
 from isopos.ops.rotate import rotation_table
@@ -48,7 +48,7 @@ class ContentPhase(ExactModule, ABC):
         k = torch.where(k.isfinite(), k, 0).to(dtype)  # NaN containment
         with full_precision(k.device):
             content = k @ self.parameter.to(dtype).mT + self.bias.parameter.to(dtype)[:, None]
-            steps = self.steps(wide(content))
+            steps = self.steps(to_float64(content))
         return steps if mask is None else torch.where(mask[..., None, :, None].to(steps.device), steps, 0)
 
     @abstractmethod
@@ -117,7 +117,7 @@ class SelectiveRotation(ContentPhase):
         self.frequency = constant(frequency)
 
     def steps(self, content: Tensor) -> Tensor:
-        return wide(self.frequency, content.device) * content
+        return to_float64(self.frequency, content.device) * content
 
 
 def cumulative(

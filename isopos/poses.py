@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
-from isopos.exact import wide
+from isopos.exact import to_float64
 from isopos.positions import Group
 
 __all__ = ["Projective", "cameras"]
@@ -205,4 +205,4 @@ def _inverses(matrix: Tensor) -> Tensor:
 
 def _matrices(x: Tensor) -> Tensor:
     """The matrices of projective positions ``[*b t 16]``: float64 ``[*b t 4 4]``."""
-    return wide(x).unflatten(-1, (4, 4))
+    return to_float64(x).unflatten(-1, (4, 4))

@@ -16,7 +16,7 @@ from isopos.decays import RATES, Decay
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Identity, Partial
-from isopos.exact import ExactModule, narrow, shown, wide
+from isopos.exact import ExactModule, cast_down, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
@@ -83,7 +83,7 @@ class Arguments(dict[str, Any]):
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:
-        rows = (f"    {name}={shown(value)},\n" for name, value in self.items())
+        rows = (f"    {name}={describe(value)},\n" for name, value in self.items())
         return f"{type(self).__name__}(\n{''.join(rows)})"
 
 
@@ -420,7 +420,7 @@ class Scheme(nn.Module):
                 made: Any = [sharpened(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
                 found["isometry"] = tuple(made) if len(made) > 1 else made[0]
             if self.locality is not None:
-                found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
+                found["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
             return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside and evaluated is None:
@@ -433,7 +433,7 @@ class Scheme(nn.Module):
         """Distance for locality between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
         if self.metric is None:
             return self.group.distance(x, y)
-        return (wide(x).unsqueeze(-2) - wide(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
+        return (to_float64(x).unsqueeze(-2) - to_float64(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
 
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""

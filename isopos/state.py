@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import shown
+from isopos.exact import describe
 
 __all__ = ["State", "expect_state"]
 
@@ -49,7 +49,7 @@ class State:
     in_place: bool = False
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     def __getitem__(self, name: str) -> Tensor | None:
         """A tensor, or None where there is none yet."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.deprecation import renamed
-from isopos.exact import shown
+from isopos.exact import describe
 from isopos.ops import clipped
 
 __all__ = ["Clipped", "DistanceKernel", "Indexed", "Numbers", "Offsets", "Term"]
@@ -37,7 +37,7 @@ class Term(ABC):
             raise ValueError(f"side: expected one of {', '.join(SIDES)}, got {self.side!r}")
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     @property
     def heads(self) -> int:

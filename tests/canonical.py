@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isopos import bases, biases, contragredient, couplings, encodings, feature_maps, generators
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant, shown
+from isopos.exact import constant, describe
 from isopos.feature_maps import Phi, undivided
 from isopos.poses import Projective
 from isopos.positions import Group, Line, Product, Ring, Tree
@@ -47,7 +47,7 @@ class Primitive:
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.catalog import expect
-from isopos.exact import broadcast, wide_device
+from isopos.exact import broadcast, float64_device
 from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
 from isopos.phases import ContentPhase
@@ -132,7 +132,7 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) ->
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
         if name == "keys" and g is pair[0] and k.shape == q.shape:
             continue
-        check_tensor("decay", g, q, wide_device(q.device))
+        check_tensor("decay", g, q, float64_device(q.device))
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
         if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], heads, own):
@@ -149,7 +149,7 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
     """ValueError if the arguments do not continue a stream, or its tensors are on another device."""
     for name, tensor in () if state is None else state.tensors.items():
         if name != "positions":  # the scheme's
-            check_tensor("state", tensor, q, wide_device(q.device) if name in OF_WIDE else None)
+            check_tensor("state", tensor, q, float64_device(q.device) if name in OF_WIDE else None)
     if not causal or q.shape[-2] != k.shape[-2]:
         what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")

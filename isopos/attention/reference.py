@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import narrow
+from isopos.exact import cast_down
 from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
 from isopos.ops.linear.division import EPS
@@ -64,7 +64,7 @@ def linear(
     q, k = phi_q(q), _without(phi(k), mask)
     factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
     if decay is not None:
-        factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
+        factor = factor * cast_down(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
         real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.exact import broadcast, wide_device
+from isopos.exact import broadcast, float64_device
 from isopos.ops.linear.features import Decays
 
 JUMP = 1000.0  # drop of the log decay between segments: exp(-1000) is zero in every dtype
@@ -28,7 +28,7 @@ def segmented(
     previous = ids[..., :1] if previous is None else previous[..., None]
     leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
-    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(wide_device(ids.device))
+    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(float64_device(ids.device))
     look = not torch.compiler.is_compiling() and ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
     if look and _returns(ids, new):
         raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")

@@ -12,7 +12,7 @@ from isopos.attention import flex
 from isopos.attention.checks import DecayPair, IsometryPair, Layout, SegmentPair, TransportPair
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.deprecation import former_argument
-from isopos.exact import full_precision, narrow, wide_device
+from isopos.exact import cast_down, float64_device, full_precision
 from isopos.maps import Identity
 from isopos.ops.library import watched
 from isopos.ops.linear.isolation import broken, finite, joined
@@ -232,12 +232,12 @@ def _takes_part(problem: SoftmaxProblem) -> Tensor:
 def _bias(problem: SoftmaxProblem) -> Tensor:
     """Numbers added to logits, ``[*b h t s]`` or a shape that broadcasts to it: decays in float64, and relative terms."""
     q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
-    bias = torch.zeros((), dtype=torch.float64, device=wide_device(q.device))
+    bias = torch.zeros((), dtype=torch.float64, device=float64_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
         bias = difference if problem.causal else -difference.abs()
     if bias.device != q.device:
-        bias = narrow(bias, torch.float32, q.device)
+        bias = cast_down(bias, torch.float32, q.device)
     if problem.attn_mask is not None and problem.attn_mask.is_floating_point():
         bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
     for term in problem.terms:
