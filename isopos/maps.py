@@ -18,7 +18,6 @@ from torch import Tensor
 
 from isopos.exact import broadcast, describe, full_precision
 from isopos.feature_maps import Phi
-from isopos.ops.place import Axes, Place
 from isopos.ops.rotate import (
     lift,
     permute,
@@ -31,6 +30,7 @@ from isopos.ops.rotate import (
     unpermute,
     unrotate,
 )
+from isopos.ops.slices import Axes, Slices
 
 _TENSORS = (Tensor, Tensor | None, "Tensor", "Tensor | None")  # annotations of fields
 
@@ -105,13 +105,13 @@ class TokenMap(ABC):
         """Whether products of its outputs may cancel to far less than their terms, so that it needs float32."""
         return self.cancels or (bool(self._maps) and any(part.delicate for part in self._parts()))
 
-    def part(self, place: Place) -> Self:
+    def part(self, slices: Slices) -> Self:
         """The map restricted to some tokens of some heads and samples."""
-        return self._changed(lambda tensor, own: own.part(tensor, place)) if self._axes else self
+        return self._changed(lambda tensor, own: own.part(tensor, slices)) if self._axes else self
 
     def tokens(self, start: int, stop: int) -> Self:
         """The map restricted to tokens start to stop - 1."""
-        return self.part(Place((), slice(None), slice(start, stop)))
+        return self.part(Slices((), slice(None), slice(start, stop)))
 
     def last(self, count: int) -> Self:
         """The map restricted to the last `count` tokens; itself if it is constant over tokens."""

@@ -34,7 +34,7 @@ from isopos.maps import (
     Tiles,
     TokenMap,
 )
-from isopos.ops.place import Place
+from isopos.ops.slices import Slices
 from isopos.positions import sequence
 
 B, H, T, D = 3, 2, 7, 6
@@ -151,7 +151,7 @@ def test_a_part_is_the_maps_part(rho):
     t, x = tokens_of(rho), content(rho)
     of_tokens = slice(None), slice(0, 1), slice(t // 2, t)
     for batch, heads, tokens in itertools.product(cuts(B), cuts(H), of_tokens):
-        part, own = rho.part(Place((batch,), heads, tokens)), x[batch, heads, tokens]
+        part, own = rho.part(Slices((batch,), heads, tokens)), x[batch, heads, tokens]
         assert part.length in (None, own.shape[-2])
         assert part.features == rho.features
         assert torch.broadcast_shapes(part.leading, own.shape[:-2]) == own.shape[:-2]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.feature_maps import FeatureMap, Phi, identity
-from isopos.ops.place import ALL, Place
+from isopos.ops.slices import ALL, Slices
 
 Decays = tuple[Tensor, Tensor] | None
 
@@ -62,7 +62,7 @@ class Map(Protocol):
         """The same with other tensors, in that order; some may be left over."""
         ...
 
-    def part(self, place: Place) -> Self:
+    def part(self, place: Slices) -> Self:
         """That for some tokens of some heads and samples."""
         ...
 
@@ -134,7 +134,7 @@ class Features(NamedTuple):
         own, mask = self.map, None if self.mask is None else tensors[-1]
         return self._replace(map=None if own is None else own.replace(tensors), mask=mask)
 
-    def part(self, place: Place) -> "Features":
+    def part(self, place: Slices) -> "Features":
         """Those of some tokens of some heads and samples."""
         if place is ALL:
             return self
