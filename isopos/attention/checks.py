@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.catalog import expect
+from isopos.deprecation import renamed
 from isopos.exact import broadcast, float64_device
 from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
@@ -16,7 +17,7 @@ from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
-__all__ = ["DecayPair", "IsometryPair", "Layout", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
+__all__ = ["AxisOrder", "DecayPair", "IsometryPair", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
 __all__ += ["check_decay", "check_denominator", "check_feature_map", "check_inputs", "check_isometry", "check_leading"]
 __all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_segments", "check_stream", "check_tensor"]
 __all__ += ["check_term", "check_transport"]
@@ -25,7 +26,8 @@ IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
 TransportPair = tuple[TokenMap, TokenMap] | None
-Layout = Literal["bhtd", "bthd"]
+AxisOrder = Literal["bhtd", "bthd"]
+__getattr__ = renamed(__name__, {"Layout": "isopos.attention.checks.AxisOrder"})
 
 PIECE = (1 << 15) - 1  # largest number of elements that PyTorch processes in one thread
 OF_WIDE = ("decay", "decays", "path")  # float64 tensors of a state
@@ -36,7 +38,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, 
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, q)
     if layout != "bhtd":
-        expect("layout", layout, get_args(Layout))
+        expect("layout", layout, get_args(AxisOrder))
         q, k, v = (x if x.ndim < 3 else x.transpose(-3, -2) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.attention import reference
-from isopos.attention.checks import DecayPair, IsometryPair, Layout, TransportPair
+from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, TransportPair
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, check_naive, refuse, restored
 from isopos.deprecation import former_argument
@@ -48,7 +48,7 @@ def linear_attention(
     window: int | None = None,
     segment_ids: Tensor | None = None,
     transport: TransportPair = None,
-    layout: Layout = "bhtd",
+    layout: AxisOrder = "bhtd",
     state: State | None = None,
     return_state: bool = False,
     **others: Any,

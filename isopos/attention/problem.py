@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isopos.attention.checks import (
+    AxisOrder,
     DecayPair,
     IsometryPair,
-    Layout,
     SegmentPair,
     TransportPair,
     broadcasts,
@@ -61,7 +61,7 @@ class Options(TypedDict, total=False):
     attn_mask: Tensor | None
     window: int | None
     transport: TransportPair
-    layout: Layout
+    layout: AxisOrder
     state: State | None
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.attention import flex
-from isopos.attention.checks import DecayPair, IsometryPair, Layout, SegmentPair, TransportPair
+from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.deprecation import former_argument
 from isopos.exact import cast_down, float64_device, full_precision
@@ -51,7 +51,7 @@ def softmax_attention(
     segment_ids: SegmentPair = None,
     dropout: float = 0.0,
     transport: TransportPair = None,
-    layout: Layout = "bhtd",
+    layout: AxisOrder = "bhtd",
     state: State | None = None,
     return_state: bool = False,
     **others: Any,
