@@ -66,7 +66,7 @@ class State:
         new = {name: tensor for name, tensor in known if tensor is not None}
         return State(MappingProxyType(new), self.fingerprint, kind, self.in_place)
 
-    def expect(self, kind: str, batch: Sequence[int]) -> None:
+    def check_kind(self, kind: str, batch: Sequence[int]) -> None:
         """Raise ValueError where attention of another kind, or of other samples and heads, wrote this state."""
         if self.kind and self.kind != kind:
             raise ValueError(f"state: expected one of {kind}, got one of {self.kind}; a new stream starts with State()")

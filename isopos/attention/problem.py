@@ -407,7 +407,7 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
     parts += [name for name, x in (*given, ("transport", problem.outward)) if x is not None]
     kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
-    state.expect(kind, problem.of_keys)
+    state.check_kind(kind, problem.of_keys)
     return replace(problem, kind=kind)
 
 
