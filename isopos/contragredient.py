@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.catalog import at_least
+from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding
 from isopos.exact import cast_down, constant, to_float64
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
@@ -21,7 +22,9 @@ from isopos.ops.rotate import rotations
 from isopos.poses import Projective
 from isopos.positions import Line, Product
 
-__all__ = ["Beside", "Contragredient", "Jordan", "Projection"]
+__all__ = ["Contragredient", "ContragredientSum", "Jordan", "Projection"]
+
+__getattr__ = renamed(__name__, {"Beside": "isopos.contragredient.ContragredientSum"})
 
 
 class Contragredient(Coupling, ABC):
@@ -44,11 +47,11 @@ class Contragredient(Coupling, ABC):
 class Jordan(Contragredient):
     """exp(x A) with A of equal real Jordan blocks: order m, growth g, frequency w, the eigenvalues g +- i w.
 
-    Blocks of several orders side by side (`Beside`) give all finite-dimensional representations of a line, up to a basis,
-    which the projections of queries and keys learn. Scores are sums of e^(g t) cos(w t) and e^(g t) sin(w t) times t^n / (n!
-    length^n), n < m, for offsets t = y - x. Special cases: rotation (g = 0, m = 1), xPos (m = 1, g > 0), and with g = w = 0,
-    m = 2 the additive generator [[0, 1], [0, 0]] / length, whose score of the features (length, 0) and (0, 1) is the offset
-    itself, as in ALiBi.
+    Blocks of several orders side by side (`ContragredientSum`) give all finite-dimensional representations of a line, up to
+    a basis, which the projections of queries and keys learn. Scores are sums of e^(g t) cos(w t) and e^(g t) sin(w t) times
+    t^n / (n! length^n), n < m, for offsets t = y - x. Special cases: rotation (g = 0, m = 1), xPos (m = 1, g > 0), and with
+    g = w = 0, m = 2 the additive generator [[0, 1], [0, 0]] / length, whose score of the features (length, 0) and (0, 1) is
+    the offset itself, as in ALiBi.
 
     Features are m groups of equal width. In each group a frequency has a pair (2i, 2i+1); without frequencies a block has
     one feature. Scales of each side are powers relative to a fixed zero, so that cached keys stay valid. Positions from
@@ -147,7 +150,7 @@ class Projection(Contragredient):
         return Tiles(cast_down(matrix[..., None, :, :, :], dtype, x.device))
 
 
-class Beside(Contragredient):
+class ContragredientSum(Contragredient):
     """Contragredient pairs or encodings side by side, each on a separate slice of features and separate coordinates.
 
     Args:
@@ -155,7 +158,7 @@ class Beside(Contragredient):
         shared: Whether all parts take the same coordinates (of one group) instead of a product of their groups.
 
     Examples:
-        >>> both = Beside([Jordan(torch.zeros(1), order=3), Jordan(torch.zeros(2), torch.ones(2))], shared=True)
+        >>> both = ContragredientSum([Jordan(torch.zeros(1), order=3), Jordan(torch.zeros(2), torch.ones(2))], shared=True)
         >>> both.features, both.group
         (7, Line(real=True))
     """

@@ -28,7 +28,8 @@ from isopos.state import State, expect_state
 __all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", "parameter_groups"]
 
 
-FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn"}  # class names in fingerprints, which saved streams hold
+FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn", "ContragredientSum": "Beside"}
+"""Names of renamed classes in fingerprints, which saved streams contain."""
 
 
 class Choices(TypedDict, total=False):
@@ -238,9 +239,11 @@ class Scheme(nn.Module):
     path = former_property("path", "phases")
 
     @property
-    def blind(self) -> bool:
+    def position_free(self) -> bool:
         """Whether attention ignores positions; an embedding may still be added to the tokens."""
         return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.phases
+
+    blind = former_property("blind", "position_free")
 
     @property
     def sharpness(self) -> float:

@@ -279,7 +279,7 @@ def _of_pair(pair: Coupling) -> Kernel:
         case contragredient.Projection():  # (Li et al. 2025)
             unit = _eye(pair.features // 4)[0]
             return lambda t: torch.kron(unit, torch.tensor(t, dtype=torch.float64).view(4, 4))[None]
-        case contragredient.Beside():
+        case contragredient.ContragredientSum():
             parts = [_of_pair(part) for part in pair.parts]  # pyright: ignore[reportArgumentType]
             return lambda t: _blocks([part(t if pair.shared else t[n]) for n, part in enumerate(parts)])
         case Encoding():

@@ -249,7 +249,7 @@ class Trunk(nn.Module, ABC):
 
     def seen(self, scheme: Scheme, positions: Tensor) -> Tensor:
         """What a scheme is given of positions ``[*b t c]``: one of several that sees none takes those of the others."""
-        mixed = isinstance(self.scheme, PerLayer) and scheme.blind
+        mixed = isinstance(self.scheme, PerLayer) and scheme.position_free
         return positions[..., : scheme.group.columns] if mixed else positions
 
     def features(

@@ -5,7 +5,7 @@ from typing import Unpack
 import torch
 
 from isopos import encodings
-from isopos.contragredient import Beside, Projection
+from isopos.contragredient import ContragredientSum, Projection
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, axial, compose, laid_out, register
@@ -47,4 +47,4 @@ def prope(
         back, still = -rope_frequencies(head_dim // 8, base), torch.zeros(head_dim // 8, device="cpu", dtype=torch.float64)
         turned = [torch.stack(rows)[None] for rows in ((still, back), (back, still))]  # of rows and columns
         patches = encodings.DirectSum([laid_out(encodings.Rotary(w), layout) for w in turned], shared=True)
-    return compose(Beside([Projection(head_dim // 2), patches]), heads, choices, transport=transport)
+    return compose(ContragredientSum([Projection(head_dim // 2), patches]), heads, choices, transport=transport)

@@ -7,7 +7,7 @@ import torch
 
 from isopos import encodings
 from isopos.catalog import at_least, expect
-from isopos.contragredient import Beside, Jordan
+from isopos.contragredient import ContragredientSum, Jordan
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
@@ -179,7 +179,7 @@ def jordan(
     rate = torch.full_like(frequency, growth / length)
     encoding = Jordan(rate[:count], frequency[:count], order=order, length=length)
     if rest:
-        encoding = Beside([encoding, Jordan(rate[count:], frequency[count:])], shared=True)
+        encoding = ContragredientSum([encoding, Jordan(rate[count:], frequency[count:])], shared=True)
     return compose(encoding, heads, choices, {"decay": "retnet"})
 
 
