@@ -162,7 +162,10 @@ class DeBERTa(RelativeBias):
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        sign, (keys, queries) = 1 if self.released else -1, (own.parameter.to(dtype) for own in (self.keys, self.queries))
+        sign, (keys, queries) = (
+            1 if self.released else -1,
+            (a.parameter.to(dtype) for a in (self.keys, self.queries)),
+        )
         return (
             _of_offsets(keys, "query", x, y, self.bucket, self.starts),
             _of_offsets(queries, "key", x, y, lambda offset: self.bucket(sign * offset), self.starts),

@@ -109,8 +109,8 @@ class Constrained(Coupling):
         if self.waves is None:
             return self.frequency
         learned = to_float64(self.waves.parameter)  # [h c m]
-        own = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
-        return own * learned.flatten(1)[:, None]
+        axis = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
+        return axis * learned.flatten(1)[:, None]
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         """Channels u_x W*, after q."""
@@ -337,9 +337,9 @@ class SineSPE(_Stochastic):
         waves = torch.stack((angle.cos(), angle.sin()), -1) * to_float64(self.gain.parameter, x.device)[:, None, ..., None]
         noise = to_float64(self.noise, x.device) / self.out_features**0.5
         waves, noise = (cast_down(a, dtype, x.device) for a in (waves, noise))
-        own = "h" if self.noise_heads else ""
+        heads_axis = "h" if self.noise_heads else ""
         with full_precision(x.device):
-            return torch.einsum(f"...htdkc,{own}dkcr->...htrd", waves, noise)
+            return torch.einsum(f"...htdkc,{heads_axis}dkcr->...htrd", waves, noise)
 
 
 class ConvSPE(_Stochastic):
@@ -383,12 +383,12 @@ class ConvSPE(_Stochastic):
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         lags = (x.long() - torch.arange(self.reach, device=x.device)).to(float64_device(x.device))  # [*b t p]
-        shape, own = (self.out_features, self.features), ""
+        shape, heads_axis = (self.out_features, self.features), ""
         if self.noise_heads:
-            shape, own = (self.noise_heads, *shape), "h"
+            shape, heads_axis = (self.noise_heads, *shape), "h"
         noise = cast_down(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
         noise = (noise / self.out_features**0.5).unflatten(-1, shape)
         with full_precision(x.device):
             return torch.einsum(
-                f"...tp{own}rd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype)
+                f"...tp{heads_axis}rd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype)
             )

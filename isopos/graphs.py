@@ -96,8 +96,8 @@ def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
 
 def _joined(pair: Tensor) -> bool:
     """Whether two edges ``[2 2]`` connect their nodes."""
-    found = {frozenset(edge) for edge in pair.tolist() if edge[0] != edge[1]}
-    return len(set(pair.flatten().tolist())) == len(found) + 1
+    distinct = {frozenset(edge) for edge in pair.tolist() if edge[0] != edge[1]}
+    return len(set(pair.flatten().tolist())) == len(distinct) + 1
 
 
 def _reached(adjacency: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ def _reached(adjacency: Tensor) -> Tensor:
     reached = torch.zeros(len(adjacency), dtype=torch.bool)
     reached[0], new = True, torch.tensor([0])
     while len(new):
-        found = (adjacency[new] > 0).any(0) & ~reached
-        reached |= found
-        new = found.nonzero()[:, 0]
+        neighbours = (adjacency[new] > 0).any(0) & ~reached
+        reached |= neighbours
+        new = neighbours.nonzero()[:, 0]
     return reached
 
 
@@ -121,7 +121,7 @@ def edges(path: str | Path) -> Tensor:
         ValueError: For an invalid line, and for a file without edges.
         OSError: If the file cannot be read.
     """
-    found = []
+    pairs = []
     with Path(path).open("rb") as lines:
         for number, content in enumerate(lines, 1):
             try:
@@ -138,7 +138,7 @@ def edges(path: str | Path) -> Tensor:
                 )
             if large := next((word for word in words if len(word.lstrip("0")) > DIGITS), ""):
                 raise ValueError(f"{path}, line {number}: expected numbers of at most {DIGITS} digits, got {large[:40]}...")
-            found.append([int(word.lstrip("0") or "0") for word in words])
-    if not found:
+            pairs.append([int(word.lstrip("0") or "0") for word in words])
+    if not pairs:
         raise ValueError(f"{path}: expected a line an edge, two numbers of nodes, got none")
-    return torch.tensor(found)
+    return torch.tensor(pairs)

@@ -104,7 +104,7 @@ class Softmax(Kind):
 
     def __post_init__(self) -> None:
         if self.locality is not None and not 0 < self.locality <= 1:
-            raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
+            raise ValueError(f"locality: expected a factor per step in (0, 1], got {self.locality}")
         if self.metric is not None and (self.locality is None or self.metric != "euclidean"):
             raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
         if self.scale is not None and not 0 < self.scale < math.inf:
@@ -115,7 +115,7 @@ KINDS = {"linear": Linear, "softmax": Softmax}
 FIELDS = tuple(field.name for kind in KINDS.values() for field in fields(kind))
 
 
-def kind_of(attention: str = "linear", **given: Any) -> Linear | Softmax:
+def kind_of(attention: str = "linear", **values: Any) -> Linear | Softmax:
     """The kind of this name with these fields; ValueError for an invalid value, or for a field of the other kind.
 
     Examples:
@@ -124,11 +124,11 @@ def kind_of(attention: str = "linear", **given: Any) -> Linear | Softmax:
     """
     expect("attention", attention, KINDS)
     made = {
-        name: kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+        name: kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
         for name, kind in KINDS.items()
     }
     for field in fields(made["softmax" if attention == "linear" else "linear"]):
-        if (value := given.get(field.name, field.default)) == field.default:
+        if (value := values.get(field.name, field.default)) == field.default:
             continue
         if attention == "linear":
             raise ValueError(f"{field.name}: expected softmax attention, whose logits it multiplies, got linear")

@@ -74,9 +74,9 @@ class TokenMap(ABC):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         dataclass(frozen=True, eq=False, repr=False)(cls)
-        types = {own.name: own.type for own in fields(cls)}  # pyright: ignore[reportArgumentType]
-        cls._axes = {own.name: own.metadata.get("axes") for own in fields(cls)}  # pyright: ignore[reportArgumentType]
-        cls._tensors = tuple((name, own) for name, own in cls._axes.items() if own is not None)
+        types = {item.name: item.type for item in fields(cls)}  # pyright: ignore[reportArgumentType]
+        cls._axes = {item.name: item.metadata.get("axes") for item in fields(cls)}  # pyright: ignore[reportArgumentType]
+        cls._tensors = tuple((name, item) for name, item in cls._axes.items() if item is not None)
         cls._maps = tuple(name for name, kind in types.items() if kind not in (*_TENSORS, bool, int))
         cls._has_adjoint = cls.adjoint is not TokenMap.adjoint
         for name, kind in types.items():
@@ -107,7 +107,7 @@ class TokenMap(ABC):
 
     def part(self, slices: Slices) -> Self:
         """The map restricted to some tokens of some heads and samples."""
-        return self._changed(lambda tensor, own: own.part(tensor, slices)) if self._axes else self
+        return self._changed(lambda tensor, dims: dims.part(tensor, slices)) if self._axes else self
 
     def tokens(self, start: int, stop: int) -> Self:
         """The map restricted to tokens start to stop - 1."""
@@ -130,7 +130,7 @@ class TokenMap(ABC):
         if not tensors:
             return self
         rest = iter(tensors)
-        return self._changed(lambda _, own: next(rest))
+        return self._changed(lambda _, dims: next(rest))
 
     @property
     def length(self) -> int | None:
@@ -144,24 +144,24 @@ class TokenMap(ABC):
 
     def _size(self, axis: str, of_part: str) -> int | None:
         """The size of an axis of the first tensor that has it, or of the first map in it that has one."""
-        for name, own in self._tensors:
-            if (place := getattr(own, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
-                return value.shape[place]
+        for name, dims in self._tensors:
+            if (position := getattr(dims, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
+                return value.shape[position]
         sizes = [getattr(part, of_part) for part in self._parts()]
         return next((size for size in sizes if size is not None), None)
 
     @property
     def numbers_a_token(self) -> int:
         """Numbers stored per token, without those that tokens share."""
-        tensors = ((own.tokens, getattr(self, name)) for name, own in self._tensors)
+        tensors = ((dims.tokens, getattr(self, name)) for name, dims in self._tensors)
         each = (x.numel() // max(1, x.shape[axis]) for axis, x in tensors if axis is not None and isinstance(x, Tensor))
         return sum(each) + sum(part.numbers_a_token for part in self._parts())
 
     @property
     def leading(self) -> torch.Size:
         """Axes ``[*b h]`` of the map, which broadcast to those of its input."""
-        values = ((own, getattr(self, name)) for name, own in self._tensors)
-        shapes = [own.leading(value) for own, value in values if isinstance(value, Tensor)]
+        values = ((dims, getattr(self, name)) for name, dims in self._tensors)
+        shapes = [dims.leading(value) for dims, value in values if isinstance(value, Tensor)]
         return broadcast(*shapes, *(part.leading for part in self._parts())) if self._maps else broadcast(*shapes)
 
     def _parts(self) -> Sequence["TokenMap"]:
@@ -181,9 +181,9 @@ class TokenMap(ABC):
             return value._changed(change) if isinstance(value, TokenMap) else value
 
         values = {name: getattr(self, name) for name in self._axes}
-        for name, own in self._tensors:
+        for name, dims in self._tensors:
             if isinstance(values[name], Tensor):
-                values[name] = change(values[name], own)
+                values[name] = change(values[name], dims)
         for name in self._maps:
             values[name] = changed(values[name])
         return type(self)(**values)
@@ -204,7 +204,7 @@ class TokenMap(ABC):
             if x.ndim > 3 and x.shape[-3] == length:
                 remedy = f"[b t h d] needs {name}.transpose(1, 2), or layout='bthd' of attention"
             raise ValueError(
-                f"{name}: expected {length} tokens, one a position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
+                f"{name}: expected {length} tokens, one per position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
                 f"{remedy}"
             )
 
@@ -216,9 +216,9 @@ class TokenMap(ABC):
         self.check(x)
         if not x.is_floating_point():
             raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
-        if len(own := self.leading) and x.shape[-3] not in (1, own[-1]) and own[-1] != 1:
+        if len(leading := self.leading) and x.shape[-3] not in (1, leading[-1]) and leading[-1] != 1:
             raise ValueError(
-                f"x: expected {own[-1]} heads, one a table, got {x.shape[-3]}; softmax_attention and "
+                f"x: expected {leading[-1]} heads, one per table, got {x.shape[-3]}; softmax_attention and "
                 "linear_attention of isopos share tables among fewer heads of keys"
             )
         if (out := self.at_once(x)) is not None:
@@ -571,8 +571,8 @@ def sharpened(part: TokenMap, factor: float) -> TokenMap:
             second = sharpened(part.second, factor)
             return (Chain if isinstance(second, Isometry) else Composed)(part.first, second)  # pyright: ignore
         case BlockSum():
-            parts = tuple(sharpened(own, factor) for own in part.parts)
-            kind: Any = BlockSum if all(isinstance(own, Isometry) for own in parts) else Blocks
+            parts = tuple(sharpened(inner, factor) for inner in part.parts)
+            kind: Any = BlockSum if all(isinstance(inner, Isometry) for inner in parts) else Blocks
             return kind(parts, part.widths, part.returned)
     tensor = next(part.tensors())
     return Composed(part, Factor(torch.full((1, 1, 1), factor, dtype=torch.float64, device=tensor.device)))

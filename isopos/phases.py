@@ -147,5 +147,5 @@ def with_phases(
     rotation = Rotation(rotation_table(angle, torch.promote_types(q.dtype, torch.float32)).to(q.device))
     rotations = rotation if t == s else rotation.last(t), rotation  # a compiler treats the length of a slice as a constant
     pairs = zip(maps, rotations, strict=True)
-    rho_q, rho_k = (own if isinstance(rho, Identity) else Composed(rho, own) for rho, own in pairs)
+    rho_q, rho_k = (rotated if isinstance(rho, Identity) else Composed(rho, rotated) for rho, rotated in pairs)
     return (rho_q, rho_k), decay

@@ -191,8 +191,8 @@ def _inverses(matrix: Tensor) -> Tensor:
     """Inverses of matrices ``[*b t 4 4]``; ValueError if one is nearly singular, on the CPU and outside a compiler."""
     if matrix.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.linalg.inv(matrix)
-    found, info = torch.linalg.inv_ex(matrix)
-    size = (matrix.detach().norm(dim=(-1, -2)) * found.detach().norm(dim=(-1, -2))).where(info == 0, torch.inf)
+    inverse, info = torch.linalg.inv_ex(matrix)
+    size = (matrix.detach().norm(dim=(-1, -2)) * inverse.detach().norm(dim=(-1, -2))).where(info == 0, torch.inf)
     if not (size < WORST).all():
         row = (~(size < WORST)).nonzero()[0].tolist()
         raise ValueError(
@@ -200,7 +200,7 @@ def _inverses(matrix: Tensor) -> Tensor:
             f"loses scores, got {size[tuple(row)]:.3g} in row {', '.join(map(str, row))}; put the world's origin near the "
             "cameras, in units of their distances"
         )
-    return found
+    return inverse
 
 
 def _matrices(x: Tensor) -> Tensor:

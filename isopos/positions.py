@@ -357,8 +357,8 @@ class Product(Group):
         rows, filled = max(a.shape[-2] for a in elements), []
         for part, a in zip(self.parts, elements, strict=True):
             identity = part.origin(*a.shape[:-2], rows - a.shape[-2], device=a.device)
-            own = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
-            filled.append(torch.cat((identity, own), -2))
+            element = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
+            filled.append(torch.cat((identity, element), -2))
         return torch.cat(filled, -1)
 
     def inverse(self, x: Tensor) -> Tensor:
@@ -462,8 +462,8 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     elif len(group.parts) != len(parts):
         raise ValueError(f"product: expected {len(group.parts)} parts for {group}, got {len(parts)}")
     else:
-        for part, own in zip(parts, group.parts, strict=True):
-            own.check(part)
+        for part, group_part in zip(parts, group.parts, strict=True):
+            group_part.check(part)
     lengths, columns = [part.shape[0] for part in parts], []
     for i, part in enumerate(parts):
         after, before = math.prod(lengths[i + 1 :]), math.prod(lengths[:i])

@@ -67,8 +67,8 @@ class Term(ABC):
         else:
             rows, index = k @ self.table.mT.to(q.dtype), index.mT
         shape = torch.broadcast_shapes(rows.shape[:-1], index.shape[:-1])
-        found = rows.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
-        return found.mT if self.side == "key" else found
+        added = rows.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
+        return added.mT if self.side == "key" else added
 
     def values(self, weight: Tensor) -> Tensor:
         """Outputs to add for weights ``[*b h t s]``: ``[*b h t e]``."""

@@ -32,9 +32,9 @@ INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 class Unread(ValueError):
     """Text that is no tree; `at` is the index of the character in question."""
 
-    def __init__(self, said: str, at: int):
-        super().__init__(f"tree: {said.format(f' at {at}')}")
-        self.said, self.at = said.format(""), at
+    def __init__(self, message: str, at: int):
+        super().__init__(f"tree: {message.format(f' at {at}')}")
+        self.message, self.at = message.format(""), at
 
 
 def tree(source: Any) -> Tensor:

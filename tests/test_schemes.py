@@ -380,7 +380,7 @@ def test_locality_is_of_logits(name):
     with pytest.raises(ValueError, match="locality: expected softmax attention, whose logits it multiplies, got linear"):
         schemes.REGISTRY[name](8, 2, locality=0.9)
     for wrong in (0.0, -1.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match=r"locality: expected a factor a step in \(0, 1\]"):
+        with pytest.raises(ValueError, match=r"locality: expected a factor per step in \(0, 1\]"):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
 
 

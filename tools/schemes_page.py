@@ -87,8 +87,8 @@ always of one kind, which the schemes above are members of.
 rho(s + t) = rho(s) rho(t) over a small interval of s, on which that of rho(s) is invertible, shows that rho is smooth, and
 its derivative is rho'(t) = rho'(0) rho(t). With A = P J P^-1 and J in real Jordan form, q^T rho(x)^-1 rho(y) k =
 (P^T q)^T exp(t J) (P^-1 k): P and P^-1 move into the projections of queries and keys. So up to a basis every representation
-is a row of Jordan blocks of order m, growth g and frequency w (`isopos.contragredient.Jordan`, several of them by `Beside`),
-and a score is a sum of t^n / n! e^(g t) cos(w t) and t^n / n! e^(g t) sin(w t) with n < m.
+is a row of Jordan blocks of order m, growth g and frequency w (`isopos.contragredient.Jordan`; `ContragredientSum` joins
+several), and a score is a sum of t^n / n! e^(g t) cos(w t) and t^n / n! e^(g t) sin(w t) with n < m.
 
 **Nothing else factors.** Let a score be relative and factor: q^T a(x)^T b(y) k = q^T W(y - x) k for all q and k, with n rows
 in a and in b, all continuous. Each row of W moved by any x, W(. - x) = a(x)^T b(.), is a combination of the n rows of b. The

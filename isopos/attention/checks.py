@@ -54,16 +54,16 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, 
 
 def heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Numbers of query heads and key heads if groups of query heads share keys; otherwise the same number twice."""
-    heads, own = q.shape[-3], max(k.shape[-3], v.shape[-3])
-    return (heads, own) if own and heads > own and heads % own == 0 else (heads, heads)
+    heads, key_heads = q.shape[-3], max(k.shape[-3], v.shape[-3])
+    return (heads, key_heads) if key_heads and heads > key_heads and heads % key_heads == 0 else (heads, heads)
 
 
-def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torch.Size:
+def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, key_heads: int) -> torch.Size:
     """Leading dimensions ``[*b h]`` of the output; ValueError if those of q, k and v do not broadcast."""
     try:
         of_keys, of_values = k.shape[:-2], v.shape[:-2]
-        if heads != own:
-            of_keys, of_values = _shared(of_keys, heads, own), _shared(of_values, heads, own)
+        if heads != key_heads:
+            of_keys, of_values = _shared(of_keys, heads, key_heads), _shared(of_values, heads, key_heads)
         return broadcast(q.shape[:-2], of_keys, of_values)
     except RuntimeError:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
@@ -86,7 +86,7 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
         )
 
 
-def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, own: int) -> None:
+def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, key_heads: int) -> None:
     """ValueError if a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
@@ -94,7 +94,7 @@ def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, s
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
-    if term.heads not in (1, batch[-1], own) or width not in (None, term.table.shape[-1]):
+    if term.heads not in (1, batch[-1], key_heads) or width not in (None, term.table.shape[-1]):
         raise ValueError(
             f"terms: expected a table of {batch[-1]} heads{'' if width is None else f' and {width} features'}, "
             f"got {list(term.table.shape)}"
@@ -107,7 +107,7 @@ def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, s
         )
 
 
-def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[TokenMap, TokenMap]:
+def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, key_heads: int) -> tuple[TokenMap, TokenMap]:
     """The maps of queries and keys; TypeError or ValueError if they do not fit."""
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
@@ -118,7 +118,7 @@ def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own
         rho.check(x, name)
         for tensor in rho.tensors():
             check_tensor("isometry", tensor, q)
-        if not _fits(rho.leading, x.shape[:-2], heads, own):
+        if not _fits(rho.leading, x.shape[:-2], heads, key_heads):
             raise ValueError(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
                 f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
@@ -126,7 +126,7 @@ def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own
     return rho_q or Identity(), rho_k or Identity()
 
 
-def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[Tensor, Tensor] | None:
+def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor] | None:
     """The log decays of queries and keys; ValueError if they do not fit."""
     if decay is None:
         return None
@@ -137,7 +137,7 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) ->
         check_tensor("decay", g, q, float64_device(q.device))
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
-        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], heads, own):
+        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], heads, key_heads):
             expected = [*x.shape[:-2], x.shape[-2]]
             swapped = g.ndim > 0 and g.shape[-1] == x.shape[-3] and x.ndim > 3
             remedy = "; [b t h d] needs layout='bthd'" if swapped else ""
@@ -175,7 +175,7 @@ def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, 
             )
 
 
-def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: bool, heads: int, own: int) -> None:
+def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: bool, heads: int, key_heads: int) -> None:
     """TypeError or ValueError if content-dependent phases do not fit queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     if not causal:
@@ -188,9 +188,9 @@ def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: b
     for part in phases:
         if not isinstance(part, ContentPhase):
             raise TypeError(f"phases: expected those of isopos.phases, got {type(part).__name__}")
-        if part.features != k.shape[-1] or part.heads not in (1, own, heads):
+        if part.features != k.shape[-1] or part.heads not in (1, key_heads, heads):
             raise ValueError(
-                f"phases: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of "
+                f"phases: expected one of {k.shape[-1]} features and {key_heads} heads, those of k, got one of "
                 f"{part.features} and {part.heads}"
             )
         check_tensor("phases", part.parameter, q)
@@ -219,7 +219,9 @@ def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Te
     for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
         check_tensor("segment_ids", ids, q)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
-            raise ValueError(f"segment_ids: expected integers [*b {count}], one a token, got {ids.dtype} {list(ids.shape)}")
+            raise ValueError(
+                f"segment_ids: expected integers [*b {count}], one per token, got {ids.dtype} {list(ids.shape)}"
+            )
         if not broadcasts(ids.shape[:-1], batch[:-1]):
             raise ValueError(
                 f"segment_ids: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(ids.shape)}"
@@ -238,7 +240,7 @@ def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
     if not broadcasts(attn_mask.shape, pairs):
         raise ValueError(
             f"attn_mask: expected what broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
-            "one a sample needs an axis of heads, attn_mask[:, None]"
+            "one per sample needs an axis of heads, attn_mask[:, None]"
         )
 
 
@@ -270,15 +272,15 @@ def _rises(g: Tensor) -> bool:
     return any(bool((g[..., n + 1 : end + 1] > g[..., n:end]).any()) for n, end in pairs)
 
 
-def _shared(leading: torch.Size, heads: int, own: int) -> torch.Size:
+def _shared(leading: torch.Size, heads: int, key_heads: int) -> torch.Size:
     """Leading dimensions ``[*b h]`` of keys, with the number of query heads that share them."""
-    return leading if leading[-1] in (1, heads) or leading[-1] != own else torch.Size((*leading[:-1], heads))
+    return leading if leading[-1] in (1, heads) or leading[-1] != key_heads else torch.Size((*leading[:-1], heads))
 
 
-def _fits(leading: torch.Size, to: torch.Size, heads: int, own: int) -> bool:
+def _fits(leading: torch.Size, to: torch.Size, heads: int, key_heads: int) -> bool:
     """Whether leading dimensions ``[*b h]`` broadcast to others; with shared heads, h may count query heads or key heads."""
     return broadcasts(leading, to) or (
-        leading[-1:] in ((heads,), (own,)) and heads != own and broadcasts(leading[:-1], to[:-1])
+        leading[-1:] in ((heads,), (key_heads,)) and heads != key_heads and broadcasts(leading[:-1], to[:-1])
     )
 
 
@@ -296,8 +298,10 @@ def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = Non
         kind = "a nested one" if x.is_nested else str(x.layout)
         raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
     if x.device != device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
-        own, of_q = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
-        raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
+        actual, expected = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
+        raise ValueError(
+            f"{name}: expected a tensor on {expected} as q, got one on {actual}; move it, or positions, to q's device"
+        )
 
 
 def broadcasts(shape: torch.Size, to: torch.Size) -> bool:

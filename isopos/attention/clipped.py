@@ -82,8 +82,8 @@ def _packed(score: Tensor, values: Tensor, term: Clipped, ids: Tensor, causal: b
     rows = [a.reshape(-1, heads, *a.shape[-2:]) for a in (score, values)]
     places = [a.expand(*samples, *a.shape[-2:]).reshape(-1, *a.shape[-2:]) for a in (term.x, term.y)]
     out = []
-    for *sample, own in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
-        borders = [0, *((own.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
+    for *sample, segments in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
+        borders = [0, *((segments.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
         for keys in pairwise(borders):
             queries = slice(*(max(0, border - (s - t)) for border in keys))
             scores, gathered, x, y = (a[..., part, :] for a, part in zip(sample, (queries, slice(*keys)) * 2, strict=True))

@@ -182,8 +182,8 @@ def naive_linear_attention(
     phases = former_argument(others, "path", "phases", phases)
     if others:
         refuse("naive_linear", list(others))
-    given: LinearOptions = {"isometry": isometry, "decay": decay, "phases": phases, "causal": causal, "mask": mask}
-    problem = check_naive(q, k, v, given | {"feature_map": feature_map, "denominator": denominator})
+    checked: LinearOptions = {"isometry": isometry, "decay": decay, "phases": phases, "causal": causal, "mask": mask}
+    problem = check_naive(q, k, v, checked | {"feature_map": feature_map, "denominator": denominator})
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
     out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
@@ -195,16 +195,16 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
     wide = torch.promote_types(problem.q.dtype, torch.float32)
-    own = form == "plain" and (rho_q is not None or rho_k is not None)
+    unrotated = form == "plain" and (rho_q is not None or rho_k is not None)
     features = (
-        Features(phi_q, rho_q, _kinds(rho_q), None, own, wide),
-        Features(phi_k, rho_k, _kinds(rho_k), mask, own, wide),
+        Features(phi_q, rho_q, _kinds(rho_q), None, unrotated, wide),
+        Features(phi_k, rho_k, _kinds(rho_k), mask, unrotated, wide),
         Features(identity, None, (), mask, False, wide),
     )
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:
-        given = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
-        stream = Stream(given, problem.before, state.in_place)
+        sums = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
+        stream = Stream(sums, problem.before, state.in_place)
     if values is not None:
         return Sums(problem.q, problem.k, values, (*features[:2], READY), problem.g, problem.causal, None, stream)
     sums = Sums(problem.q, problem.k, problem.v, features, problem.g, problem.causal, form, stream)
@@ -252,8 +252,8 @@ def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
 def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
     """The output of the next tokens of a stream, and the state after them."""
     values = values_of_terms(problem) if problem.terms else None
-    total, found = linear.stream(sums_of(problem, values))
-    after = {f"sum{n}": x for n, x in enumerate(found)}
+    total, sums = linear.stream(sums_of(problem, values))
+    after = {f"sum{n}": x for n, x in enumerate(sums)}
     if values is not None:
         total, of_terms = with_terms_of_stream(total, values, problem, state)
         after |= of_terms

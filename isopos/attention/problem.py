@@ -262,15 +262,15 @@ def _shared(
     mask, state = options.get("mask"), options.get("state")
     q, k, v = check_inputs(q, k, v, layout)
     expect_state(state)
-    heads, own = heads_of(q, k, v)
-    batch = check_leading(q, k, v, heads, own)
+    heads, key_heads = heads_of(q, k, v)
+    batch = check_leading(q, k, v, heads, key_heads)
     if mask is not None:
         check_mask(mask, q, k, batch)
-    terms = () if (given := options.get("terms")) is None else tuple(given)
+    terms = () if (terms := options.get("terms")) is None else tuple(terms)
     for term in terms:
-        check_term(term, q, k, v, batch, seen, own)
-    rho_q, rho_k = check_isometry(options.get("isometry"), q, k, heads, own)
-    decay = check_decay(options.get("decay"), q, k, heads, own)
+        check_term(term, q, k, v, batch, seen, key_heads)
+    rho_q, rho_k = check_isometry(options.get("isometry"), q, k, heads, key_heads)
+    decay = check_decay(options.get("decay"), q, k, heads, key_heads)
     if state is not None or streams:
         check_stream(state, causal, q, k)
         state = state or State()
@@ -283,8 +283,8 @@ def _shared(
         window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # the window holds all keys
     if phases:
         phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
-        check_phases(phases, q, k, causal, heads, own)
-        shared = heads != own and any(part.heads == heads for part in phases)  # one step per query head
+        check_phases(phases, q, k, causal, heads, key_heads)
+        shared = heads != key_heads and any(part.heads == heads for part in phases)  # one step per query head
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
         total, phase = _totals(phases, keys, mask, state)
         (rho_q, rho_k), decay = with_phases(phases, total, (rho_q, rho_k), decay, q)
@@ -348,26 +348,26 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
     q, k, v = problem.q, problem.k, problem.v
     if q.shape[-3] == k.shape[-3] == v.shape[-3]:
         return problem
-    heads, own = heads_of(q, k, v)
-    if heads == own:
+    heads, key_heads = heads_of(q, k, v)
+    if heads == key_heads:
         return problem
     decays, maps = problem.decay or (), (problem.rho_q, problem.rho_k)
-    given = [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decays]
-    given += [("terms", (term.heads,)) for term in problem.terms]
-    of_queries, of_keys = ([name for name, shape in given if shape == (n,)] for n in (heads, own))
-    if of_queries and of_keys and own > 1:
+    leading = [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decays]
+    leading += [("terms", (term.heads,)) for term in problem.terms]
+    of_queries, of_keys = ([name for name, shape in leading if shape == (n,)] for n in (heads, key_heads))
+    if of_queries and of_keys and key_heads > 1:
         raise ValueError(
-            f"{of_keys[0]}: expected {heads} heads, those of q, as {of_queries[0]} has, got {own}, those of k; "
-            "what is one a head is so for the heads of q, or for those of k"
+            f"{of_keys[0]}: expected {heads} heads, those of q, as {of_queries[0]} has, got {key_heads}, those of k; "
+            "arguments per head have the heads of q, or all have those of k"
         )
     if of_queries:
         k, v = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
         return replace(problem, k=k, v=v)
-    if own == 1:
+    if key_heads == 1:
         return problem  # left to broadcasting
-    groups, batch = heads // own, problem.batch
-    q = q.expand(*batch[:-1], *q.shape[-3:]).unflatten(-3, (own, groups)).movedim(-3, 0)
-    return replace(problem, q=q, batch=torch.Size((groups, *batch[:-1], own)), groups=groups)
+    groups, batch = heads // key_heads, problem.batch
+    q = q.expand(*batch[:-1], *q.shape[-3:]).unflatten(-3, (key_heads, groups)).movedim(-3, 0)
+    return replace(problem, q=q, batch=torch.Size((groups, *batch[:-1], key_heads)), groups=groups)
 
 
 def _carried(problem: AnyProblem, transport: TransportPair) -> AnyProblem:
@@ -387,10 +387,10 @@ def _at_least_float32(problem: AnyProblem) -> AnyProblem:
 
 def _expanded(problem: LinearProblem) -> LinearProblem:
     """The problem with queries, keys and values expanded to all leading dimensions, as plain tensors."""
-    batch, given = problem.batch, (problem.q, problem.k, problem.v)
-    if all(type(x) is Tensor and x.shape[:-2] == batch for x in given):
+    batch, tensors = problem.batch, (problem.q, problem.k, problem.v)
+    if all(type(x) is Tensor and x.shape[:-2] == batch for x in tensors):
         return problem
-    q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in given)
+    q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in tensors)
     return replace(problem, q=q, k=k, v=v)
 
 
@@ -399,13 +399,13 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
 
     ValueError if the state was written by attention of another kind.
     """
-    q, v, given = (
+    q, v, optional = (
         problem.q,
         problem.v,
         (("decay", problem.decay), ("path", problem.phase), ("segment_ids", problem.segments)),
     )
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
-    parts += [name for name, x in (*given, ("transport", problem.outward)) if x is not None]
+    parts += [name for name, x in (*optional, ("transport", problem.outward)) if x is not None]
     kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
     state.check_kind(kind, problem.of_keys)
     return replace(problem, kind=kind)

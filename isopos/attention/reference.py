@@ -148,10 +148,10 @@ def rows(term: Term, phi: Phi = identity) -> Tensor:
 
 def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
     """The score that a term adds to each pair: ``[*b h t s]``."""
-    found = rows(term, phi)
+    table = rows(term, phi)
     if term.side == "none":
-        return found
-    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * found).sum(-1)
+        return table
+    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * table).sum(-1)
 
 
 def _takes_part(

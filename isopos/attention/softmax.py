@@ -215,18 +215,18 @@ def _takes_part(problem: SoftmaxProblem) -> Tensor:
     """Mask of keys for each query: bool ``[*b h t s]`` or a shape that broadcasts to it, with all keys."""
     t, s, ids, added = problem.q.shape[-2], problem.k.shape[-2], problem.segments, problem.attn_mask
     pairs = problem.causal or problem.window is not None
-    found = torch.ones(t if pairs else 1, s, dtype=torch.bool, device=problem.q.device)
-    found = found.tril(s - t) if problem.causal else found
+    mask = torch.ones(t if pairs else 1, s, dtype=torch.bool, device=problem.q.device)
+    mask = mask.tril(s - t) if problem.causal else mask
     if problem.window is not None:
-        found = found.triu(s - t - problem.window + 1)
-        found = found if problem.causal else found.tril(s - t + problem.window - 1)
-    found = found if problem.mask is None else found & problem.mask[..., None, None, :]
+        mask = mask.triu(s - t - problem.window + 1)
+        mask = mask if problem.causal else mask.tril(s - t + problem.window - 1)
+    mask = mask if problem.mask is None else mask & problem.mask[..., None, None, :]
     if added is not None:
-        found = found & (added if added.dtype == torch.bool else added != -torch.inf)
+        mask = mask & (added if added.dtype == torch.bool else added != -torch.inf)
     if ids is None:
-        return found
+        return mask
     of_queries = ids[0][..., ids[0].shape[-1] - t :]
-    return found & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
+    return mask & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
 
 
 def _bias(problem: SoftmaxProblem) -> Tensor:

@@ -147,8 +147,8 @@ def mrope(
             if (room := len(range(n, count, len(shares)))) < share:
                 turns = f"where {len(shares)} axes take turns over {count} pairs"
                 raise ValueError(f"sections: expected at most {room} pairs for axis {n}, {turns}, got {_text(sections)}")
-    own = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
-    return compose(laid_out(encodings.Rotary((own * rope_frequencies(count, base))[None]), layout), heads, choices)
+    selected = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
+    return compose(laid_out(encodings.Rotary((selected * rope_frequencies(count, base))[None]), layout), heads, choices)
 
 
 @register(

@@ -139,11 +139,11 @@ def grape(
     speed = rope_frequencies(planes * heads, base).view(planes, heads)
     parts: list[Encoding] = []
     for axis in range(axes):
-        own = [
+        rotations = [
             _plane(width, turn, learned, seed + axis * planes + n)
             for n, (width, turn) in enumerate(zip(widths[axis * planes :][:planes], speed, strict=True))
         ]
-        parts.append(own[0] if planes == 1 else encodings.DirectSum(own, shared=True))
+        parts.append(rotations[0] if planes == 1 else encodings.DirectSum(rotations, shared=True))
     return compose(parts[0] if axes == 1 else encodings.DirectSum(parts), heads, choices)
 
 

@@ -85,9 +85,9 @@ def permuteformer_2d(
         length: Longest axis; a smaller common order of an axis raises a warning.
     """
     widths = split(head_dim, axes, 1)
-    own = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
+    per_axis = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
     maps = torch.arange(head_dim, device="cpu").expand(heads, axes, -1).clone()
-    for n, (axis, first) in enumerate(zip(own, (sum(widths[:n]) for n in range(axes)), strict=True)):
+    for n, (axis, first) in enumerate(zip(per_axis, (sum(widths[:n]) for n in range(axes)), strict=True)):
         maps[:, n, first : first + axis.shape[-1]] = axis + first
     defaults = {"feature_map": "relu", "denominator": "encoded"}
     return compose(encodings.Permutation(maps, length=length), heads, choices, defaults)

@@ -1,4 +1,4 @@
-"""What makes a function a named scheme, and what finds one by its name and options as text."""
+"""Registration of scheme functions, construction of schemes from names and text options, and helpers for presets."""
 
 import functools
 import inspect
@@ -108,9 +108,9 @@ def register(**fields: Any) -> Callable[[Function], Function]:
             if isinstance(kind := options.get("attention"), Linear | Softmax):
                 options |= {"attention": kind.name, **kind.chosen}
             bound = signature.bind(*arguments, **options)
-            given = bound.arguments
-            at_least("head_dim", given["head_dim"])
-            at_least("heads", 1 if given.get("heads") is None else given["heads"])
+            values = bound.arguments
+            at_least("head_dim", values["head_dim"])
+            at_least("heads", 1 if values.get("heads") is None else values["heads"])
             scheme = function(*arguments, **options)
             bound.apply_defaults()
             scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in known()}
@@ -143,20 +143,19 @@ def build(
     *,
     model: Mapping[str, object] | None = None,
 ) -> Scheme:
-    """A scheme from its name and options: as text, as the command line has them, or as values.
+    """A scheme from its name and options, as text from the command line or as values.
 
     Args:
-        name: As `resolve` takes it.
+        name: Name, as in `resolve`.
         head_dim: d.
         heads: h.
-        options: Values by option, or their text.
-        model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
-            will be evaluated; "branches", children of a node at most; "depth", that of a usual tree; "scale", the standard
-            deviation of token embeddings; "seed". Options that `Entry.fits` names, and any seed, follow them where `options`
-            says nothing.
+        options: Value of each option, or its text.
+        model: Known facts about the model: "length", the longest sequence in training; "reach", the longest in evaluation;
+            "branches", largest number of children of a node; "depth" of a typical tree; "scale", the standard deviation of
+            token embeddings; "seed". They determine options in `Entry.fits`, and seeds, that `options` does not contain.
 
     Raises:
-        ValueError: For an unknown scheme, option or value, naming those that exist.
+        ValueError: For an unknown scheme, option or value; the message lists the valid ones.
 
     Examples:
         >>> build("rope", 64, 8, {"decay": "retnet", "base": "500000"}).choices["decay"]
@@ -177,33 +176,33 @@ def build(
 
 
 def resolve(name: str) -> str:
-    """The name in `REGISTRY` of a scheme: that name itself, or ``module.name`` of one that a module of yours registers.
+    """The key in `REGISTRY` for a scheme: its name, or ``module.name`` for a scheme that your module registers.
 
-    The module is imported, from the working folder or as it is installed.
+    The module is imported from the working folder or from installed packages.
 
     Raises:
         ValueError: For an unknown name, a module that cannot be imported, or one that registers no such scheme.
     """
-    module, dot, own = name.rpartition(".")
+    module, dot, scheme = name.rpartition(".")
     if dot:
         own_module(module, f"scheme {name}")
-        if own not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
-            found = ", ".join(known) or "none"
+        if scheme not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
+            names = ", ".join(known) or "none"
             raise ValueError(
-                f"scheme {name}: expected a scheme that {module} registers by @register, got {own!r} of {found}"
+                f"scheme {name}: expected a scheme that {module} registers by @register, got {scheme!r} of {names}"
             )
     elif name not in REGISTRY:
         raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
-    return own
+    return scheme
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a scheme and their types, or the names to choose from."""
+    """Options of a scheme with their types, or with the valid names."""
     hints = typing.get_type_hints(REGISTRY[name])
     parameters = inspect.signature(REGISTRY[name]).parameters.values()
-    own = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    kinds = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
     return {
-        o: typing.get_args(kind) if typing.get_origin(kind) is Literal else kind for o, kind in own.items()
+        o: typing.get_args(kind) if typing.get_origin(kind) is Literal else kind for o, kind in kinds.items()
     } | choices_of()
 
 
@@ -229,9 +228,9 @@ def _parse(what: str, text: str, kind: Any) -> Any:
 def compose(
     encoding: Coupling, heads: int | None, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
 ) -> Scheme:
-    """A scheme of these parts with a preset's defaults, where they have a meaning and the user has not chosen.
+    """A scheme of these parts, with a preset's defaults where the user has not chosen and they apply.
 
-    Fields of `Linear` and `Softmax` stand beside the name of the kind: the short form, which users type.
+    Fields of `Linear` and `Softmax` may be passed beside the name of the kind, the short form for users.
     """
     defaults = defaults or {}
     if heads is None and choices.get("decay", "none") != "none":
@@ -248,7 +247,7 @@ def compose(
 
 
 def even(width: int) -> int:
-    """The width; ValueError where it has no pairs of features."""
+    """The width; ValueError unless it is a positive even number."""
     if width % 2 or width < 2:
         raise ValueError(f"head size: expected an even number of features for a rotation of pairs, got {width}")
     return width
@@ -261,12 +260,12 @@ def laid_out(rotary: Encoding, layout: str) -> Encoding:
 
 
 def axial(shares: Sequence[int], base: float) -> Tensor:
-    """Rope's frequencies of each axis on so many pairs of its own, float64 ``[c f]``: each is zero but on its own axis."""
+    """Rope's frequencies for each axis on separate pairs, float64 ``[c f]``; each is zero except on its axis."""
     return torch.block_diag(*(rope_frequencies(share, base) for share in shares))
 
 
 def split(width: int, parts: int, step: int) -> list[int]:
-    """Widths of parts, as equal as multiples of `step` allow, larger ones first."""
+    """Widths of parts: multiples of `step`, as equal as possible, larger ones first."""
     if width < step * at_least("axes", parts):
         raise ValueError(f"head size: expected at least {step * parts} features for {parts} parts, got {width}")
     share, rest = divmod(width // step, parts)
