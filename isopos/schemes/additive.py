@@ -88,7 +88,6 @@ def shiv_quirk(
     """The stack of a tree node's last branches, added to the token embeddings.
 
     Args:
-        branches: Largest number of children of a node.
         depth: Steps towards the root that are encoded; model_dim / branches by default, and at most 16.
     """
     width = head_dim * heads if model_dim is None else model_dim

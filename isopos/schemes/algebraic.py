@@ -95,7 +95,6 @@ def ape_grid(
 
     Args:
         head_dim: d, even, at least 2 for each axis.
-        axes: Number of axes of the grid.
         metric: Distance for `locality`: "steps" summed over all axes, as in the paper, or "euclidean", the straight distance
             rounded down, as in the authors' code for images.
     """
@@ -155,7 +154,6 @@ def ape_tree(
     """Products of one learned orthogonal matrix per branch and head.
 
     Args:
-        branches: Largest number of children of a node.
         initial: Initial angles of each branch, as in `ape_sequence`, in random planes.
     """
     encoding = _tree(even(head_dim), heads, branches, initial, base, seed)

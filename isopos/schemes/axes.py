@@ -40,7 +40,6 @@ def rope_axial(
 
     Args:
         head_dim: d, even, at least 2 for each axis.
-        axes: Number of axes of the grid.
         sections: Pairs of each axis, with sum d/2: [6, 2], or "6+2" as text. Equal shares by default; where d/2 does not
             divide, the first axes have one pair more.
         base: 100 in the paper, for images of a few dozen patches per side.
@@ -73,7 +72,6 @@ def rope_mixed(
 
     Args:
         head_dim: d, even, at least 2 for each axis.
-        axes: Number of axes of the grid.
         base: 10 in the paper.
         learned: Learn w; otherwise w keeps its initial values.
     """

@@ -38,7 +38,6 @@ def string(
     Args:
         variant: "cayley": P = (I - S) (I + S)^-1 with a learned skew S. "circulant": generators C - C^T with learned
             circulant C; the basis is the Fourier transform, and two features pass unchanged.
-        axes: Number of axes of positions.
         learned: Learn basis and frequencies; otherwise both keep their initial values.
     """
     expect("variant", variant, ("cayley", "circulant"))
@@ -82,7 +81,6 @@ def comrope(
         head_dim: d, even, a multiple of `block`; with "axial" of axes * block.
         variant: "linear" (linearly dependent): in each block, the matrices of all axes are learned multiples of one matrix.
             "axial" (axial partition): each block belongs to one axis.
-        axes: Number of axes of positions.
         block: Features per block, even. By default 4 where this divides the features, else 2, which is rope with learned
             frequencies over axes.
         learned: Learn matrices and multiples; otherwise both keep their initial values.
@@ -170,7 +168,6 @@ def liere(
     not commute; `isopos check liere` measures the error. Each head and axis starts with rope's frequencies in random planes.
 
     Args:
-        axes: Number of axes of positions.
         learned: Learn the matrices; otherwise they keep their initial values.
     """
     angle = rope_frequencies(even(head_dim) // 2, base)

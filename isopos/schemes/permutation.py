@@ -80,7 +80,6 @@ def permuteformer_2d(
 
     Args:
         head_dim: d, at least 2 for each axis.
-        axes: Number of axes of the grid.
         orders: Random permutations as in the paper, or permutations of large orders.
         length: Longest axis; a smaller common order of an axis raises a warning.
     """

@@ -40,7 +40,9 @@ ARGUMENTS = {
     "head_dim": "d; even where pairs of features rotate.",
     "gated": "Learn, per head and feature, which part ignores positions: the paper's gated variant.",
     "heads": "h.",
+    "axes": "Number of axes of positions.",
     "base": "Base of geometric frequencies or angles.",
+    "branches": "Largest number of children of a node.",
     "initial": 'Initial angles: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
     "layout": 'Input layout of pairs: "interleaved" (2i, 2i+1), or "half" (i, i + d/2), as in checkpoints of transformers. '
     "Rotated\n        features are interleaved.",
