@@ -322,39 +322,33 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
 
 def _laws_of_pair(pair: Contragredient, probe: _Probe) -> dict[str, Callable[[], Finding]]:
     """Laws of W: the transposed queries' map at the origin times the keys' map, so that a constant basis cancels."""
-    group, x, y = probe.group, probe.x, probe.y
-    origin = group.origin(TOKENS)
+    group, x, y, unit = probe.group, probe.x, probe.y, torch.eye(pair.features, dtype=torch.float64)
+    origin, between = group.origin(TOKENS), group.compose(group.inverse(x), y)
 
-    def scored(a: Tensor, b: Tensor) -> Tensor:
-        sides = pair.query(a, torch.float64), pair.key(b, torch.float64)
-        query, key = (_matrices(side, pair.features) for side in sides)
+    def w(a: Tensor, b: Tensor) -> Tensor:
+        """W(a)^-1 W(b)."""
+        query, key = (_matrices(side, pair.features) for side in (pair.query(a, torch.float64), pair.key(b, torch.float64)))
         return query.mT @ key
 
-    def w(a: Tensor) -> Tensor:
-        return scored(origin, a)
+    def law(name: str, note: str, products: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        @torch.no_grad()
+        def measure() -> Finding:
+            product, expected = products()
+            return _law(name, _most(product - expected) / max(1.0, _most(expected)), f"largest {note}")
 
-    def inverse(a: Tensor) -> Tensor:
-        return scored(a, origin)
-
-    def unit() -> Tensor:
-        return torch.eye(pair.features, dtype=torch.float64)
+        laws[name] = measure
 
     @torch.no_grad()
-    def law(name: str, note: str, found: Tensor, expected: Tensor) -> Finding:
-        return _law(name, _most(found - expected) / max(1.0, _most(expected)), note)
-
     def unitary() -> Finding:
-        error = _most(w(x).mT @ w(x) - unit())
+        error = _most(w(origin, x).mT @ w(origin, x) - unit)
         return Finding("unitary", error <= TOLERANCE, error, "largest change of a norm, which a pair may have", is_law=False)
 
-    products = "largest |W(x) W(y) - W(xy)|, relative", "largest |W(x)^-1 W(y) - W(x^-1 y)|, relative"
-    between = group.compose(group.inverse(x), y)
-    return {
-        "homomorphism": lambda: law("homomorphism", products[0], w(x) @ w(y), w(group.compose(x, y))),
-        "identity": lambda: law("identity", "largest |W(x)^-1 W(x) - I|", inverse(x) @ w(x), unit()),
-        "decomposable": lambda: law("decomposable", products[1], inverse(x) @ w(y), w(between)),
-        "unitary": torch.no_grad()(unitary),
-    }
+    laws: dict[str, Callable[[], Finding]] = {}
+    product, inverse = "|W(x) W(y) - W(xy)|, relative", "|W(x)^-1 W(y) - W(x^-1 y)|, relative"
+    law("homomorphism", product, lambda: (w(origin, x) @ w(origin, y), w(origin, group.compose(x, y))))
+    law("identity", "|W(x)^-1 W(x) - I|", lambda: (w(x, origin) @ w(origin, x), unit))
+    law("decomposable", inverse, lambda: (w(x, origin) @ w(origin, y), w(origin, between)))
+    return laws | {"unitary": unitary}
 
 
 @torch.no_grad()
