@@ -237,7 +237,7 @@ class Lie(_Sided):
         self.features = self.out_features = generator.shape[-1]
         self.parametrise("generator", generator, learned=learned)
 
-    def unserved(self, rule: Extension) -> str:
+    def refusal(self, rule: Extension) -> str:
         if isinstance(rule, Linear):
             return ""
         return f"expected linear for generators that do not commute, and so have no frequencies, got {rule.name}"

@@ -61,7 +61,7 @@ class Coupling(ExactModule, ABC):
         """Frequencies ``[h c f]`` after its extension."""
         return frequency if self.extension is None else self.extension(to_float64(frequency))
 
-    def unserved(self, rule: Extension) -> str:
+    def refusal(self, rule: Extension) -> str:
         """The reason why a rule does not apply to its frequencies, or ""."""
         return ""
 

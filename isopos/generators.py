@@ -141,7 +141,7 @@ class RankTwo(Encoding):
     def pairs(self) -> int:
         return 1
 
-    def unserved(self, rule: Extension) -> str:
+    def refusal(self, rule: Extension) -> str:
         if not rule.by_series:
             return ""
         return f"expected linear, llama3 or longrope for a plane by itself, got {rule.name}, which goes by all of a head"

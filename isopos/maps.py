@@ -91,7 +91,7 @@ class TokenMap(ABC):
         """The adjoint ``[*b h t d'] -> [*b h t d]``, <rho a, x> = <a, rho* x>; for an isometry the inverse."""
         raise NotImplementedError(f"{type(self).__name__} has no adjoint")
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         """Map x of any floating dtype in one GPU kernel; None if no kernel serves."""
         return None
 
@@ -101,9 +101,9 @@ class TokenMap(ABC):
         return self._has_adjoint and (not self._maps or all(part.linear for part in self._parts()))
 
     @property
-    def delicate(self) -> bool:
+    def needs_float32(self) -> bool:
         """Whether products of its outputs may cancel to far less than their terms, so that it needs float32."""
-        return self.cancels or (bool(self._maps) and any(part.delicate for part in self._parts()))
+        return self.cancels or (bool(self._maps) and any(part.needs_float32 for part in self._parts()))
 
     def part(self, slices: Slices) -> Self:
         """The map restricted to some tokens of some heads and samples."""
@@ -151,11 +151,11 @@ class TokenMap(ABC):
         return next((size for size in sizes if size is not None), None)
 
     @property
-    def numbers_a_token(self) -> int:
+    def numbers_per_token(self) -> int:
         """Numbers stored per token, without those that tokens share."""
         tensors = ((dims.tokens, getattr(self, name)) for name, dims in self._tensors)
         each = (x.numel() // max(1, x.shape[axis]) for axis, x in tensors if axis is not None and isinstance(x, Tensor))
-        return sum(each) + sum(part.numbers_a_token for part in self._parts())
+        return sum(each) + sum(part.numbers_per_token for part in self._parts())
 
     @property
     def leading(self) -> torch.Size:
@@ -221,7 +221,7 @@ class TokenMap(ABC):
                 f"x: expected {leading[-1]} heads, one per table, got {x.shape[-3]}; softmax_attention and "
                 "linear_attention of isopos share tables among fewer heads of keys"
             )
-        if (out := self.at_once(x)) is not None:
+        if (out := self.fused(x)) is not None:
             return out
         wide = x if x.dtype.itemsize >= 4 else x.float()
         with full_precision(x.device):
@@ -256,7 +256,7 @@ class Rotation(Isometry):
     def adjoint(self, x: Tensor) -> Tensor:
         return (unlift if self.lifted else unrotate)(*self._wide(x))
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         return turned(x, self.table, lifted=self.lifted)
 
     def _wide(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -380,9 +380,9 @@ class BlockSum(_SideBySide, Isometry):
     widths: tuple[int, ...]
     returned: tuple[int, ...] = ()
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         partial = len(self.parts) == 2 and isinstance(self.parts[1], Identity)
-        return self.parts[0].at_once(x) if partial else None  # the kernel copies the remaining features
+        return self.parts[0].fused(x) if partial else None  # the kernel copies the remaining features
 
 
 class Blocks(_SideBySide):
@@ -406,7 +406,7 @@ class Chain(_Composition, Isometry):
     first: Isometry
     second: Isometry
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         match self.first, self.second:
             case Gather(halves=True), Rotation(lifted=False) as rotation if self.first.features == rotation.features:
                 return turned(x, rotation.table, halves=True)
@@ -554,12 +554,12 @@ class Mapped(TokenMap):
         return self.phi(self.first.apply(x))
 
 
-def sharpened(part: TokenMap, factor: float) -> TokenMap:
+def rescaled(part: TokenMap, factor: float) -> TokenMap:
     """A map with its output multiplied by a factor, except features that pass unchanged; tables are scaled where possible.
 
     Examples:
         >>> half = BlockSum((Rotation(torch.tensor([[[[1.0, 0.0]]]])), Identity()), (2, 2), (2, 2))
-        >>> sharpened(half, 3.0)(torch.ones(1, 1, 4)).tolist()
+        >>> rescaled(half, 3.0)(torch.ones(1, 1, 4)).tolist()
         [[[3.0, 3.0, 1.0, 1.0]]]
     """
     match part:
@@ -568,10 +568,10 @@ def sharpened(part: TokenMap, factor: float) -> TokenMap:
         case Rotation():
             return Rotation(part.table * factor, part.lifted)
         case Chain():
-            second = sharpened(part.second, factor)
+            second = rescaled(part.second, factor)
             return (Chain if isinstance(second, Isometry) else Composed)(part.first, second)  # pyright: ignore
         case BlockSum():
-            parts = tuple(sharpened(inner, factor) for inner in part.parts)
+            parts = tuple(rescaled(inner, factor) for inner in part.parts)
             kind: Any = BlockSum if all(isinstance(inner, Isometry) for inner in parts) else Blocks
             return kind(parts, part.widths, part.returned)
     tensor = next(part.tensors())

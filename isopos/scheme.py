@@ -20,7 +20,7 @@ from isopos.exact import ExactModule, cast_down, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
-from isopos.maps import Adjoint, Mapped, TokenMap, sharpened
+from isopos.maps import Adjoint, Mapped, TokenMap, rescaled
 from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -299,7 +299,7 @@ class Scheme(nn.Module):
             )
         for part in parts:
             rule.check(part.pairs)
-            if reason := part.unserved(rule):
+            if reason := part.refusal(rule):
                 raise ValueError(f"extend: {reason}")
         for part in parts:
             part.extension = rule
@@ -420,7 +420,7 @@ class Scheme(nn.Module):
         if self.attention == "softmax":
             found["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if (factor := self.rotary_factor) != 1 and evaluated is None:
-                made: Any = [sharpened(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
+                made: Any = [rescaled(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
                 found["isometry"] = tuple(made) if len(made) > 1 else made[0]
             if self.locality is not None:
                 found["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)

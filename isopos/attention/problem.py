@@ -228,7 +228,7 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
             )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
-    if problem.rho_q.delicate or problem.rho_k.delicate:
+    if problem.rho_q.needs_float32 or problem.rho_k.needs_float32:
         problem = _at_least_float32(problem)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.groups > 1 and attn_mask is not None and attn_mask.ndim > 2 and attn_mask.shape[-3] == batch[-1]:

@@ -148,7 +148,7 @@ class Steps:
         """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
         self._state.stamped(self.scheme.fingerprint, None)
         dtype = prepared.sums[0].dtype
-        numbers = sum(rho.numbers_a_token for rho in {self._problem.rho_q, self._problem.rho_k})
+        numbers = sum(rho.numbers_per_token for rho in {self._problem.rho_q, self._problem.rho_k})
         most = max(1, min(AHEAD, MOST // max(1, numbers)))
         self._rows, at = self._ahead(self.length, most, dtype, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
