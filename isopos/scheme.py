@@ -184,7 +184,7 @@ class Scheme(nn.Module):
                 )
         if self.turn is not None and not self.encoding.is_trivial:
             raise ValueError(
-                f"turn: expected none beside {type(self.encoding).__name__}, with whose maps rotations by content need not "
+                f"turn: expected none beside {type(self.encoding).__name__}, with whose maps selective rotation need not "
                 "commute, got one; encodings.Identity has no map of its own"
             )
         if self.metric is not None and not group.is_grid:
@@ -192,7 +192,7 @@ class Scheme(nn.Module):
                 f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r} for positions of {group}"
             )
         if self.transport and self.turn is not None:
-            raise ValueError("transport: expected False beside turns by content, which values do not follow, got True")
+            raise ValueError("transport: expected False with selective rotation, which does not apply to values, got True")
         if self.transport and (self.inside or self.width != 1 or self.encoding.features != self.encoding.out_features):
             name = type(self.encoding).__name__
             raise ValueError(
