@@ -531,7 +531,7 @@ def _formulas() -> Iterator[tuple[str, str, str, str]]:
         fill_zeros(scheme)
         if scheme.embedding is not None or "absolute" in name:
             figure = "- (an absolute one has no canonical form)"
-        elif scheme.path:
+        elif scheme.phases:
             figure = "- (steps are read from keys)"
         elif scheme.encoding.is_random:
             figure = "- (equal in expectation only)"

@@ -1,7 +1,7 @@
 """Bases P: constant orthogonal maps applied before an encoding's operator (LRPE, W_s = P^H Lambda^(s) P).
 
 The outer P^H cancels in products of queries and keys (LRPE, Eq. 75), so P is applied once. A basis is a module; calling it
-returns an isometry that is the same for every token.
+returns an isometry that is constant over tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from isopos.exact import ExactModule, narrow, wide
+from isopos.exact import ExactModule, cast_down, to_float64
 from isopos.maps import Gather, Isometry, Matrix, OnPairs, Reflection
 from isopos.ops.rotate import narrow_index, skew_exponential
 
@@ -20,8 +20,8 @@ class Basis(ExactModule, ABC):
     """A constant orthogonal map of `features` features."""
 
     features: int
-    widening: int = 1  # features that it returns for each one that it takes
-    is_complex: bool = False  # whether it acts on pairs of features as on complex numbers, and so commutes with phases
+    widening: int = 1  # output features per input feature
+    is_complex: bool = False  # whether it maps pairs of features as complex numbers, and so commutes with phases
 
     @abstractmethod
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
@@ -29,10 +29,10 @@ class Basis(ExactModule, ABC):
 
 
 class Householder(Basis):
-    """The reflection P = I - 2 u u^T with u = v / |v|, one normal a head (LRPE, Appendix D.1).
+    """The reflection P = I - 2 u u^T with u = v / |v|, one normal per head (LRPE, Appendix D.1).
 
     Args:
-        normal: v, ``[h d]`` (h = 1: shared by all heads). Any length but zero.
+        normal: v, ``[h d]`` (h = 1: shared by all heads), of any nonzero length.
         learned: Whether v is a parameter.
 
     Examples:
@@ -51,12 +51,12 @@ class Householder(Basis):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         device = device or self.parameter.device
-        normal = wide(self.parameter, device)
-        return Reflection(narrow(normal / normal.norm(dim=-1, keepdim=True), dtype, device)[:, None])
+        normal = to_float64(self.parameter, device)
+        return Reflection(cast_down(normal / normal.norm(dim=-1, keepdim=True), dtype, device)[:, None])
 
 
 class _Generated(Basis, ABC):
-    """A rotation of all features, one a head, made of a matrix that can be learned."""
+    """A rotation of all features, one per head, computed from a matrix that can be learned."""
 
     def __init__(self, generator: Tensor, *, learned: bool = False):
         super().__init__()
@@ -67,15 +67,15 @@ class _Generated(Basis, ABC):
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
         device = device or self.parameter.device
-        return Matrix(narrow(self._matrix(wide(self.parameter, device)), dtype, device))
+        return Matrix(cast_down(self._matrix(to_float64(self.parameter, device)), dtype, device))
 
     @abstractmethod
     def _matrix(self, generator: Tensor) -> Tensor:
-        """P ``[h d d]`` of A ``[h d d]``, both float64."""
+        """P ``[h d d]`` from A ``[h d d]``, both float64."""
 
 
 class Orthogonal(_Generated):
-    """The rotation P = exp(A - A^T) of all features, one a head, that can be learned (APE, section 4.2).
+    """The rotation P = exp(A - A^T) of all features, one per head (APE, section 4.2).
 
     Args:
         generator: A, ``[h d d]``; zero makes P the identity.
@@ -92,9 +92,9 @@ class Orthogonal(_Generated):
 
 
 class Cayley(_Generated):
-    """The rotation P = (I - S) (I + S)^-1 of all features with S = A - A^T, one a head (STRING, Eq. 10).
+    """The rotation P = (I - S) (I + S)^-1 of all features with S = A - A^T, one per head (STRING, Eq. 10).
 
-    Every rotation without the angle pi is one; a linear system takes the place of the exponential of `Orthogonal`.
+    Every rotation without the angle pi has this form; it needs a linear system instead of the exponential of `Orthogonal`.
 
     Args:
         generator: A, ``[h d d]``; zero makes P the identity.
@@ -111,11 +111,20 @@ class Cayley(_Generated):
         return torch.linalg.solve(unit + skew, unit - skew)  # the two commute
 
 
+class _Fixed(Basis, ABC):
+    """A basis without parameters: a matrix ``[e d]`` shared by all heads."""
+
+    matrix: Tensor
+
+    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
+        return Matrix(cast_down(self.matrix, dtype, device)[None])
+
+
 class OddEven(Basis):
     """The permutation (P x)_i = x_{pi(i)} with pi(2k) = k, pi(2k+1) = ceil(d/2) + k (LRPE, Eq. 74).
 
-    This is Eq. 74 zero-based (the paper misprints it), read as the paper's listing does. Followed by an interleaved rotation
-    it is the half-split layout of rotary embeddings: feature i rotates with feature i + d/2.
+    This is Eq. 74 zero-based (the paper misprints it), as in the paper's listing. Followed by an interleaved rotation it is
+    the half-split layout of rotary embeddings: feature i rotates with feature i + d/2.
 
     Args:
         features: d.
@@ -135,10 +144,11 @@ class OddEven(Basis):
         return Gather(index[None, None], constant=True, halves=True)
 
 
-class Fourier(Basis):
-    """The orthonormal real discrete Fourier transform: rows of scaled cosines and sines, a pair a frequency.
+class Fourier(_Fixed):
+    """The orthonormal real discrete Fourier transform: rows of scaled cosines and sines, one pair per frequency.
 
-    `rfft` of a real vector does not keep norms. These rows do: the constant, the alternating one if d is even, the pairs.
+    `rfft` of a real vector does not keep norms. These rows do: the constant, the alternating row if d is even, and the
+    pairs.
 
     Args:
         features: d.
@@ -162,12 +172,9 @@ class Fourier(Basis):
             ends.append((1 - 2 * (n % 2))[None] / d**0.5)
         self.matrix = torch.cat((*ends, pairs))
 
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
 
-
-class ComplexFourier(Basis):
-    """The unitary discrete Fourier transform of complex features, each a pair (real, imaginary) of real ones.
+class ComplexFourier(_Fixed):
+    """The unitary discrete Fourier transform of complex features, each stored as a pair (real, imaginary).
 
     Args:
         features: 2 n for n complex features.
@@ -192,14 +199,12 @@ class ComplexFourier(Basis):
         rows = torch.stack((torch.stack((cos, sin), -1), torch.stack((-sin, cos), -1)), 1)  # [n 2 n 2]
         self.matrix = rows.flatten(2).flatten(0, 1) * (2 / features) ** 0.5
 
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
 
+class Spectrum(_Fixed):
+    """The unitary discrete Fourier transform of real features into as many complex ones, each a pair (real, imaginary).
 
-class Spectrum(Basis):
-    """The unitary discrete Fourier transform of real features: as many complex ones, each a pair (real, imaginary).
-
-    A complex P of LRPE's Eq. 22 on real vectors, as in the paper's listing: phases of its features tell direction.
+    This is a complex P of LRPE's Eq. 22 for real vectors, as in the paper's listing; phases of its features distinguish
+    directions.
 
     Args:
         features: d; it returns 2 d.
@@ -220,12 +225,9 @@ class Spectrum(Basis):
         angle = 2 * torch.pi / features * n[:, None] * n
         self.matrix = torch.stack((angle.cos(), -angle.sin()), 1).flatten(0, 1) / features**0.5
 
-    def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Matrix(narrow(self.matrix, dtype, device)[None])
-
 
 class Pairs(Basis):
-    """A real basis P of complex features: P acts on the real parts and on the imaginary parts of pairs.
+    """A real basis P of complex features: P maps the real parts and the imaginary parts of pairs separately.
 
     Args:
         basis: P, on n features; the pairs are 2 n.

@@ -1,8 +1,8 @@
-"""Relative biases: learned tables of buckets of offsets, or functions of offsets, which add terms to scores and values.
+"""Relative biases: learned tables over buckets of offsets, or functions of offsets, that add terms to scores and values.
 
-They are no representations: a term depends on both positions at once, so attention with one is quadratic; only terms whose
-buckets are clipped offsets have a sum in linear time. All but `Fire`, whose distances are shares of the query's position,
-are relative. An offset is the key's position minus the query's.
+They are no representations: a term depends on both positions jointly, so attention with it is quadratic. Only terms of
+clipped offsets have a sum in linear time. All biases are relative except `Fire`, which divides distances by the query's
+position. An offset is the key's position minus the query's.
 """
 
 import bisect
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least, expect
-from isopos.exact import ExactModule, Weight, full_precision, narrow, normal, wide
+from isopos.exact import ExactModule, Weight, cast_down, full_precision, normal, to_float64
 from isopos.ops import gpu
 from isopos.positions import Group, Line, lines
 from isopos.terms import Clipped, DistanceKernel, Indexed, Numbers, Offsets, Term
@@ -22,13 +22,13 @@ __all__ = ["T5", "ClippedKeys", "DeBERTa", "Fire", "Kerple", "RelativeBias", "Sh
 
 
 class RelativeBias(ExactModule, ABC):
-    """Terms of pairs of positions of `group`. Subclasses are final: they set group and heads and define `terms`."""
+    """Terms for pairs of positions of `group`. Subclasses are final; they set group and heads and define `terms`."""
 
     group: Group
-    heads: int = 1  # that have tables of their own; 1: all share one
-    outside: int = 0  # number of first tokens that are outside the positions: class tokens
-    is_linear: bool = False  # whether linear attention sums its terms in linear time
-    weaker_law: str = ""  # what holds instead, where terms do not see relative positions only
+    heads: int = 1  # heads with separate tables; 1: one shared table
+    outside: int = 0  # number of leading tokens without a position: class tokens
+    is_linear: bool = False  # whether linear attention has a linear-time sum of its terms
+    weaker_law: str = ""  # the law that holds if terms are not relative
 
     def forward(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Term, ...]:
         """Terms of queries at x ``[*b t c]`` and keys at y ``[*b s c]``, with tables in `dtype`."""
@@ -38,17 +38,19 @@ class RelativeBias(ExactModule, ABC):
 
     @abstractmethod
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        """Those terms, at positions of the group."""
+        """Terms as in `forward`, for positions that are checked."""
 
 
 class T5(RelativeBias):
-    """A number a head and bucket, added to logits: near offsets have buckets of their own, far ones share them by logarithm.
+    """One number per head and bucket, added to logits.
+
+    Near offsets have separate buckets, far ones share them logarithmically.
 
     Args:
         heads: h.
         buckets: Number of buckets; half of them for each direction if bidirectional.
-        max_distance: Offsets at least so far share the last bucket.
-        bidirectional: Whether keys after the query have buckets, too; otherwise they share that of offset 0.
+        max_distance: Larger offsets share the last bucket.
+        bidirectional: Whether keys after the query have separate buckets; otherwise they share the bucket of offset 0.
 
     References:
         Exploring the Limits of Transfer Learning (Raffel et al. 2020), section 2.1. https://arxiv.org/abs/1910.10683
@@ -75,7 +77,7 @@ class T5(RelativeBias):
         self.parametrise("weight", torch.zeros(heads, buckets, device="cpu", dtype=torch.float64), learned=True)
 
     def bucket(self, offset: Tensor) -> Tensor:
-        """Bucket of each offset, int64 of any shape; exact at every offset."""
+        """Bucket of each offset, int64 of any shape; exact for every offset."""
         distance = offset.abs() if self.bidirectional else (-offset).clamp_min(0)
         after = (offset > 0) * self.one_way if self.bidirectional else 0
         return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
@@ -85,17 +87,17 @@ class T5(RelativeBias):
 
 
 class Shaw(RelativeBias):
-    """Vectors of clipped offsets, added to keys and to values; heads share them.
+    """Vectors of clipped offsets, added to keys and to values, and shared by all heads.
 
     logit_ij = scale <q_i, k_j + a^K_{clip(j - i)}>,  output_i = sum_j weight_ij (v_j + a^V_{clip(j - i)})
 
     Args:
         features: d of queries, keys and values.
-        reach: Offsets beyond it share the last vector.
-        seed: Of the initial vectors, of standard deviation d^-1/2.
+        reach: Larger offsets share the last vector.
+        seed: Seed of the initial vectors, with standard deviation d^-1/2.
 
     References:
-        Self-Attention with Relative Position Representations (Shaw et al. 2018), Eq. 3 and 4; RoFormer, Eq. 5, misprints the
+        Self-Attention with Relative Position Representations (Shaw et al. 2018), Eq. 3 and 4. RoFormer, Eq. 5, misprints the
         query, which has no position. https://arxiv.org/abs/1803.02155
     """
 
@@ -113,15 +115,16 @@ class Shaw(RelativeBias):
 class DeBERTa(RelativeBias):
     """Content to position and position to content: <q_i, k_j> + <q_i, K_delta(i,j)> + <Q_delta(j,i), k_j>.
 
-    The vectors K and Q, each head its own, are what the paper's projections make of its relative embeddings.
+    The vectors K and Q, separate for each head, replace the paper's projections of its relative embeddings.
 
     Args:
         heads: h.
         features: d of queries and keys.
-        buckets: k: offsets have 2 k rows, of which row k + n is n steps before the query.
-        max_distance: Far offsets share rows by logarithm up to this one, as in version 2; with None offsets are clipped.
+        buckets: k: offsets have 2 k rows; row k + n is n steps before the query.
+        max_distance: Far offsets share rows logarithmically up to this distance, as in version 2; with None offsets are
+            clipped.
         released: Position to content is <Q_delta(i,j), k_j>, as in the released code and weights; Eq. 4 has delta(j,i).
-        seed: Of the initial vectors, of standard deviation d^-1/2.
+        seed: Seed of the initial vectors, with standard deviation d^-1/2.
 
     References:
         - DeBERTa (He et al. 2021), Eq. 3 and 4. https://arxiv.org/abs/2006.03654
@@ -154,12 +157,15 @@ class DeBERTa(RelativeBias):
         self.keys, self.queries = Weight(start[0]), Weight(start[1])
 
     def bucket(self, offset: Tensor) -> Tensor:
-        """Row delta of each offset, int64 of any shape; exact at every offset."""
+        """Row delta of each offset, int64 of any shape; exact for every offset."""
         steps = torch.bucketize(offset.abs(), self.starts.to(offset.device), right=True)
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        sign, (keys, queries) = 1 if self.released else -1, (own.parameter.to(dtype) for own in (self.keys, self.queries))
+        sign, (keys, queries) = (
+            1 if self.released else -1,
+            (a.parameter.to(dtype) for a in (self.keys, self.queries)),
+        )
         return (
             _of_offsets(keys, "query", x, y, self.bucket, self.starts),
             _of_offsets(queries, "key", x, y, lambda offset: self.bucket(sign * offset), self.starts),
@@ -167,18 +173,18 @@ class DeBERTa(RelativeBias):
 
 
 class Kerple(RelativeBias):
-    """A kernel of the distance with two learned positive numbers a head, subtracted from logits.
+    """A kernel of the distance with two learned positive numbers per head, subtracted from logits.
 
     log:    -r1 log(1 + r2 |t|)
     power:  -r1 |t|^r2 with r2 at most 2; r2 = 1 is ALiBi with learned slopes
 
-    Both are conditionally positive definite: a constant added to them, which softmax does not see, makes them kernels.
+    Both are conditionally positive definite: plus a constant, which does not change softmax, they are kernels.
 
     Args:
         heads: h.
         kernel: "log" or "power".
-        seed: Of the initial numbers, uniform up to 2 (r1 of log, r2 of power) or 1 and at least 0.01, as in the authors'
-            code. They are learned as softplus, and r2 of power as 2 sigmoid, of a parameter.
+        seed: Seed of the initial numbers: uniform up to 2 (r1 of log, r2 of power) or 1, and at least 0.01, as in the
+            authors' code. Parameters are inverse softplus of them, or for r2 of power inverse 2 sigmoid.
 
     References:
         KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation (Chi et al. 2022), the logarithmic and the
@@ -203,8 +209,8 @@ class Kerple(RelativeBias):
         self.second = Weight(second.expm1().log() if log else (second / 2).logit())
 
     def numbers(self) -> tuple[Tensor, Tensor]:
-        """r1 and r2 of each head now: float64 ``[h]``."""
-        first, second = wide(self.first.parameter), wide(self.second.parameter)
+        """Current r1 and r2 of each head: float64 ``[h]``."""
+        first, second = to_float64(self.first.parameter), to_float64(self.second.parameter)
         r2 = torch.nn.functional.softplus(second) if self.kernel == "log" else 2 * second.sigmoid()
         return torch.nn.functional.softplus(first), r2
 
@@ -212,28 +218,32 @@ class Kerple(RelativeBias):
         if _apart(x, y):
             return (
                 DistanceKernel(
-                    narrow(torch.stack(self.numbers(), -1), dtype, x.device), "none", wide(x), wide(y), self.kernel
+                    cast_down(torch.stack(self.numbers(), -1), dtype, x.device),
+                    "none",
+                    to_float64(x),
+                    to_float64(y),
+                    self.kernel,
                 ),
             )
-        distance = narrow(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
-        r1, r2 = (narrow(a, dtype, x.device)[:, None, None] for a in self.numbers())
+        distance = cast_down(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
+        r1, r2 = (cast_down(a, dtype, x.device)[:, None, None] for a in self.numbers())
         return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)
 
 
 class Fire(RelativeBias):
-    """A small learned network of the share that a distance, on a logarithmic scale, has of the query's position.
+    """A learned network of the distance relative to the query's position, both on a logarithmic scale.
 
     b(x, y) = f(psi(|y - x|) / psi(max(L, x))),  psi(n) = log(c n + 1),  f(s) = W relu(s u + w)
 
-    Positions count from the start of a sequence. Beyond the learned position L a score sees more than an offset: shares stay
-    within what training has seen at any length. For queries up to L it is relative. f has no bias ahead of softmax, which
-    would not see it.
+    Positions count from the start of a sequence. For queries beyond the learned position L a score depends on the position,
+    not on the offset alone; the argument of f stays within the range of training at any length. For queries up to L it is
+    relative. f has no bias before softmax, which would cancel it.
 
     Args:
         heads: h.
-        width: Of f.
-        length: L at the start, at least 1; what is learned is the factor of it, at first 1.
-        seed: Of f.
+        width: Hidden units of f.
+        length: Initial L, at least 1; a factor of it, initially 1, is learned.
+        seed: Seed of f.
 
     References:
         Functional Interpolation for Relative Positions Improves Long Context Transformers (Li et al. 2024), FIRE with the
@@ -257,31 +267,32 @@ class Fire(RelativeBias):
         )  # c and L / length
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        rate = wide(self.rate.parameter, x.device).abs()
-        threshold = self.length * wide(self.threshold.parameter, x.device).abs()
-        last = torch.maximum(wide(x), threshold.clamp_min(1))  # [*b t 1]
-        share = torch.log1p(rate * wide(self.group.distance(x, y))) / torch.log1p(rate * last)
+        rate = to_float64(self.rate.parameter, x.device).abs()
+        threshold = self.length * to_float64(self.threshold.parameter, x.device).abs()
+        last = torch.maximum(to_float64(x), threshold.clamp_min(1))  # [*b t 1]
+        share = torch.log1p(rate * to_float64(self.group.distance(x, y))) / torch.log1p(rate * last)
         u, w = self.into.parameter.to(dtype)
-        hidden = (narrow(share, dtype, x.device)[..., None] * u + w).relu()  # [*b t s width]
+        hidden = (cast_down(share, dtype, x.device)[..., None] * u + w).relu()  # [*b t s width]
         with full_precision(x.device):
             return (Numbers((hidden @ self.out.parameter.to(dtype).mT).movedim(-1, -3)),)
 
 
 class ClippedKeys(RelativeBias):
-    """Horn's scheme 2: vectors of clipped offsets, added to keys, which linear attention sums in linear time.
+    """Horn's scheme 2: vectors of clipped offsets, added to keys. Linear attention sums them in linear time.
 
     weight_ij = <phi(q_i), phi(k_j) + phi(w_{clip(y_j - x_i)})>
 
-    Offsets are clipped on each axis, direction included; the far buckets are prefix sums over the grid.
+    Offsets are signed and clipped on each axis; far buckets are prefix sums over the grid.
 
     Args:
         heads: h.
         features: d of queries and keys.
         reach: R >= 1: (2 R + 1)^axes buckets.
-        axes: Of the positions.
-        outside: Number of first tokens outside the grid (class tokens); two buckets are theirs, as key and as query.
-        mean: Of the numbers in initial vectors, which have the standard deviation 1, as queries have.
-        seed: Of the initial vectors.
+        axes: Number of axes of positions.
+        outside: Number of leading tokens without a position (class tokens); they have two separate buckets, as key and as
+            query.
+        mean: Mean of the initial vectors; their standard deviation is 1, as for queries.
+        seed: Seed of the initial vectors.
 
     References:
         Translational Equivariance in Kernelizable Attention (Horn et al. 2021), scheme 2 of the notes, whose printed sum is
@@ -314,14 +325,14 @@ class ClippedKeys(RelativeBias):
 
 
 def _apart(x: Tensor, y: Tensor) -> bool:
-    """Whether a kernel of a GPU may be asked, which forms no pairs."""
+    """Whether a GPU kernel that forms no pairs may serve."""
     return not (torch.compiler.is_compiling() or gpu.unreadable(x, y))
 
 
 def _of_offsets(
     table: Tensor, side: str, x: Tensor, y: Tensor, bucket: Callable[[Tensor], Tensor], starts: Tensor
 ) -> Indexed | Offsets:
-    """A term of offsets, with the buckets of all pairs, or of each offset; from the last start on these share one."""
+    """A term of offsets with buckets of all pairs, or of each offset; offsets from the last start on share one."""
     if not _apart(x, y):
         return Indexed(table, side, bucket(_offsets(x, y)))
     most = int(starts[-1])
@@ -334,5 +345,5 @@ def _offsets(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _least(holds: Callable[[int], bool]) -> int:
-    """The least positive integer from which a condition holds; of integers, so that no power is rounded."""
+    """The least positive integer that fulfils a monotonic condition. Integers avoid rounded powers."""
     return 1 + bisect.bisect_left(range(1, 2**62), True, key=holds)

@@ -1,9 +1,9 @@
-"""Contragredient pairs: representations rho that need not be unitary, of queries by rho(x)^-T and of keys by rho(y).
+"""Contragredient pairs: representations rho that need not be unitary; queries are mapped by rho(x)^-T, keys by rho(y).
 
     <rho(x)^-T q, rho(y) k> = q^T rho(x^-1 y) k
 
-is relative for every representation; a unitary one is its own contragredient, and so an encoding. What is given up is the
-isometry alone: norms change, scores have no bound, and how far apart positions may be is limited by the dtype of tables.
+Scores are relative for every representation; a unitary one is its own contragredient, and so an encoding. Without the
+isometry norms change, scores are unbounded, and the dtype of tables limits the distance of positions.
 """
 
 import math
@@ -14,26 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from isopos.catalog import at_least
+from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant, narrow, wide
+from isopos.exact import cast_down, constant, to_float64
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
 from isopos.poses import Projective
 from isopos.positions import Line, Product
 
-__all__ = ["Beside", "Contragredient", "Jordan", "Projection"]
+__all__ = ["Contragredient", "ContragredientSum", "Jordan", "Projection"]
+
+__getattr__ = renamed(__name__, {"Beside": "isopos.contragredient.ContragredientSum"})
 
 
 class Contragredient(Coupling, ABC):
-    """A representation rho of `group` on `features` features, which it returns as many of."""
+    """A representation rho of `group` on `features` features."""
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """rho(x)^-T."""
+        """The map rho(x)^-T."""
         self.group.check(x)
         return self._at(x, dtype, dual=True)
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """rho(x)."""
+        """The map rho(x)."""
         self.group.check(x)
         return self._at(x, dtype, dual=False)
 
@@ -44,23 +47,23 @@ class Contragredient(Coupling, ABC):
 class Jordan(Contragredient):
     """exp(x A) with A of equal real Jordan blocks: order m, growth g, frequency w, the eigenvalues g +- i w.
 
-    Blocks of one feature order, or several side by side (`Beside`), are all finite-dimensional representations of a line, up
-    to a basis, which the projections of queries and keys learn. Scores are sums of e^(g t) cos(w t) and e^(g t) sin(w t)
-    times t^n / (n! length^n), n < m, for offsets t = y - x: rotation with g = 0 and m = 1, xPos with m = 1 and g > 0, and
-    with g = w = 0 and m = 2 the additive generator [[0, 1], [0, 0]] / length, whose score on the features (length, 0) and
-    (0, 1) is the offset itself, as in ALiBi.
+    Blocks of several orders side by side (`ContragredientSum`) give all finite-dimensional representations of a line, up to
+    a basis, which the projections of queries and keys learn. Scores are sums of e^(g t) cos(w t) and e^(g t) sin(w t) times
+    t^n / (n! length^n), n < m, for offsets t = y - x. Special cases: rotation (g = 0, m = 1), xPos (m = 1, g > 0), and with
+    g = w = 0, m = 2 the additive generator [[0, 1], [0, 0]] / length, whose score of the features (length, 0) and (0, 1) is
+    the offset itself, as in ALiBi.
 
-    Features are m groups of equal width, in each a pair (2i, 2i+1) a frequency, or one feature a block without any. Each
-    side's scale is a power about a fixed zero, so that cached keys stay valid. Positions from +-max_length on are refused,
-    on the CPU and outside a compiler, where looking is free: scales would leave float32, or, where m > 1, the powers of x
-    and of y in t^n cancel, with errors of 2^-23 (2 |x| / length)^(m - 1) / (m - 1)! of |q| |k|, which is 2e-6 there: at 8
-    times the length for m = 2, nearer for higher orders.
+    Features are m groups of equal width. In each group a frequency has a pair (2i, 2i+1); without frequencies a block has
+    one feature. Scales of each side are powers relative to a fixed zero, so that cached keys stay valid. Positions from
+    +-max_length on are refused, on the CPU and outside a compiler, where the check is cheap: scales would leave float32, or
+    for m > 1 the powers of x and y in t^n cancel, with errors of 2^-23 (2 |x| / length)^(m - 1) / (m - 1)! of |q| |k|. At
+    the limit these are 2e-6: at 8 times the length for m = 2, nearer for higher orders.
 
     Args:
-        growth: ``[f]``, nats a step of each block; where it is positive, weights of keys after the query grow.
-        frequency: ``[f]``, radians a step; without it eigenvalues are real, and blocks half as wide.
+        growth: ``[f]``, nats per step of each block; where positive, weights of keys after the query grow.
+        frequency: ``[f]``, radians per step; without it eigenvalues are real, and blocks half as wide.
         order: m.
-        length: Steps in which the nilpotent part counts one.
+        length: Number of steps in which the nilpotent part counts one.
 
     References:
         - A Length-Extrapolatable Transformer (Sun et al. 2022), Algorithm 1: order 1. https://arxiv.org/abs/2212.10554
@@ -101,11 +104,11 @@ class Jordan(Contragredient):
             parts.append(Rotation(rotations(x, self.extended(self.frequency), dtype)))
         sign = -1 if dual else 1  # queries shrink with x, keys grow
         if self.grows:
-            factor = torch.exp(sign * wide(self.growth, x.device) * wide(x))[..., None, :, :]
-            parts.append(Scaling(narrow(factor, dtype, x.device)))
+            factor = torch.exp(sign * to_float64(self.growth, x.device) * to_float64(x))[..., None, :, :]
+            parts.append(Scaling(cast_down(factor, dtype, x.device)))
         if self.order > 1:
-            steps = (sign / self.length * wide(x))[..., None, :, :]
-            parts.append(Shear(narrow(steps, dtype, x.device), self.order, dual))
+            steps = (sign / self.length * to_float64(x))[..., None, :, :]
+            parts.append(Shear(cast_down(steps, dtype, x.device), self.order, dual))
         first, *others = parts or [Identity()]
         for part in others:
             first = Composed(first, part)
@@ -124,7 +127,7 @@ class Jordan(Contragredient):
 
 
 class Projection(Contragredient):
-    """The 4 x 4 matrix g of a camera on each 4 features in a row: scores are q^T (g_x^-1 g_y) k of the way between images.
+    """The 4 x 4 matrix g of a camera on each 4 consecutive features; scores are q^T (g_x^-1 g_y) k, relative between images.
 
     Args:
         features: d, a multiple of 4.
@@ -142,20 +145,20 @@ class Projection(Contragredient):
         self.features = self.out_features = features
 
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
-        matrix = wide(x).unflatten(-1, (4, 4))
+        matrix = to_float64(x).unflatten(-1, (4, 4))
         matrix = torch.linalg.inv(matrix).mT if dual else matrix
-        return Tiles(narrow(matrix[..., None, :, :, :], dtype, x.device))
+        return Tiles(cast_down(matrix[..., None, :, :, :], dtype, x.device))
 
 
-class Beside(Contragredient):
-    """Representations side by side, contragredient pairs or encodings, each on its own features and coordinates.
+class ContragredientSum(Contragredient):
+    """Contragredient pairs or encodings side by side, each on a separate slice of features and separate coordinates.
 
     Args:
         parts: In order of features; each returns as many features as it takes.
-        shared: Whether all parts see the same coordinates (of one group) instead of a product of theirs.
+        shared: Whether all parts take the same coordinates (of one group) instead of a product of their groups.
 
     Examples:
-        >>> both = Beside([Jordan(torch.zeros(1), order=3), Jordan(torch.zeros(2), torch.ones(2))], shared=True)
+        >>> both = ContragredientSum([Jordan(torch.zeros(1), order=3), Jordan(torch.zeros(2), torch.ones(2))], shared=True)
         >>> both.features, both.group
         (7, Line(real=True))
     """

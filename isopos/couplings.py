@@ -1,8 +1,8 @@
-"""Couplings that are no representations: what each gives up is in its first lines.
+"""Couplings that are no representations; each class states the law that does not hold.
 
-A coupling maps queries and keys apart. Constant channels beside the features add a term to scores; an absolute position acts
-on one side only; stochastic encodings are relative in expectation, and exponentials of generators that do not commute along
-lines through the origin. Polar coordinates are relative, and isometric in magnitudes.
+A coupling maps queries and keys differently. Constant channels beside the features add a term to scores; an absolute
+position acts on one side only; stochastic encodings are relative in expectation; exponentials of generators that do not
+commute are relative along lines through the origin. Polar coordinates are relative, and an isometry of magnitudes.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isopos.catalog import at_least
 from isopos.encodings import Coupling, Encoding, rope_frequencies
-from isopos.exact import Weight, constant, full_precision, narrow, normal, wide, wide_device
+from isopos.exact import Weight, cast_down, constant, float64_device, full_precision, normal, to_float64
 from isopos.feature_maps import FeatureMap
 from isopos.lengths import Extension, Linear
 from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, TokenMap
@@ -45,9 +45,9 @@ class _Sided(Coupling, ABC):
 
 
 class Absolute(_Sided):
-    """An encoding on one side only: scores see the position of the query, or of the key, relative to the origin.
+    """An encoding on one side only: scores depend on the position of the query, or of the key, relative to the origin.
 
-    The other side's isometry is evaluated at the identity. Only the monoid laws are left: a shift changes scores.
+    The other side's isometry is evaluated at the identity. Only the monoid laws hold: a shift changes scores.
 
     Args:
         encoding: rho.
@@ -69,20 +69,20 @@ class Absolute(_Sided):
 
 
 class Constrained(Coupling):
-    """Horn's scheme 1: sinusoids u in further channels, with a projection that keeps their product relative.
+    """Horn's scheme 1: sinusoids u in additional channels, with a projection that keeps their product relative.
 
     <(q, u_x W*), (k, u_y)> = <q, k> + sum_m a_m cos(w_m (x - y)) + b_m sin(w_m (x - y)),
     u_x = (sin w_1 x, cos w_1 x, ...),  W* = blockdiag([[a_m, b_m], [-b_m, a_m]])
 
-    It is relative, but no isometry; the added term may be negative, and so may denominators that contain it. On several axes
-    each has sinusoids of its own: offsets are vectors, not distances.
+    It is relative, but no isometry; the added term may be negative, and so may denominators that contain it. Each of several
+    axes has separate sinusoids: offsets are vectors, not distances.
 
     Args:
-        features: d of queries and keys; any.
+        features: d of queries and keys, any number.
         heads: h.
-        frequency: ``[c m]``, radians a step, m for each of c axes.
-        learned: Whether the frequencies are learned, each head its own.
-        outside: Number of first tokens outside the grid (class tokens): their channels are zero, whatever their positions.
+        frequency: ``[c m]``, radians per step, m for each of c axes.
+        learned: Whether the frequencies are learned, separately per head.
+        outside: Number of leading tokens without a position (class tokens): their channels are zero.
 
     References:
         Translational Equivariance in Kernelizable Attention (Horn et al. 2021), scheme 1 of the notes.
@@ -98,29 +98,29 @@ class Constrained(Coupling):
         axes, waves = frequency.shape
         self.group = lines(axes)
         self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside
-        self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: each axis its own
+        self.frequency = constant(torch.block_diag(*frequency))[None]  # [1 c c*m]: separate per axis
         self.waves = Weight(constant(frequency).expand(heads, -1, -1)) if learned else None
         start = torch.tensor([1.0, 0.1], device="cpu", dtype=torch.float64).expand(heads, axes * waves, 2) / waves
         self.parametrise("projection", start, learned=True)  # [h c*m 2]: a and b
 
     @property
     def frequencies(self) -> Tensor:
-        """Radians a step ``[h c c*m]``, zero where a sinusoid is another axis' (h = 1 if fixed): float64."""
+        """Radians per step ``[h c c*m]`` in float64, zero where a sinusoid belongs to another axis; h = 1 if fixed."""
         if self.waves is None:
             return self.frequency
-        learned = wide(self.waves.parameter)  # [h c m]
-        own = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
-        return own * learned.flatten(1)[:, None]
+        learned = to_float64(self.waves.parameter)  # [h c m]
+        axis = torch.eye(learned.shape[1], device=learned.device).repeat_interleave(learned.shape[2], 1)
+        return axis * learned.flatten(1)[:, None]
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """q, then u_x W*."""
+        """Channels u_x W*, after q."""
         sin, cos = self._sinusoids(x)
-        a, b = wide(self.parameter, x.device)[:, None].unbind(-1)
-        return Append(narrow(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2), dtype, x.device))
+        a, b = to_float64(self.parameter, x.device)[:, None].unbind(-1)
+        return Append(cast_down(torch.stack((a * sin - b * cos, b * sin + a * cos), -1).flatten(-2), dtype, x.device))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """k, then u_y."""
-        return Append(narrow(torch.stack(self._sinusoids(x), -1).flatten(-2), dtype, x.device))
+        """Channels u_y, after k."""
+        return Append(cast_down(torch.stack(self._sinusoids(x), -1).flatten(-2), dtype, x.device))
 
     def _sinusoids(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.group.check(x)
@@ -132,14 +132,14 @@ class Constrained(Coupling):
 class TransformerXL(Coupling):
     """Four terms of content and relative sinusoids: (q_x + u)^T k_y + (q_x + v)^T W p_{y-x}.
 
-    p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y:
-    exact at every offset, without a table of offsets. For softmax attention: the terms are parts of a logit.
+    p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y. It is
+    exact at every offset, without a table of offsets. The terms are parts of a logit: for softmax attention.
 
     Args:
         features: d of queries and keys.
         heads: h.
-        width: Of the sinusoids p, even.
-        seed: Of W's initial values; u and v start at zero.
+        width: Number of sinusoids p, even.
+        seed: Seed of W's initial values; u and v start at zero.
 
     References:
         - Transformer-XL (Dai et al. 2019), section 3.3. https://arxiv.org/abs/1901.02860
@@ -173,13 +173,14 @@ class TransformerXL(Coupling):
 class Polar(Coupling):
     """Magnitudes of features at phases of positions: sum_i m(q_i) m(k_i) cos(w_i (y - x) + phase_i), m = softplus.
 
-    The unitary lift of LRPE on magnitudes, keys ahead by learned phases, which tell direction. The paper keeps phases within
-    [-2 pi, 0], a whole turn; here they are any number. Relative; norms of magnitudes are kept, not those of features.
+    This is LRPE's unitary lift applied to magnitudes; learned phase offsets of keys distinguish directions. The paper
+    restricts these to [-2 pi, 0], one full turn; here they are any number. It is relative, and keeps norms of magnitudes,
+    not of features.
 
     Args:
-        frequency: ``[d]``, radians a step, one a feature.
+        frequency: ``[d]``, radians per step, one per feature.
         heads: h.
-        magnitudes: Whether m is applied here; linear attention has its feature map in place of it.
+        magnitudes: Whether m is applied here; linear attention applies its feature map instead.
 
     References:
         Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings (Gopalakrishnan et al. 2025), PoPE.
@@ -201,7 +202,7 @@ class Polar(Coupling):
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         self.group.check(x)
-        phase = wide(self.parameter, x.device)[:, None]
+        phase = to_float64(self.parameter, x.device)[:, None]
         return self._of(rotation_table(angles(x, self.extended(self.frequency)) + phase, dtype).to(x.device))
 
     def _of(self, table: Tensor) -> TokenMap:
@@ -210,11 +211,11 @@ class Polar(Coupling):
 
 
 class Lie(_Sided):
-    """exp(sum_c x_c (A_c - A_c^T)) with learned generators a head and axis that need not commute.
+    """exp(sum_c x_c (A_c - A_c^T)) with learned generators per head and axis that need not commute.
 
-    An isometry, and no representation of a grid: exp(X)^T exp(Y) is exp(Y - X) only where X and Y commute. Scores are
-    relative along each line through the origin; elsewhere the error is about |[X, Y]| / 2 near the origin. d x d matrices of
-    all tokens are the price: t d^3 operations, t d^2 numbers.
+    It is an isometry, but no representation of a grid: exp(X)^T exp(Y) is exp(Y - X) only where X and Y commute. Scores are
+    relative along each line through the origin; elsewhere the error is about |[X, Y]| / 2 near the origin. Each token needs
+    a d x d matrix: t d^3 operations, t d^2 numbers.
 
     Args:
         generator: A, ``[h c d d]`` for c coordinates. Where its skew parts commute, as on one axis, it is relative.
@@ -236,22 +237,23 @@ class Lie(_Sided):
         self.features = self.out_features = generator.shape[-1]
         self.parametrise("generator", generator, learned=learned)
 
-    def unserved(self, rule: Extension) -> str:
+    def refusal(self, rule: Extension) -> str:
         if isinstance(rule, Linear):
             return ""
         return f"expected linear for generators that do not commute, and so have no frequencies, got {rule.name}"
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        places = wide(x) if self.extension is None else wide(x) / self.extension.factor
-        total = torch.einsum("...tc,hcij->...htij", places, wide(self.parameter, x.device))
-        return Operators(narrow(skew_exponential(total.contiguous()), dtype, x.device))
+        places = to_float64(x) if self.extension is None else to_float64(x) / self.extension.factor
+        total = torch.einsum("...tc,hcij->...htij", places, to_float64(self.parameter, x.device))
+        return Operators(cast_down(skew_exponential(total.contiguous()), dtype, x.device))
 
 
 class _Stochastic(_Sided, ABC):
-    """Random combinations of the features: codes ``[*b h t r d]`` whose products are a covariance P_d(x - y) in the mean.
+    """Random combinations of features: codes ``[*b h t r d]`` whose products have the mean P_d(x - y).
 
-    Gated (Liutkus et al. 2021, "gated SPE"), a code is sqrt(1 - g_d) code + sqrt(g_d) e_d with noise e_d that positions
-    share, and the covariance g_d + (1 - g_d) P_d(x - y): g_d = sigmoid(gate) says how much of a feature ignores positions.
+    With a gate (Liutkus et al. 2021, "gated SPE"), a code is sqrt(1 - g_d) code + sqrt(g_d) e_d with noise e_d shared by all
+    positions, and the mean is g_d + (1 - g_d) P_d(x - y): g_d = sigmoid(gate) is the part of a feature that ignores
+    positions.
     """
 
     is_random = True
@@ -259,7 +261,7 @@ class _Stochastic(_Sided, ABC):
 
     def __init__(self, features: int, heads: int, realizations: int | None, noise_per_head: bool):
         super().__init__()
-        self.features, self.noise_heads = features, heads if noise_per_head else None  # each its own, or all one
+        self.features, self.noise_heads = features, heads if noise_per_head else None  # None: heads share the noise
         self.out_features = at_least("realizations", features if realizations is None else realizations)
         self.gate: Weight | None = None
 
@@ -274,27 +276,30 @@ class _Stochastic(_Sided, ABC):
         codes = self._codes(x, dtype, side)
         if self.gate is None:
             return Matrices(codes)
-        gate = wide(self.gate.parameter, x.device)  # [h d]
-        kept, noise = (-gate).sigmoid().sqrt(), wide(self.gate_noise, x.device) / self.out_features**0.5
+        gate = to_float64(self.gate.parameter, x.device)  # [h d]
+        kept, noise = (-gate).sigmoid().sqrt(), to_float64(self.gate_noise, x.device) / self.out_features**0.5
         passing = (gate.sigmoid().sqrt()[..., None] * noise).mT  # [h r d]
-        return Matrices(narrow(kept, dtype, x.device)[:, None, None] * codes + narrow(passing, dtype, x.device)[:, None])
+        return Matrices(
+            cast_down(kept, dtype, x.device)[:, None, None] * codes + cast_down(passing, dtype, x.device)[:, None]
+        )
 
 
 class SineSPE(_Stochastic):
-    """Stochastic encoding by sines: products estimate sum_d q_d k_d P_d(x - y), relative in expectation over the draw.
+    """Stochastic encoding by sines: products estimate sum_d q_d k_d P_d(x - y), relative in expectation over random draws.
 
     P_d(t) = sum_k gain_dk^2 cos(w_dk t + phase_dk)
 
-    Queries and keys become `realizations` random combinations of their features. One draw is not relative, and no isometry.
+    Queries and keys become `realizations` random combinations of their features. One draw is neither relative nor an
+    isometry.
 
     Args:
         features: d.
         heads: h.
-        sines: Of each feature.
+        sines: Number of sinusoids per feature.
         realizations: R, features of the result; d by default. The error falls as 1 / sqrt(R).
-        gated: Whether g_d + (1 - g_d) P_d takes the place of P_d, with learned g_d.
-        noise_per_head: Whether each head has a draw of its own; otherwise one serves all.
-        seed: Of the draw, the phases, the frequencies and the gates.
+        gated: Whether P_d is replaced by g_d + (1 - g_d) P_d with learned g_d.
+        noise_per_head: Whether heads have separate draws; otherwise they share one.
+        seed: Seed of noise, phases, frequencies and gates.
 
     References:
         Relative Positional Encoding for Transformers with Linear Complexity (Liutkus et al. 2021), sineSPE.
@@ -328,29 +333,29 @@ class SineSPE(_Stochastic):
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
         angle = angles(x, self.parameter.flatten(1)[:, None]).unflatten(-1, self.parameter.shape[1:])  # [*b h t d k]
-        angle = angle + wide(self.phase.parameter, x.device)[:, None] if side == "query" else angle
-        waves = torch.stack((angle.cos(), angle.sin()), -1) * wide(self.gain.parameter, x.device)[:, None, ..., None]
-        noise = wide(self.noise, x.device) / self.out_features**0.5
-        waves, noise = (narrow(a, dtype, x.device) for a in (waves, noise))
-        own = "h" if self.noise_heads else ""
+        angle = angle + to_float64(self.phase.parameter, x.device)[:, None] if side == "query" else angle
+        waves = torch.stack((angle.cos(), angle.sin()), -1) * to_float64(self.gain.parameter, x.device)[:, None, ..., None]
+        noise = to_float64(self.noise, x.device) / self.out_features**0.5
+        waves, noise = (cast_down(a, dtype, x.device) for a in (waves, noise))
+        heads_axis = "h" if self.noise_heads else ""
         with full_precision(x.device):
-            return torch.einsum(f"...htdkc,{own}dkcr->...htrd", waves, noise)
+            return torch.einsum(f"...htdkc,{heads_axis}dkcr->...htrd", waves, noise)
 
 
 class ConvSPE(_Stochastic):
     """Stochastic encoding by filtered noise: products estimate sum_d q_d k_d P_d(x - y), relative in expectation.
 
     P_d is the correlation of a query and a key filter of `reach` steps, and zero beyond. The noise of a position is a
-    function of it, so positions are unbounded integers. One draw is not relative, and no isometry.
+    function of it, so positions are unbounded integers. One draw is neither relative nor an isometry.
 
     Args:
         features: d.
         heads: h.
-        reach: Steps of the filters.
+        reach: Length of the filters in steps.
         realizations: R, features of the result; d by default.
-        gated: Whether g_d + (1 - g_d) P_d takes the place of P_d, with learned g_d.
-        noise_per_head: Whether each head has a draw of its own; otherwise one serves all.
-        seed: Of noise, filters and gates.
+        gated: Whether P_d is replaced by g_d + (1 - g_d) P_d with learned g_d.
+        noise_per_head: Whether heads have separate draws; otherwise they share one.
+        seed: Seed of noise, filters and gates.
 
     References:
         Relative Positional Encoding for Transformers with Linear Complexity (Liutkus et al. 2021), convSPE.
@@ -377,13 +382,13 @@ class ConvSPE(_Stochastic):
             self._draw_gate(heads, generator)
 
     def _codes(self, x: Tensor, dtype: torch.dtype, side: Side) -> Tensor:
-        lags = (x.long() - torch.arange(self.reach, device=x.device)).to(wide_device(x.device))  # [*b t p]
-        shape, own = (self.out_features, self.features), ""
+        lags = (x.long() - torch.arange(self.reach, device=x.device)).to(float64_device(x.device))  # [*b t p]
+        shape, heads_axis = (self.out_features, self.features), ""
         if self.noise_heads:
-            shape, own = (self.noise_heads, *shape), "h"
-        noise = narrow(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
+            shape, heads_axis = (self.noise_heads, *shape), "h"
+        noise = cast_down(gaussian(lags, math.prod(shape), self.seed), dtype, x.device)
         noise = (noise / self.out_features**0.5).unflatten(-1, shape)
         with full_precision(x.device):
             return torch.einsum(
-                f"...tp{own}rd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype)
+                f"...tp{heads_axis}rd,hdp->...htrd", noise, self.parameter[:, :, 0 if side == "query" else 1].to(dtype)
             )

@@ -1,20 +1,20 @@
-"""Log decays: g(x) = -rate * x, so that a weight shrinks by exp(-rate) a step (RetNet; PermuteFormer's r = exp(-rate))."""
+"""Log decays g(x) = -rate * x: a weight shrinks by exp(-rate) per step (RetNet; PermuteFormer's r = exp(-rate))."""
 
 import torch
 from torch import Tensor, nn
 
-from isopos.exact import ExactModule, constant, wide
+from isopos.exact import ExactModule, constant, to_float64
 from isopos.positions import Line
 
 __all__ = ["Decay", "alibi_rates", "permuteformer_rates", "permuteformer_released_rates", "retnet_rates"]
 
 
 class Decay(ExactModule):
-    """g(x) = -rate * x with one rate a head, on a line.
+    """g(x) = -rate * x with one rate per head, on a line.
 
     Args:
-        rate: ``[h]``, in nats a step, not negative (r = exp(-rate)). Positions must not decrease along tokens.
-        learned: Whether the rates are learned (as logarithms, so that they stay positive).
+        rate: ``[h]``, in nats per step, nonnegative (r = exp(-rate)). Positions must not decrease along tokens.
+        learned: Whether the rates are learned, as logarithms, so that they stay positive.
 
     Examples:
         >>> Decay(torch.tensor([0.5]))(torch.arange(3)[:, None]).tolist()
@@ -33,13 +33,13 @@ class Decay(ExactModule):
 
     @property
     def rate(self) -> Tensor:
-        """Nats a step ``[h]``: float64."""
-        return self.initial_rate if self.log_rate is None else wide(self.log_rate).exp()
+        """Rates ``[h]`` in nats per step: float64."""
+        return self.initial_rate if self.log_rate is None else to_float64(self.log_rate).exp()
 
     def forward(self, x: Tensor) -> Tensor:
-        """g at positions x ``[*b t 1]``: float64 ``[*b h t]``, on the CPU where x's device has no float64."""
+        """g at positions x ``[*b t 1]``: float64 ``[*b h t]``, on the CPU if x's device has no float64."""
         Line(real=True).check(x)
-        return -wide(self.rate, x.device)[:, None] * wide(x[..., None, :, 0])
+        return -to_float64(self.rate, x.device)[:, None] * to_float64(x[..., None, :, 0])
 
 
 def retnet_rates(heads: int) -> Tensor:
@@ -66,7 +66,7 @@ def permuteformer_rates(heads: int) -> Tensor:
 
 
 def permuteformer_released_rates(heads: int) -> Tensor:
-    """Rates of r = sigmoid(2 + 3 h / H) for H heads h = 0, 1, ..., as PermuteFormer's code has them: float64 ``[heads]``.
+    """Rates of r = sigmoid(2 + 3 h / H) for heads h = 0, 1, ..., H - 1, as in PermuteFormer's code: float64 ``[heads]``.
 
     Examples:
         >>> [round(r, 2) for r in permuteformer_released_rates(2).neg().exp().tolist()]
@@ -79,7 +79,7 @@ def permuteformer_released_rates(heads: int) -> Tensor:
 def alibi_rates(heads: int) -> Tensor:
     """ALiBi's slopes: 2^(-8 i / n) for i = 1, ..., n heads (Press et al. 2022, section 3): float64 ``[heads]``.
 
-    Where n is not a power of two they are those of the power of two below it, then every other one of the power above.
+    If n is not a power of two: the slopes of the next smaller power of two, then every other slope of the next larger one.
 
     Examples:
         >>> alibi_rates(6).log2().tolist()

@@ -1,28 +1,28 @@
-"""Names that a module had before: found at their new place for one version, with a warning that names it."""
+"""Deprecated names: available for one version, with a warning that states the new name."""
 
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["renamed"]
+__all__ = ["former_argument", "former_property", "renamed"]
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module some of whose names are called otherwise now.
+    """A module-level ``__getattr__`` that finds renamed objects.
 
     Args:
         module: The module's ``__name__``.
-        names: New names by old ones, each with its module in front: "isopos.spec.split_spec".
+        names: Full new name by old name, such as "isopos.spec.split_spec".
 
     Examples:
         >>> old = renamed("isopos.lab.recipes", {"cut": "isopos.spec.split_spec"})
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as said:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     old("cut")("rope:base=100")
         ('rope', {'base': '100'})
-        >>> print(said[0].message)
+        >>> print(caught[0].message)
         isopos.lab.recipes.cut is isopos.spec.split_spec now; the old name goes in the next version
     """
 
@@ -36,3 +36,22 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(home), new)
 
     return __getattr__
+
+
+def former_argument(others: dict[str, Any], old: str, new: str, value: Any) -> Any:
+    """The value of argument `new`, or the one passed as `old` among other keyword arguments, with a warning."""
+    if old not in others:
+        return value
+    warnings.warn(f"argument {old} is {new} now; the old name goes in the next version", DeprecationWarning, stacklevel=3)
+    return others.pop(old)
+
+
+def former_property(old: str, new: str) -> Any:
+    """A property that returns the attribute `new`, with a warning."""
+
+    def read(instance: Any) -> Any:
+        message = f"{type(instance).__name__}.{old} is {new} now; the old name goes in the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(instance, new)
+
+    return property(read, doc=f"Deprecated name of `{new}`.")

@@ -1,4 +1,4 @@
-"""Absolute positions added to token embeddings: the baselines that are no representations and obey no relative law."""
+"""Absolute positions added to token embeddings. These baselines are no representations and obey no relative law."""
 
 from abc import ABC, abstractmethod
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.catalog import at_least
-from isopos.exact import ExactModule, narrow, normal, wide
+from isopos.exact import ExactModule, cast_down, normal, to_float64
 from isopos.ops.rotate import angles
 from isopos.positions import Group, Line, Tree
 
@@ -14,11 +14,11 @@ __all__ = ["Embedding", "Learned", "Sinusoidal", "TreeStack"]
 
 
 class Embedding(nn.Module, ABC):
-    """Vectors of `model_dim` features at positions of `group`. Subclasses are final: they set both and define `forward`."""
+    """Vectors of `model_dim` features at positions of `group`. Subclasses are final; they set both and define `forward`."""
 
     group: Group
     model_dim: int
-    max_length: int | None = None  # positions from 0 on, where their number is limited
+    max_length: int | None = None  # number of valid positions, from 0; None: unlimited
 
     @abstractmethod
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -30,7 +30,7 @@ class Sinusoidal(Embedding):
 
     Args:
         model_dim: d, even.
-        scale: Factor of all, 1 in the paper, whose token embeddings have unit variance.
+        scale: Factor of all values; 1 in the paper, whose token embeddings have unit variance.
 
     Examples:
         >>> Sinusoidal(4)(torch.tensor([[0]])).tolist()
@@ -49,16 +49,16 @@ class Sinusoidal(Embedding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         self.group.check(x)
         angle = angles(x, self.frequency[None, None]).squeeze(-3)
-        return narrow(self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2), dtype, x.device)
+        return cast_down(self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2), dtype, x.device)
 
 
 class Learned(Embedding):
-    """One learned vector for each of the positions 0 to length - 1 (Gehring et al. 2017).
+    """One learned vector for each position from 0 to length - 1 (Gehring et al. 2017).
 
     Args:
-        length: Number of positions. Others have no vector and raise an error.
+        length: Number of positions. Other positions raise an error.
         model_dim: Width.
-        seed: Of the normal initial values (standard deviation 0.02).
+        seed: Seed of the normal initial values (standard deviation 0.02).
     """
 
     group = Line()
@@ -70,7 +70,7 @@ class Learned(Embedding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to the initial values."""
+        """Restore the initial values."""
         if not self.weight.is_meta:
             with torch.no_grad():
                 self.weight.copy_(0.02 * normal(self.seed, *self.weight.shape))
@@ -85,15 +85,15 @@ class Learned(Embedding):
 
 
 class TreeStack(Embedding, ExactModule):
-    """A node as the stack of its last branches: one-hot, nearest first, each step up weighed by another power of p.
+    """A tree node as the stack of its last branches: one-hot vectors, nearest first; step i is weighted by p^i.
 
-    Several copies, each with a learned p = tanh(w), share the width. The norm of an endless path is sqrt(model_dim / 2), as
-    that of sinusoids.
+    Several copies, each with a learned p = tanh(w), share the width. The norm for an infinite path is sqrt(model_dim / 2),
+    as for sinusoids.
 
     Args:
         branches: n, of the trees.
-        model_dim: Width, at least n * depth; what copies of that many features leave over stays zero.
-        depth: Steps up from a node that are seen.
+        model_dim: Width, at least n * depth; features that do not fill another copy stay zero.
+        depth: Steps towards the root that are encoded.
 
     References:
         Novel positional encodings to enable tree-based transformers (Shiv and Quirk, NeurIPS 2019).
@@ -125,7 +125,7 @@ class TreeStack(Embedding, ExactModule):
             taken = torch.where(inside, branch.gather(-1, row), -1)
             steps.append(taken[..., None] == torch.arange(self.branches, device=x.device))
             node = torch.where(inside, parent.gather(-1, row), -1)
-        p = wide(self.parameter, x.device).tanh()[:, None]
+        p = to_float64(self.parameter, x.device).tanh()[:, None]
         powers = p ** torch.arange(self.depth, device=p.device) * (self.model_dim / 2 / len(p) * (1 - p.square())).sqrt()
         out = (torch.stack(steps, -2).unsqueeze(-3).to(p.device) * powers[..., None]).flatten(-3)
-        return narrow(torch.nn.functional.pad(out, (0, self.model_dim - out.shape[-1])), dtype, x.device)
+        return cast_down(torch.nn.functional.pad(out, (0, self.model_dim - out.shape[-1])), dtype, x.device)

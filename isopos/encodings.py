@@ -1,7 +1,7 @@
 """Encodings: unitary representations of a group of positions, as modules that return isometries.
 
-An encoding rho satisfies <rho(x) q, rho(y) k> = <q, rho(x^-1 y) k>: a score depends on relative positions only. `forward`
-evaluates it at a tensor of positions once; the isometry it returns is shared by queries, keys and layers.
+An encoding rho satisfies <rho(x) q, rho(y) k> = <q, rho(x^-1 y) k>: scores depend on relative positions only. `forward`
+evaluates rho at a tensor of positions; queries, keys and layers share the resulting isometry.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import expect
-from isopos.exact import ExactModule, constant, narrow, wide
+from isopos.exact import ExactModule, cast_down, constant, to_float64
 from isopos.lengths import Extension
 from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
 from isopos.ops.rotate import narrow_index, rotations, skew_exponential
@@ -28,41 +28,41 @@ from isopos.positions import Group, Line, Product, Ring, Tree, lines
 __all__ = ["Coupling", "DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary"]
 __all__ += ["TreePath", "long_orders", "random_permutations", "rope_frequencies"]
 
-SEGMENT = 1 << 15  # tokens whose permutations are looked up at once, some eight numbers of eight bytes a feature
+SEGMENT = 1 << 15  # tokens per lookup of permutations, which takes about 64 bytes per feature
 
 
 class Coupling(ExactModule, ABC):
-    """A map of queries and a map of keys, evaluated at positions of `group`, whose inner products see positions.
+    """A map of queries and a map of keys at positions of `group`; their inner products depend on positions.
 
-    They map `features` features to `out_features`. An `Encoding` is the coupling of the five papers' common core: one
-    isometry for both. The others, in `isopos.couplings`, obey weaker laws, which they name.
+    Maps take `features` features and return `out_features`. An `Encoding` is a coupling with one isometry for both. Other
+    couplings, in `isopos.couplings`, obey weaker laws, which they name.
     """
 
     group: Group
     features: int
     out_features: int
-    max_length: int | None = None  # positions from 0 on, where their number is limited
-    outside: int = 0  # number of first tokens that are outside the positions: class tokens
-    is_complex: bool = False  # whether it multiplies pairs of features by phases, as complex numbers
-    is_trivial: bool = False  # whether positions change nothing
+    max_length: int | None = None  # number of valid positions, from 0; None: unlimited
+    outside: int = 0  # number of leading tokens without a position: class tokens
+    is_complex: bool = False  # whether pairs of features are complex numbers that it multiplies by phases
+    is_trivial: bool = False  # whether positions have no effect
     is_random: bool = False  # whether it is relative in expectation only
-    alike: bool = False  # whether one map serves queries and keys
-    weaker_law: str = ""  # what holds instead, where scores do not see relative positions only
-    is_causal: bool = False  # whether it is made for causal attention: weights of later keys grow
-    extensible: bool = False  # whether it has frequencies of its own that an extension may change
-    extension: Extension | None = None  # of its frequencies, for sequences longer than in training
+    alike: bool = False  # whether queries and keys have the same map
+    weaker_law: str = ""  # the law that holds if scores are not relative
+    is_causal: bool = False  # whether it needs causal attention: weights of later keys grow
+    extensible: bool = False  # whether it has frequencies that an extension may change
+    extension: Extension | None = None  # changes frequencies for sequences longer than in training
 
     @property
     def pairs(self) -> int:
-        """Of features, each of which turns by a frequency of its own."""
+        """Number of feature pairs, each with a separate frequency."""
         return self.out_features // 2
 
     def extended(self, frequency: Tensor) -> Tensor:
-        """Frequencies ``[h c f]`` as its extension has them."""
-        return frequency if self.extension is None else self.extension(wide(frequency))
+        """Frequencies ``[h c f]`` after its extension."""
+        return frequency if self.extension is None else self.extension(to_float64(frequency))
 
-    def unserved(self, rule: Extension) -> str:
-        """Why a rule has no meaning for its frequencies, or nothing."""
+    def refusal(self, rule: Extension) -> str:
+        """The reason why a rule does not apply to its frequencies, or ""."""
         return ""
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -84,13 +84,13 @@ class Coupling(ExactModule, ABC):
 class Encoding(Coupling, ABC):
     """A representation of `group` on `features` features; its isometries return `out_features`.
 
-    Subclasses are final: they set the three attributes and define `forward`.
+    Subclasses are final; they set these three attributes and define `forward`.
     """
 
     alike = True
-    order: float = math.inf  # positions after which it repeats itself
-    is_lift: bool = False  # whether outputs are the real parts, then the imaginary parts, of as many complex features
-    is_paired: bool = False  # whether outputs are pairs (real, imaginary) of as many complex features
+    order: float = math.inf  # period in positions
+    is_lift: bool = False  # whether outputs are real parts, then imaginary parts, of complex features
+    is_paired: bool = False  # whether outputs are pairs (real, imaginary) of complex features
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         return self(x, dtype)
@@ -100,11 +100,11 @@ class Encoding(Coupling, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """Evaluate at positions x ``[*b t c]``: tables are ``[*b h t .]`` in `dtype` (float32 or float64) on x's device."""
+        """Evaluate at positions x ``[*b t c]``: tables ``[*b h t .]`` in `dtype` (float32 or float64) on x's device."""
 
 
 def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:
-    """base^(-i / count) for i = 0, 1, ...: float64 ``[count]``, in radians a step (RoFormer, Eq. 15, with count = d/2).
+    """base^(-i / count) for i = 0, 1, ...: float64 ``[count]``, in radians per step (RoFormer, Eq. 15, with count = d/2).
 
     Examples:
         >>> rope_frequencies(2).tolist()
@@ -116,11 +116,11 @@ def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:
 
 
 class Identity(Encoding):
-    """The trivial representation of any group: no position at all.
+    """The trivial representation of any group: no positions.
 
     Args:
         features: d.
-        group: Whose positions it ignores.
+        group: Group of the positions, which have no effect.
     """
 
     is_trivial = True
@@ -139,15 +139,15 @@ class Rotary(Encoding):
 
     rho(x) = diag(R(w_1 x), ..., R(w_f x)),  R(a) = [[cos a, -sin a], [sin a, cos a]]
 
-    With `lift` it acts on d real features as d complex numbers, x -> (x cos, x sin): LRPE's unitary type, whose real part
-    sum_i cos(w_i (x - y)) q_i k_i is direction-blind, score(x, y) = score(y, x).
+    With `lift` it multiplies d real features, as complex numbers, by phases, x -> (x cos, x sin): LRPE's unitary type. The
+    real part of a score, sum_i cos(w_i (x - y)) q_i k_i, is symmetric in the direction, score(x, y) = score(y, x).
 
     Args:
-        frequency: ``[h c f]`` radians a step, for heads, coordinates and pairs (h = 1: shared by all heads).
+        frequency: ``[h c f]`` radians per step, for heads, coordinates and pairs (h = 1: shared by all heads).
         learned: Whether the frequencies are learned. Fixed ones are float64 constants outside parameters and buffers.
         lift: Map d features to 2d instead of rotating pairs.
-        group: A line by default, a grid for several coordinates; for a ring of n frequencies must be multiples of 2 pi / n.
-        max_length: Positions from 0 on that make sense, if fewer than all; others are refused.
+        group: By default a line, or a grid for several coordinates. A ring of period n needs multiples of 2 pi / n.
+        max_length: Number of valid positions from 0 on; others raise an error. None: unlimited.
 
     References:
         - RoFormer (Su et al. 2021), Eq. 14-16. https://arxiv.org/abs/2104.09864
@@ -181,19 +181,19 @@ class Rotary(Encoding):
                 raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
             self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
         self.is_lift, self.is_complex, self.max_length = lift, not lift, max_length
-        self.extensible = self.group.is_grid and max_length is None  # a ring closes by its frequencies alone
+        self.extensible = self.group.is_grid and max_length is None  # other frequencies would not close a ring
         self.features = count if lift else 2 * count
         self.out_features = 2 * count
         self.parametrise("frequency", frequency, learned=learned)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """Angles in float64, their cosines and sines rounded once to `dtype`."""
+        """Angles are float64; their cosines and sines are rounded once to `dtype`."""
         self.group.check(x)
         self._check_length(x)
         return Rotation(rotations(x, self.extended(self.parameter), dtype), self.is_lift)
 
     def _check_length(self, x: Tensor) -> None:
-        """ValueError where positions leave those that make sense; not while compiling, nor on a GPU, which would wait."""
+        """ValueError for positions beyond `max_length`; no check in a compiler or on a GPU, where it would synchronise."""
         limit = self.max_length
         if limit is None or torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
             return
@@ -206,16 +206,16 @@ class Rotary(Encoding):
 
 
 class Permutation(Encoding):
-    """Powers of permutations of the features: (rho(x) v)_i = v_{pi^x(i)}, for every integer x, negative too.
+    """Powers of permutations of the features: (rho(x) v)_i = v_{pi^x(i)}, for every integer x, including negative ones.
 
-    Powers come from the cycles of pi, so no table grows with length. Nonnegative features stay nonnegative, and so do the
-    denominators. Positions that differ by a multiple of a head's order look alike to it; all heads together tell
-    `common_order` positions apart. On a grid both are those of the axis that repeats first.
+    Powers are read from the cycles of pi, so no table grows with length. Nonnegative features stay nonnegative, and so do
+    denominators. A head does not distinguish positions that differ by a multiple of its order; all heads together
+    distinguish `common_order` positions. On a grid, both are the minimum over axes.
 
     Args:
-        permutation: int64 ``[h d]``, one of the features a head; or ``[h c d]`` for c coordinates, whose permutations must
+        permutation: int64 ``[h d]``, one permutation per head; or ``[h c d]`` for c coordinates, with permutations that
             commute (PermuteFormer, section 3.5).
-        length: Longest sequence it will see; a common order below it is warned of.
+        length: Longest sequence; a smaller common order raises a warning.
 
     References:
         PermuteFormer (Chen 2021), Eq. 11-13. https://arxiv.org/abs/2109.02377
@@ -242,7 +242,8 @@ class Permutation(Encoding):
                 raise ValueError(f"permutation: expected axes that commute, got {a} and {b} that do not")
         self.group = Line() if columns == 1 else Product((Line(),) * columns)
         self.features = self.out_features = features
-        # by place in a row of all cycles: the feature there; by feature: first place, its rank in and length of its cycle
+        # Cycles are laid out in a row. Entries: the feature at each position; for each feature the first position of its
+        # cycle, its rank in the cycle, and the cycle's length.
         table = torch.tensor([[_cycle_table(axis) for axis in head] for head in maps.tolist()], device="cpu")
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
         orders = [[math.lcm(*axis) for axis in head] for head in table[:, :, 3].tolist()]
@@ -256,14 +257,14 @@ class Permutation(Encoding):
             )
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        """The index of each token's permutation, a byte a feature where there are at most 256."""
+        """The index of each token's permutation, in uint8 for at most 256 features."""
         self.group.check(x)
         cycles, steps = self.table.to(x.device), x.to(torch.int64)
         parts = [self._index(cycles, part) for part in steps.split(SEGMENT, -2)]
         return Gather(parts[0] if len(parts) == 1 else torch.cat(parts, -2))
 
     def _index(self, cycles: Tensor, steps: Tensor) -> Tensor:
-        """The feature that comes to each place ``[*b h t d]``, after steps ``[*b t c]`` through cycles ``[4 c h d]``."""
+        """Index ``[*b h t d]`` of the feature at each position, after steps ``[*b t c]`` in cycles ``[4 c h d]``."""
         feature, first, rank, length = cycles
         index = None
         for axis, taken in enumerate(steps[..., None, :, :].unbind(-1)):
@@ -292,9 +293,9 @@ def _cycle_table(permutation: list[int]) -> list[list[int]]:
 def long_orders(features: int, heads: int = 1) -> Tensor:
     """Permutations ``[h d]`` of large orders and of a very large common order.
 
-    A random permutation of 64 features has an order of a few thousand, often of a few dozen: positions that differ by it
-    look alike to a head. The first one here has the largest order there is (Landau's function), 2,042,040 for 64 features;
-    each further one has the largest product of its order and what it adds to the common order.
+    A random permutation of 64 features has an order of a few thousand, often of a few dozen, and a head does not distinguish
+    positions that differ by its order. The first permutation here has the largest possible order (Landau's function),
+    2,042,040 for 64 features; each further one maximises its order times the factor by which it enlarges the common order.
 
     Examples:
         >>> long_orders(8).tolist()  # cycles of 3 and 5
@@ -305,7 +306,7 @@ def long_orders(features: int, heads: int = 1) -> Tensor:
     primes = [p for p in range(2, features + 1) if all(p % n for n in range(2, math.isqrt(p) + 1))]
     common, rows = 1, []
     for _ in range(heads):
-        best: list[tuple[int, tuple[int, ...]]] = [(1, ())] * (features + 1)  # by features used: worth, lengths of cycles
+        best: list[tuple[int, tuple[int, ...]]] = [(1, ())] * (features + 1)  # by features used: value, cycle lengths
         for prime in primes:
             powers = [prime**n for n in range(1, features) if prime**n <= features]
             worth = {power: power * (math.lcm(common, power) // common if rows else 1) for power in powers}
@@ -324,7 +325,7 @@ def long_orders(features: int, heads: int = 1) -> Tensor:
 
 
 def random_permutations(features: int, heads: int, seed: int, orders: str = "random") -> Tensor:
-    """A permutation a head, ``[h d]``: random, or random relabellings of those of `long_orders`, with orders="long"."""
+    """One permutation per head ``[h d]``: random, or with orders="long" random relabellings of `long_orders`."""
     expect("orders", orders, ("random", "long"))
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randperm(features, generator=generator, device="cpu") for _ in range(heads)]
@@ -336,12 +337,12 @@ def random_permutations(features: int, heads: int, seed: int, orders: str = "ran
 class Exponential(Encoding):
     """exp(x (A - A^T)): every orthogonal representation of a line, in a learned basis with learned angles.
 
-    The skew matrix A - A^T = P^T (blocks of frequencies) P is diagonalised once a forward in float64, so that positions
-    cost a rotation in the basis P (whose outer P^T cancels in products) rather than a d x d matrix each.
+    The skew matrix A - A^T = P^T (blocks of frequencies) P is diagonalised once per forward pass in float64, so that each
+    position costs a rotation in the basis P instead of a d x d matrix. The outer P^T cancels in products.
 
     Args:
-        generator: A, ``[h d d]`` with even d. The frequencies of A - A^T must be distinct and not zero, or its
-            eigenvectors have no gradient; a random or RoPE-like generator has such frequencies.
+        generator: A, ``[h d d]`` with even d. The frequencies of A - A^T must be distinct and nonzero, because otherwise
+            eigenvectors have no gradient; random and RoPE-like generators have such frequencies.
         learned: Whether A is learned.
 
     References:
@@ -370,22 +371,22 @@ class Exponential(Encoding):
             check_spectrum(self.parameter)
 
     def frequency(self) -> Tensor:
-        """Angles a step of the planes that the generator rotates now, before an extension: float64 ``[h d/2]``."""
-        return spectrum(wide(self.parameter))[0]
+        """Current angles per step of the planes of the generator, before an extension: float64 ``[h d/2]``."""
+        return spectrum(to_float64(self.parameter))[0]
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, basis = spectrum(wide(self.parameter, x.device))
+        frequency, basis = spectrum(to_float64(self.parameter, x.device))
         turned = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
-        return Chain(Matrix(narrow(basis, dtype, x.device)), turned)
+        return Chain(Matrix(cast_down(basis, dtype, x.device)), turned)
 
 
 class TreePath(Encoding):
     """Products of generators along the path from the root: rho(node) = rho(parent) exp(A_b - A_b^T) for its branch b.
 
-    A representation of the free group on the branches, so that <rho(x) q, rho(y) k> sees the path from x up to the nearest
-    common ancestor and down to y. A shift is multiplication from the left: the same tree below another node. Each node's
-    operator is computed once, level by level; d x d operators of n nodes are the price of generators that do not commute.
+    This is a representation of the free group on the branches: <rho(x) q, rho(y) k> depends on the path from x up to the
+    nearest common ancestor and down to y. A shift, multiplication from the left, moves the tree below another node.
+    Operators are computed level by level, once per node. Because generators do not commute, each node stores a d x d matrix.
 
     Args:
         generator: A, ``[h b d d]`` for b branches.
@@ -411,16 +412,16 @@ class TreePath(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        step = skew_exponential(wide(self.parameter, x.device))
-        return Operators(path(narrow(step, dtype, x.device), x))
+        step = skew_exponential(to_float64(self.parameter, x.device))
+        return Operators(path(cast_down(step, dtype, x.device), x))
 
 
 class InBasis(Encoding):
-    """P^T rho(x) P for an encoding rho and a constant orthogonal P; the outer P^T cancels in products, so P acts once.
+    """P^T rho(x) P for an encoding rho and a constant orthogonal P. The outer P^T cancels in products, so P is applied once.
 
     Args:
         encoding: rho.
-        basis: P, which returns as many features.
+        basis: P, whose number of output features is the encoding's.
 
     References:
         Linearized Relative Positional Encoding (Qin et al. 2023), Eq. 22-24 and 75. https://arxiv.org/abs/2307.09270
@@ -441,11 +442,11 @@ class InBasis(Encoding):
 
 
 class DirectSum(Encoding):
-    """Encodings side by side: each acts on its own features and, on a product of groups, on its own coordinates.
+    """Encodings side by side, each on a separate slice of features and, on a product of groups, separate coordinates.
 
     Args:
         parts: The encodings, in order of features.
-        shared: Whether all parts see the same coordinates (of one group) instead of a product of theirs.
+        shared: Whether all parts take the same coordinates (of one group) instead of a product of their groups.
 
     Examples:
         >>> lines = [Rotary(rope_frequencies(4)[None, None]) for _ in range(2)]
@@ -475,11 +476,11 @@ class DirectSum(Encoding):
 
 
 class Partial(Encoding):
-    """An encoding on the first features, none on the rest: partial rotary, LRPE's identity block (Eq. 23, q > 0).
+    """An encoding of the first features; the rest pass unchanged: partial rotary, LRPE's identity block (Eq. 23, q > 0).
 
     Args:
-        encoding: Acts on its own number of features.
-        features: d, at least as many; the rest pass unchanged.
+        encoding: Acts on its number of features.
+        features: d, at least as many.
     """
 
     def __init__(self, encoding: Encoding, features: int):

@@ -1,4 +1,4 @@
-"""Modules whose parameters stay exact when the model around them is cast, and what else every layer needs."""
+"""Exact numbers: modules whose parameters stay at least float32, and conversions to and from float64."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,55 +9,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isopos.deprecation import renamed
+
+_NAMES = {"narrow": "cast_down", "shown": "describe", "wide": "to_float64", "wide_device": "float64_device"}
+__getattr__ = renamed(__name__, {old: f"isopos.exact.{new}" for old, new in _NAMES.items()})
+
 
 def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
-    """Standard normal numbers, float32 on the CPU whatever torch's defaults are, of a generator or a seed."""
+    """Standard normal float32 numbers on the CPU, from a generator or a seed, independent of torch's default dtype."""
     if isinstance(generator, int):
         generator = torch.Generator().manual_seed(generator)
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
-WIDE = {"cpu": True, "cuda": True, "meta": True, "mps": False}
-"""Types of devices, and whether they have float64; another type is tried when it is first met."""
+HAS_FLOAT64 = {"cpu": True, "cuda": True, "meta": True, "mps": False}
+"""Whether a type of device has float64; other types are tried once."""
 
 
-def wide_device(device: torch.device) -> torch.device:
-    """Where the float64 numbers of tensors on a device are computed: there, or on the CPU where it has none (MPS)."""
-    if device.type not in WIDE:
+def float64_device(device: torch.device) -> torch.device:
+    """The device for float64 computations on tensors of a device: itself, or the CPU if it has no float64 (MPS)."""
+    if device.type not in HAS_FLOAT64:
         try:
-            WIDE[device.type] = (torch.ones((), dtype=torch.float64, device=device) + 2.0**-40 - 1).item() == 2.0**-40
+            HAS_FLOAT64[device.type] = (torch.ones((), dtype=torch.float64, device=device) + 2.0**-40 - 1).item() == 2.0**-40
         except (TypeError, RuntimeError):
-            WIDE[device.type] = False
-    return device if WIDE[device.type] else torch.device("cpu")
+            HAS_FLOAT64[device.type] = False
+    return device if HAS_FLOAT64[device.type] else torch.device("cpu")
 
 
-def wide(value: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor in float64, for work on a device, by default its own: there, or on the CPU where that device has none."""
+def to_float64(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """Promote a tensor to float64, on `device` or its own device; on the CPU if that device has no float64."""
     if value.is_cpu and (device is None or device.type == "cpu"):
         return value.to(torch.float64)
-    device = wide_device(value.device if device is None else device)
+    device = float64_device(value.device if device is None else device)
     return (value if value.device == device else value.to(device)).to(torch.float64)
 
 
-def narrow(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """A tensor rounded to a dtype, then on a device, which need not have the tensor's own dtype."""
+def cast_down(value: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Cast a tensor to a dtype, then move it to a device, which need not support the tensor's original dtype."""
     return value.to(dtype).to(device)
 
 
 def constant(value: Tensor) -> Tensor:
-    """A float64 copy on the CPU for a plain attribute, which no cast and no meta device reaches."""
+    """A float64 copy on the CPU, for a plain attribute, which neither casts nor the meta device change."""
     return value.detach().to("cpu", copy=True).to(torch.float64)
 
 
 class ExactModule(nn.Module):
-    """A module whose parameters and buffers never fall below float32.
+    """A module whose parameters and buffers stay at least float32.
 
     Frequencies, angles and decay rates are multiplied by positions: in bfloat16, 4096 positions give 769 distinct angles.
-    ``model.bfloat16()`` and ``.half()`` therefore move such a module but keep its dtype; ``.double()`` still widens it.
+    ``model.bfloat16()`` and ``.half()`` therefore move such a module but keep its dtype; ``.double()`` converts it.
     """
 
     initial: Tensor
-    parameter_name = ""  # of what `parametrise` made, if anything
+    parameter_name = ""  # of the value that `parametrise` registered
 
     def _apply(self, fn, recurse=True):
         def moved(tensor: Tensor) -> Tensor:
@@ -69,26 +74,26 @@ class ExactModule(nn.Module):
         return super()._apply(moved, recurse)
 
     def parametrise(self, name: str, value: Tensor, *, learned: bool) -> None:
-        """Make a value a float32 parameter of that name, or a float64 constant that no cast and no meta device reaches."""
+        """Register a value as a float32 parameter of this name, or keep it as a float64 constant that no cast changes."""
         self.initial, self.parameter_name = constant(value), name
         self.register_parameter(name, nn.Parameter(torch.empty(value.shape, dtype=torch.float32)) if learned else None)
         self.reset_parameters()
 
     @property
     def parameter(self) -> Tensor:
-        """What `parametrise` made: the parameter, or the constant."""
+        """The value registered by `parametrise`: the parameter, or the constant."""
         parameter = self._parameters[self.parameter_name]
         return self.initial if parameter is None else parameter
 
     def reset_parameters(self) -> None:
-        """Back to the initial value."""
+        """Restore the initial value."""
         if self.parameter_name and self.parameter is not self.initial:
             with torch.no_grad():
-                self.parameter.copy_(narrow(self.initial, self.parameter.dtype, self.parameter.device))
+                self.parameter.copy_(cast_down(self.initial, self.parameter.dtype, self.parameter.device))
 
 
 class Weight(ExactModule):
-    """One parameter, for modules that have several."""
+    """One parameter, for modules with several."""
 
     def __init__(self, value: Tensor):
         super().__init__()
@@ -96,7 +101,7 @@ class Weight(ExactModule):
 
 
 def once(name: str, instead: str) -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated again."""
+    """Raise RuntimeError if a backward pass is differentiated again."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name}: expected no create_graph=True, got it; for more derivatives use {instead}")
 
@@ -107,29 +112,29 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """A context that autocast does not reach."""
+    """A context manager that disables autocast."""
     if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, at no cost where all are equal."""
+    """`torch.broadcast_shapes`, with a fast path for equal shapes."""
     for shape in shapes:
         if shape != shapes[0]:
             return torch.broadcast_shapes(*shapes)
     return shapes[0] if shapes else torch.Size()
 
 
-def shown(value: Any) -> str:
-    """A value with the shapes of its tensors."""
+def describe(value: Any) -> str:
+    """The repr of a value, with dtypes and shapes instead of tensors."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
     if isinstance(value, tuple):
-        return f"({', '.join(map(shown, value))})"
+        return f"({', '.join(map(describe, value))})"
     if is_dataclass(value) and not isinstance(value, type):
-        inner = (f"{field.name}={shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
+        inner = (f"{field.name}={describe(getattr(value, field.name))}" for field in fields(value) if field.repr)
         return f"{type(value).__name__}({', '.join(inner)})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {describe(inner)}' for name, inner in value.items())}}}"
     return value.__name__ if inspect.isfunction(value) else repr(value)

@@ -1,6 +1,6 @@
-"""Feature maps phi of linear attention: applied to each token alone, before the isometry.
+"""Feature maps phi of linear attention, applied to each token separately, before the isometry.
 
-Most are functions of one number, in `FEATURE_MAPS` by name. `Favor` is a module: it holds random directions.
+`FEATURE_MAPS` holds elementwise functions by name. `Favor` is a module with random directions.
 """
 
 import math
@@ -16,21 +16,21 @@ from isopos.exact import ExactModule
 __all__ = ["COMPILED", "FEATURE_MAPS", "Favor", "FeatureMap", "Phi", "elu1", "exp", "identity", "register", "relu", "relu2"]
 __all__ += ["sides"]
 
-LARGEST = 30.0  # exponent of a feature of `Favor`
-LIFT = 20.0  # exponent added to features of keys that share a scale
+LARGEST = 30.0  # largest exponent of a feature of `Favor`
+LIFT = 20.0  # added to exponents of keys, which share one scale
 
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """A feature map with a name: a function of tensors that holds no parameters, so that attention may compute it again.
+    """A named feature map without parameters, which attention may therefore recompute.
 
-    `forward` is enough. The two others, which build no graph, make attention on the CPU several times faster.
+    Only `forward` is required. `write` and `slope` build no graph and make attention on the CPU several times faster.
 
     Args:
-        name: Under which `register` makes it known.
+        name: Name in `FEATURE_MAPS`, after `register`.
         forward: x ``[*b h t d]`` to features ``[*b h t d']``, differentiable, in the dtype of x.
-        write: ``write(x, out, scratch)`` writes phi(x) to `out`, for maps of single numbers.
-        slope: ``slope(x, y)`` turns features y = phi(x) into phi'(x), in place.
+        write: ``write(x, out, scratch)`` writes phi(x) to `out`, for elementwise maps.
+        slope: Derivative: ``slope(x, y)`` overwrites features y = phi(x) with phi'(x).
 
     Examples:
         >>> softplus = FeatureMap("softplus", torch.nn.functional.softplus)
@@ -53,8 +53,8 @@ FEATURE_MAPS: dict[str, FeatureMap] = {}
 
 
 def register(feature_map: FeatureMap) -> FeatureMap:
-    """Make a feature map known by its name; ValueError where another has it."""
-    if feature_map.name in (*FEATURE_MAPS, "auto", "favor"):  # two that schemes have of their own
+    """Add a feature map to `FEATURE_MAPS`; ValueError if its name is taken."""
+    if feature_map.name in (*FEATURE_MAPS, "auto", "favor"):  # names reserved by schemes
         raise ValueError(f"name: expected one that no feature map has, got {feature_map.name!r}; choose another")
     FEATURE_MAPS[feature_map.name] = feature_map
     return feature_map
@@ -81,7 +81,7 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2: not negative, sparse, and zero for a query without positive features (Hua et al. 2022, FLASH)."""
+    """max(x, 0)^2: nonnegative, sparse, and zero for a query without positive features (Hua et al. 2022, FLASH)."""
     return x.relu().square()
 
 
@@ -91,7 +91,7 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _identity(x: Tensor) -> Tensor:
-    """x itself: signed scores. Use it with ``denominator=None`` and a norm, as RetNet does."""
+    """x: signed scores. Use it with ``denominator=None`` and a norm, as in RetNet."""
     return x
 
 
@@ -101,7 +101,7 @@ relu = register(
         "relu",
         _relu,
         lambda x, out, scratch: torch.clamp_min(x, 0, out=out).add_(1e-3),
-        lambda x, y: torch.gt(x, 0, out=y),  # features of 1e-3 may be those of a positive x, which was rounded away
+        lambda x, y: torch.gt(x, 0, out=y),  # a feature of 1e-3 may come from a small positive x
     )
 )
 relu2 = register(
@@ -111,23 +111,23 @@ relu2 = register(
 )
 exp = register(FeatureMap("exp", _exp, lambda x, out, scratch: torch.exp(x, out=out), lambda x, y: y))
 identity = register(FeatureMap("identity", _identity, lambda x, out, scratch: out.copy_(x), lambda x, y: y.fill_(1)))
-COMPILED = (identity, elu1, relu, relu2, exp)  # those that the C and Triton kernels know, by their numbers in cpu/call.h
+COMPILED = (identity, elu1, relu, relu2, exp)  # maps in the C and Triton kernels; the order is the enum of cpu/call.h
 
 
 class Favor(ExactModule):
-    """FAVOR+: positive orthogonal random features, whose products estimate exp(<q, k> / sqrt(d)) without bias.
+    """FAVOR+: positive orthogonal random features. Their products are unbiased estimates of exp(<q, k> / sqrt(d)).
 
     phi(x)_i = exp(<w_i, x'> - |x'|^2 / 2) / sqrt(m),  x' = x / d^(1/4)
 
-    Rows w are orthogonal in blocks of d, with the norms of Gaussian vectors. Exponents are at most |w|^2 / 2, and are cut at
-    30. Attention calls `query` and `key`, which scale features so that no denominator vanishes: those of a query by a factor
-    of its own, those of all keys by the same one. Both divide out, and no maximum over tokens lets one item change another.
-    Where nothing divides, or a map adds to features what has no such scale, attention takes the estimator itself.
+    Rows w are orthogonal in blocks of d, with the norms of Gaussian vectors. Exponents are at most |w|^2 / 2, and are
+    clamped to 30. Attention calls `query` and `key`, which scale features so that no denominator vanishes: queries by one
+    factor each, keys by one common factor. Both factors cancel in the division, and no item depends on a maximum over other
+    tokens. Without a denominator, or with maps that add unscaled features, attention calls the estimator itself.
 
     Args:
         features: d of queries and keys.
         out_features: m; d by default. The error of an estimate falls as 1 / sqrt(m).
-        seed: Of the draw, equal on all machines.
+        seed: Seed of the directions, equal on all machines.
 
     References:
         Rethinking Attention with Performers (Choromanski et al. 2021), Lemma 1 and section 2.4.
@@ -150,33 +150,33 @@ class Favor(ExactModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The draw of the seed."""
+        """Restore the directions of the seed."""
         if not self.projection.is_meta:
             self.redraw(torch.Generator().manual_seed(self.seed))
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator) -> None:
-        """Draw other directions in place: between training steps, on all machines with the same generator."""
+        """Draw new directions in place: between training steps, with the same generator on all machines."""
         d, m = self.features, self.out_features
         blocks = -(-m // d)
         gaussian = torch.randn(blocks, d, d, generator=generator, device="cpu", dtype=torch.float64)
         q, r = torch.linalg.qr(gaussian)
-        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform: the factorisation alone prefers some directions
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform; plain QR prefers some directions
         directions = q.mT.flatten(0, 1)[:m]
         norms = torch.randn(m, d, generator=generator, device="cpu", dtype=torch.float64).norm(dim=-1, keepdim=True)
         self.projection.copy_(norms * directions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[*b h t d]`` -> positive features ``[*b h t m]``, in x's dtype: the estimator itself."""
+        """Positive features ``[*b h t m]`` of x ``[*b h t d]``, in x's dtype: the estimator itself."""
         return self._exponent(x).clamp_max(LARGEST).exp() / self.out_features**0.5
 
     def query(self, x: Tensor) -> Tensor:
-        """Features of queries, the largest of each being 1."""
+        """Features of queries, scaled so that the largest feature of each query is 1."""
         exponent = self._exponent(x)
         return torch.exp(exponent - exponent.detach().amax(-1, keepdim=True))
 
     def key(self, x: Tensor) -> Tensor:
-        """Features of keys times e^20."""
+        """Features of keys, scaled by e^20."""
         return self._exponent(x).clamp_max(LARGEST).add(LIFT).exp()
 
     def _exponent(self, x: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ class Favor(ExactModule):
 
 
 def sides(phi: Phi) -> tuple[Phi, Phi]:
-    """What maps queries, and what maps keys."""
+    """The feature map of queries and the feature map of keys."""
     return (FeatureMap("favor", phi.query), FeatureMap("favor", phi.key)) if isinstance(phi, Favor) else (phi, phi)
 
 
 def undivided(phi: Phi) -> Phi:
-    """The feature map of sums in which scales do not divide out: that of `Favor` without them."""
+    """The feature map for sums without a denominator: `Favor` without scaling, other maps unchanged."""
     return FeatureMap("favor", phi.forward) if isinstance(phi, Favor) else phi

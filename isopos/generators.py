@@ -1,6 +1,6 @@
-"""Encodings by skew generators in a form of their own, whose exponentials cost less than those of d x d matrices.
+"""Encodings by skew generators of special form, whose exponentials cost less than those of dense d x d matrices.
 
-Skew matrices that commute turn the same planes, so the exponential of their sum over the axes of a grid is one rotation in
+Commuting skew matrices rotate the same planes, so the exponential of their sum over the axes of a grid is one rotation in
 one basis: rho(x) = exp(sum_c x_c L_c) = P^T R(<w, x>) P.
 """
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isopos.bases import Fourier
 from isopos.encodings import Encoding
-from isopos.exact import Weight, constant, narrow, wide
+from isopos.exact import Weight, cast_down, constant, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Chain, Isometry, Matrix, Plane, Rotation
 from isopos.ops.rotate import rotations
@@ -20,10 +20,10 @@ __all__ = ["Circulant", "Commuting", "RankTwo"]
 
 
 class Circulant(Encoding):
-    """exp(sum_c x_c (C_c - C_c^T)) of circulant matrices C, which commute and turn the planes of the Fourier transform.
+    """exp(sum_c x_c (C_c - C_c^T)) of circulant matrices C, which commute and rotate the planes of the Fourier transform.
 
-    Angles are -2 Im of the fast transform of a column of C, and zero for the constant and the alternating vector. The basis
-    is applied as the matrix of `isopos.bases.Fourier`.
+    Angles are -2 Im of the fast Fourier transform of a column of C, and zero for the constant and the alternating vector.
+    The basis is applied as the matrix of `isopos.bases.Fourier`.
 
     Args:
         generator: The first columns ``[h c d]`` of C, for heads and coordinates; d is even.
@@ -32,11 +32,6 @@ class Circulant(Encoding):
     References:
         Learning the RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al. 2025), Eq. 11 and Theorem 3.5.
         https://arxiv.org/abs/2502.02562
-
-    Examples:
-        >>> rho = Circulant(torch.randn(2, 3, 8))(torch.randn(5, 3))
-        >>> rho(torch.randn(1, 2, 5, 8)).shape
-        torch.Size([1, 2, 5, 8])
     """
 
     extensible = True
@@ -52,19 +47,19 @@ class Circulant(Encoding):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency = -2 * torch.fft.fft(wide(self.parameter, x.device)).imag[..., : self.features // 2]
+        frequency = -2 * torch.fft.fft(to_float64(self.parameter, x.device)).imag[..., : self.features // 2]
         return Chain(self.basis(x.device, dtype), Rotation(rotations(x, self.extended(frequency), dtype)))
 
 
 class Commuting(Encoding):
-    """exp(sum_c x_c w_cn (A_n - A_n^T)) on blocks n of the features, each a skew matrix of its own that all axes share.
+    """exp(sum_c x_c w_cn (A_n - A_n^T)) on blocks n of features, with one skew matrix per block.
 
-    Generators of axes are multiples of one matrix in each block, and so they commute. A block with one nonzero multiple
-    belongs to that axis alone. Each block is diagonalised once a forward, as in `isopos.encodings.Exponential`.
+    In each block, the generators of all axes are multiples of one matrix, so they commute. A block with one nonzero multiple
+    belongs to one axis. Each block is diagonalised once per forward pass, as in `isopos.encodings.Exponential`.
 
     Args:
         generator: A, ``[h n b b]`` for n blocks of b features, b even. The frequencies of each A - A^T must be distinct and
-            not zero.
+            nonzero.
         direction: w, ``[h c n]`` for c coordinates (h = 1: shared by all heads).
         learned: Whether A is learned.
         learned_direction: Whether w is learned.
@@ -101,22 +96,22 @@ class Commuting(Encoding):
             check_spectrum(self.parameter)
 
     def directions(self) -> Tensor:
-        """w ``[h c n]`` now."""
+        """Current w ``[h c n]``."""
         return self.initial_direction if self.direction is None else self.direction.parameter
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        frequency, planes = spectrum(wide(self.parameter, x.device))  # [h n b/2] and [h n b b]
-        frequency = (wide(self.directions(), x.device)[..., None] * frequency[:, None]).flatten(-2)  # [h c d/2]
+        frequency, planes = spectrum(to_float64(self.parameter, x.device))  # [h n b/2] and [h n b b]
+        frequency = (to_float64(self.directions(), x.device)[..., None] * frequency[:, None]).flatten(-2)  # [h c d/2]
         unit = torch.eye(planes.shape[1], dtype=torch.float64, device=planes.device)
         basis = (planes[:, :, :, None] * unit[:, None, :, None]).flatten(3).flatten(1, 2)
-        return Chain(Matrix(narrow(basis, dtype, x.device)), Rotation(rotations(x, self.extended(frequency), dtype)))
+        return Chain(Matrix(cast_down(basis, dtype, x.device)), Rotation(rotations(x, self.extended(frequency), dtype)))
 
 
 class RankTwo(Encoding):
-    """exp(x L) with L = a b^T - b a^T: the rotation of one plane by s = (|a|^2 |b|^2 - <a, b>^2)^1/2 a step, in closed form.
+    """exp(x L) with L = a b^T - b a^T, in closed form: a rotation of one plane by s = (|a|^2 |b|^2 - <a, b>^2)^1/2 per step.
 
-    exp(x L) = I + sin(s x) / s L + (1 - cos(s x)) / s^2 L^2. All other directions pass unchanged.
+    exp(x L) = I + sin(s x) / s L + (1 - cos(s x)) / s^2 L^2. Directions orthogonal to the plane pass unchanged.
 
     Args:
         a: ``[h d]``.
@@ -146,20 +141,20 @@ class RankTwo(Encoding):
     def pairs(self) -> int:
         return 1
 
-    def unserved(self, rule: Extension) -> str:
+    def refusal(self, rule: Extension) -> str:
         if not rule.by_series:
             return ""
         return f"expected linear, llama3 or longrope for a plane by itself, got {rule.name}, which goes by all of a head"
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
-        u, v, speed = _frame(*wide(self.parameter, x.device).unbind(1))
-        u, v = (narrow(vector, dtype, x.device)[:, None] for vector in (u, v))
+        u, v, speed = _frame(*to_float64(self.parameter, x.device).unbind(1))
+        u, v = (cast_down(vector, dtype, x.device)[:, None] for vector in (u, v))
         return Plane(u, v, rotations(x, self.extended(speed[:, None]), dtype))
 
 
 def _frame(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Orthonormal u along a and v in the plane of a and b ``[h d]``, and the area that a and b span ``[h 1]``."""
+    """Orthonormal vectors u, along a, and v in the plane of a and b ``[h d]``, and the area spanned by a and b ``[h 1]``."""
     length = a.norm(dim=-1, keepdim=True)
     u = a / length
     across = b - (b * u).sum(-1, keepdim=True) * u

@@ -1,4 +1,4 @@
-"""Positions of the nodes of a graph: the lowest eigenvectors of its Laplacian, and a reader of edge lists."""
+"""Positions of graph nodes: the lowest eigenvectors of the Laplacian; and a reader of edge lists."""
 
 import math
 from collections.abc import Sequence
@@ -12,33 +12,32 @@ from isopos.catalog import at_least
 
 __all__ = ["edges", "graph"]
 
-DIGITS = 18  # of the number of a node: so many are an int64
-MOST = 1 << 15  # nodes: 8 GiB for their Laplacian
+DIGITS = 18  # digits of a node number that fit into int64
+MOST = 1 << 15  # nodes; their Laplacian takes 8 GiB
 
 
 def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int = 8, *, nodes: int | None = None) -> Tensor:
     """Positions of the nodes of an undirected, connected graph, for `isopos.wire`: float64 ``[n axes]``.
 
-    Column k is the eigenvector of the k-th smallest eigenvalue of the Laplacian D - A after the constant one, with a mean
-    square of 1, so that positions do not shrink with the graph; zero where the graph has fewer. On a path it is about
-    cos(pi k x / n).
+    Column k is the eigenvector of the k-th smallest nonzero eigenvalue of the Laplacian D - A, with a mean square of 1, so
+    that positions do not shrink with the graph; missing eigenvectors are zero. On a path it is about cos(pi k x / n).
 
-    An eigenvector is determined up to its sign, and where eigenvalues are equal, as in rings, grids of equal sides or other
-    symmetric graphs, up to a rotation among them, so that no rule of numbers alone can name them. Here the first of its
-    largest entries is positive; symmetric nodes are told apart by their numbers then, and other numbers of the nodes may
-    give other positions. Positions of different graphs, and of one that changed, are not to be compared.
+    An eigenvector is determined up to its sign, and eigenvectors of equal eigenvalues, as in rings, square grids and other
+    symmetric graphs, up to a rotation; no rule based on values alone can choose among them. Here the first of the largest
+    entries is positive, which depends on the numbering of symmetric nodes. Positions of different graphs, or of a graph that
+    changed, are not comparable.
 
     Args:
-        source: A file of `edges`; integers, ``[m 2]`` with a row per edge, or ``[2 m]`` with a column per edge as PyTorch
-            Geometric's ``edge_index``, whose nodes are 0 to n - 1; or a graph of networkx, whose nodes are numbered in its
-            order. Repeated edges count once, loops not at all; directions and weights make no difference. ``[2 2]`` are
-            rows, or columns where these alone connect their nodes; where both do, they are the same edges.
-        axes: Eigenvectors.
-        nodes: n; one more than the largest number by default. A graph of networkx knows its own.
+        source: A file for `edges`; integers, ``[m 2]`` with one row per edge, or ``[2 m]`` with one column per edge, as
+            PyTorch Geometric's ``edge_index``, with nodes 0 to n - 1; or a networkx graph, with nodes numbered in its order.
+            Repeated edges count once, loops are ignored; directions and weights have no effect. ``[2 2]`` means rows, or
+            columns if only these connect their nodes; if both do, the edges are the same.
+        axes: Number of eigenvectors.
+        nodes: n; by default one more than the largest node. For networkx it is known.
 
     Raises:
-        ValueError: For what is no graph, and for one that is not connected: each part has eigenvectors of its own, and no
-            position relative to the others.
+        ValueError: For an invalid graph, and for one that is not connected: separate parts have separate eigenvectors, and
+            no relative positions.
 
     References:
         Rotary Position Encodings for Graphs (Reid et al. 2025), WIRE. https://arxiv.org/abs/2509.22259
@@ -74,7 +73,7 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int
 
 
 def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
-    """Edges as integers ``[m 2]``, and how many nodes there are, where that is known."""
+    """Edges as integers ``[m 2]``, and the number of nodes if known."""
     if hasattr(source, "nodes") and hasattr(source, "adjacency"):  # networkx
         rows = {node: row for row, node in enumerate(source.nodes())}
         if nodes not in (None, len(rows)):
@@ -97,32 +96,32 @@ def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
 
 def _joined(pair: Tensor) -> bool:
     """Whether two edges ``[2 2]`` connect their nodes."""
-    found = {frozenset(edge) for edge in pair.tolist() if edge[0] != edge[1]}
-    return len(set(pair.flatten().tolist())) == len(found) + 1
+    distinct = {frozenset(edge) for edge in pair.tolist() if edge[0] != edge[1]}
+    return len(set(pair.flatten().tolist())) == len(distinct) + 1
 
 
 def _reached(adjacency: Tensor) -> Tensor:
-    """The nodes that paths join with node 0: bool ``[n]``."""
+    """Nodes with a path to node 0: bool ``[n]``."""
     reached = torch.zeros(len(adjacency), dtype=torch.bool)
     reached[0], new = True, torch.tensor([0])
     while len(new):
-        found = (adjacency[new] > 0).any(0) & ~reached
-        reached |= found
-        new = found.nonzero()[:, 0]
+        neighbours = (adjacency[new] > 0).any(0) & ~reached
+        reached |= neighbours
+        new = neighbours.nonzero()[:, 0]
     return reached
 
 
 def edges(path: str | Path) -> Tensor:
-    """The edges that a text file lists, a line each: int64 ``[m 2]``.
+    """The edges in a text file, one per line: int64 ``[m 2]``.
 
-    A line is two numbers of nodes from 0 on, between spaces, a tab or a comma; empty lines and those from "#" or "%" on are
-    skipped.
+    A line is two node numbers from 0 on, separated by spaces, a tab or a comma. Empty lines and comments from "#" or "%" on
+    are skipped.
 
     Raises:
-        ValueError: For a line that is no edge, and for a file that has none.
-        OSError: For a file that cannot be read.
+        ValueError: For an invalid line, and for a file without edges.
+        OSError: If the file cannot be read.
     """
-    found = []
+    pairs = []
     with Path(path).open("rb") as lines:
         for number, content in enumerate(lines, 1):
             try:
@@ -139,7 +138,7 @@ def edges(path: str | Path) -> Tensor:
                 )
             if large := next((word for word in words if len(word.lstrip("0")) > DIGITS), ""):
                 raise ValueError(f"{path}, line {number}: expected numbers of at most {DIGITS} digits, got {large[:40]}...")
-            found.append([int(word.lstrip("0") or "0") for word in words])
-    if not found:
+            pairs.append([int(word.lstrip("0") or "0") for word in words])
+    if not pairs:
         raise ValueError(f"{path}: expected a line an edge, two numbers of nodes, got none")
-    return torch.tensor(found)
+    return torch.tensor(pairs)

@@ -1,4 +1,4 @@
-"""The kinds of attention as values: what a scheme chooses of linear attention, or of softmax attention."""
+"""Kinds of attention as values: the choices of a scheme that only linear or only softmax attention has."""
 
 import math
 from dataclasses import dataclass, fields
@@ -14,35 +14,35 @@ DenominatorName = Literal["plain", "encoded", "complex", "none"]
 
 
 def feature_names() -> tuple[str, ...]:
-    """The names of feature maps that there are now."""
+    """The names of all registered feature maps."""
     return (*FEATURE_MAPS, "favor")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What both kinds have."""
+    """Base class of `Linear` and `Softmax`."""
 
     name: ClassVar[str]
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Its fields that choose something, by name: the short form of presets."""
+        """Fields that are not None or False, by name: the short form for presets."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
 
 @dataclass(frozen=True)
 class Linear(Kind):
-    """Linear attention: weights are products of features.
+    """Linear attention: weights are inner products of features.
 
     Args:
         feature_map: phi: a name of `FEATURE_MAPS`, or "favor"; "auto" is "elu+1".
         denominator: "plain", "encoded", "complex" or "none" (then `Attention` normalises each head's output); "auto" is
             "plain", or "encoded" with `inside`.
-        inside: Whether the coupling acts ahead of the feature map.
+        inside: Whether the coupling acts before the feature map.
 
     Raises:
-        ValueError: For an unknown name, and for a plain denominator inside.
+        ValueError: For an unknown name, and for a plain denominator with `inside`.
 
     Examples:
         >>> import isopos
@@ -78,9 +78,10 @@ class Softmax(Kind):
     """Softmax attention: weights are exponentials of logits.
 
     Args:
-        scale: Of logits; d^-1/2 of the queries by default.
+        scale: Scale of logits; d^-1/2 by default.
         locality: <rho(x_i) q_i, rho(x_j) k_j> is multiplied by locality^distance (APE, section 4.2).
-        metric: Of that distance: steps of the group by default, or "euclidean", straight over a grid and rounded down.
+        metric: Distance of locality: by default the distance of the group, or "euclidean", the straight distance on a grid,
+            rounded down.
 
     Raises:
         ValueError: For a number out of range, and for a metric without a locality.
@@ -97,13 +98,13 @@ class Softmax(Kind):
     metric: str | None = None
 
     name: ClassVar[str] = "softmax"
-    feature_map: ClassVar[str] = "softmax"  # as `Scheme.choices` have them
+    feature_map: ClassVar[str] = "softmax"  # entries of `Scheme.choices`
     denominator: ClassVar[str] = "softmax"
     inside: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.locality is not None and not 0 < self.locality <= 1:
-            raise ValueError(f"locality: expected a factor a step in (0, 1], got {self.locality}")
+            raise ValueError(f"locality: expected a factor per step in (0, 1], got {self.locality}")
         if self.metric is not None and (self.locality is None or self.metric != "euclidean"):
             raise ValueError(f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r}")
         if self.scale is not None and not 0 < self.scale < math.inf:
@@ -114,8 +115,8 @@ KINDS = {"linear": Linear, "softmax": Softmax}
 FIELDS = tuple(field.name for kind in KINDS.values() for field in fields(kind))
 
 
-def kind_of(attention: str = "linear", **given: Any) -> Linear | Softmax:
-    """The kind of that name with these fields; ValueError for a value that cannot be, or one for the other kind.
+def kind_of(attention: str = "linear", **values: Any) -> Linear | Softmax:
+    """The kind of this name with these fields; ValueError for an invalid value, or for a field of the other kind.
 
     Examples:
         >>> kind_of("softmax", scale=0.5)
@@ -123,11 +124,11 @@ def kind_of(attention: str = "linear", **given: Any) -> Linear | Softmax:
     """
     expect("attention", attention, KINDS)
     made = {
-        name: kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+        name: kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
         for name, kind in KINDS.items()
     }
     for field in fields(made["softmax" if attention == "linear" else "linear"]):
-        if (value := given.get(field.name, field.default)) == field.default:
+        if (value := values.get(field.name, field.default)) == field.default:
             continue
         if attention == "linear":
             raise ValueError(f"{field.name}: expected softmax attention, whose logits it multiplies, got linear")

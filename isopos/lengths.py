@@ -1,8 +1,8 @@
-"""Longer sequences than in training: rules that turn the frequencies of a rotary encoding into others.
+"""Longer sequences than in training: rules that change the frequencies of a rotary encoding.
 
-Each is a value that takes frequencies and returns frequencies, and has an attention factor. They are written in terms of the
-frequencies themselves, so that learned ones, several axes and those that are zero are served alike: a pair of features turns
-by |w| a step, along its own direction, and only its speed changes.
+A rule is a value: a function from frequencies to frequencies, with an attention factor. Rules depend on the frequencies
+alone, so they apply to learned ones, several axes, and zeros: a pair of features rotates by |w| per step along a direction,
+and only this speed changes.
 """
 
 import math
@@ -26,20 +26,20 @@ class Extension(ABC):
 
     Args:
         factor: s, at least 1; 1 changes nothing.
-        trained: L, positions in training, on each axis; linear and dynamic do not need it.
+        trained: L, number of positions in training, on each axis; linear and dynamic do not need it.
     """
 
     factor: float
     trained: int | None = None
 
-    by_length: ClassVar[bool] = False  # whether it asks for `trained`
-    by_series: ClassVar[bool] = False  # whether what a frequency becomes hangs on the others of its head
-    whole_logits = False  # whether the attention factor is that of features that pass, too
+    by_length: ClassVar[bool] = False  # whether it requires `trained`
+    by_series: ClassVar[bool] = False  # whether a new frequency depends on the others of its head
+    whole_logits = False  # whether the attention factor also applies to features that pass
 
     def __post_init__(self) -> None:
-        for own in fields(self):  # equal rules are printed alike, and by what a file can hold
-            if own.name != "trained" and type(value := getattr(self, own.name)) is not bool and isinstance(value, Real):
-                object.__setattr__(self, own.name, float(value))
+        for field in fields(self):  # equal rules have equal reprs, with JSON types
+            if field.name != "trained" and type(value := getattr(self, field.name)) is not bool and isinstance(value, Real):
+                object.__setattr__(self, field.name, float(value))
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor: expected a number from 1 on, how many times longer sequences are, got {self.factor}")
         if self.trained is not None:
@@ -49,17 +49,17 @@ class Extension(ABC):
 
     @property
     def name(self) -> str:
-        """In `EXTENSIONS`."""
+        """Its key in `EXTENSIONS`."""
         return type(self).__name__.lower()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Its name and values as JSON has them, which `extension` and `Scheme.extend` take as keywords."""
-        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        """Name and values in JSON types, as keywords for `extension` and `Scheme.extend`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name} | {key: list(a) if isinstance(a, tuple) else a for key, a in values.items()}
 
     def __call__(self, frequency: Tensor) -> Tensor:
-        """Frequencies ``[h c f]`` in radians a step, as they are to be: float64. Gradients see the shares as constants."""
+        """New frequencies for ``[h c f]`` in radians per step: float64. Shares are constants for gradients."""
         with torch.no_grad():
             speed = torch.linalg.vector_norm(frequency, dim=-2, keepdim=True)
             share = self.share(speed)
@@ -67,21 +67,21 @@ class Extension(ABC):
 
     @abstractmethod
     def share(self, speed: Tensor) -> Tensor:
-        """What is left of speeds ``[h 1 f]`` in radians a step, from 1, all of it, down to 1 / s."""
+        """Factors between 1 / s and 1 for speeds ``[h 1 f]`` in radians per step."""
 
     @property
     def attention_factor(self) -> float:
-        """What features of queries and of keys that rotate are multiplied by in softmax attention: logits by its square."""
+        """Factor of rotated features of queries and of keys in softmax attention; logits have its square."""
         return 1.0
 
     def check(self, count: int) -> None:
-        """Raise ValueError where a rule does not fit so many pairs of features."""
+        """Raise ValueError if the rule does not fit `count` pairs of features."""
         return
 
 
 @dataclass(frozen=True)
 class Linear(Extension):
-    """Position interpolation: every pair s times slower (Chen et al. 2023, arXiv 2306.15595)."""
+    """Position interpolation: every pair rotates s times slower (Chen et al. 2023, arXiv 2306.15595)."""
 
     def share(self, speed: Tensor) -> Tensor:
         return torch.full_like(speed, 1 / self.factor)
@@ -89,14 +89,14 @@ class Linear(Extension):
 
 @dataclass(frozen=True)
 class Dynamic(Extension):
-    """NTK-aware: a larger base, so that the fastest pair stays as it is and the slowest is a = alpha s - (alpha - 1) slower.
+    """NTK-aware scaling: a larger base. The fastest pair keeps its speed; the slowest is alpha s - (alpha - 1) times slower.
 
-    Frequencies are those of one length, s times the trained one, whatever comes: keys in a cache stay valid, where dynamic
-    scaling elsewhere computes them anew for each longer call and leaves the keys before as they were. The `factor` of
-    transformers is alpha here, and its sequence length s times ``max_position_embeddings``.
+    Frequencies are those for one length, s times the trained one, whatever the length of the input, so that cached keys stay
+    valid. Other implementations recompute them for each longer call and keep the earlier keys. The `factor` of transformers
+    is alpha here, and its sequence length is s times ``max_position_embeddings``.
 
     Args:
-        alpha: At least 1; at 1 the slowest pair is s times slower.
+        alpha: At least 1; with 1 the slowest pair is s times slower.
 
     References:
         YaRN (Peng et al. 2023), sections 3.1 and 3.3, of bloc97 and emozilla. https://arxiv.org/abs/2309.00071
@@ -118,7 +118,7 @@ class Dynamic(Extension):
 
 @dataclass(frozen=True)
 class _ByParts(Extension, ABC):
-    """Fast pairs stay as they are, slow ones are s times slower, and those between are between."""
+    """Interpolation by parts: fast pairs keep their speed, slow ones are s times slower, pairs between are in between."""
 
     by_length = True
 
@@ -128,25 +128,24 @@ class _ByParts(Extension, ABC):
 
     @abstractmethod
     def kept(self, speed: Tensor) -> Tensor:
-        """1 for pairs that stay, 0 for those that are interpolated."""
+        """1 for pairs that keep their speed, 0 for interpolated ones."""
 
     def turns(self, speed: Tensor) -> Tensor:
-        """Over the trained positions."""
+        """Number of turns over the trained positions."""
         return speed * (self.trained or 0) / (2 * math.pi)
 
 
 @dataclass(frozen=True)
 class Yarn(_ByParts):
-    """YaRN: by parts, linear in the number of a pair as in its code, and sharper logits.
+    """YaRN: interpolation by parts, linear in the index of a pair as in its code, and sharper logits.
 
     Args:
-        fast: Turns over the trained positions from which on a pair stays as it is.
-        slow: Turns below which it is interpolated.
-        truncate: Round both bounds outward to numbers of pairs, as the code does.
-        sharpness: The attention factor; 0.1 ln s + 1 by default, the root of the inverse of the paper's temperature.
-        whole_logits: Where only some features rotate, multiply whole logits, as the paper's temperature does. By default
-            the factor is that of the features that rotate, as in released checkpoints: their code multiplies cosines and
-            sines by it, and other features pass as they are.
+        fast: Turns over the trained positions from which on a pair keeps its speed.
+        slow: Turns below which a pair is interpolated.
+        truncate: Round both bounds outward to integer indices of pairs, as the code does.
+        sharpness: The attention factor; 0.1 ln s + 1 by default, the inverse square root of the paper's temperature.
+        whole_logits: If only some features rotate, multiply whole logits, as the paper's temperature does. By default the
+            factor applies to the rotated features, as in released checkpoints: their code multiplies cosines and sines.
 
     References:
         YaRN (Peng et al. 2023), sections 3.2 and 3.4. https://arxiv.org/abs/2309.00071
@@ -172,7 +171,7 @@ class Yarn(_ByParts):
     def kept(self, speed: Tensor) -> Tensor:
         step, rank, count = _series(speed)
         turns = self.turns(speed.amax(-1, keepdim=True))
-        low, high = ((turns / bound).log() / step for bound in (self.fast, self.slow))  # numbers of pairs
+        low, high = ((turns / bound).log() / step for bound in (self.fast, self.slow))  # indices of pairs
         if self.truncate:
             low, high = low.floor(), high.ceil()
         low, high = low.clamp_min(0), high.minimum(2 * count - 1)
@@ -181,11 +180,11 @@ class Yarn(_ByParts):
 
 @dataclass(frozen=True)
 class Llama3(_ByParts):
-    """Llama 3.1's: by parts, linear in the turns of a pair (Dubey et al. 2024, arXiv 2407.21783; its released code).
+    """Llama 3.1's rule: by parts, linear in the turns of a pair (Dubey et al. 2024, arXiv 2407.21783; its released code).
 
     Args:
-        fast: Turns over the trained positions from which on a pair stays as it is; `high_freq_factor`.
-        slow: Turns below which it is interpolated; `low_freq_factor`.
+        fast: Turns over the trained positions from which on a pair keeps its speed; `high_freq_factor`.
+        slow: Turns below which a pair is interpolated; `low_freq_factor`.
     """
 
     fast: float = 4.0
@@ -201,11 +200,11 @@ class Llama3(_ByParts):
 
 @dataclass(frozen=True)
 class LongRope(Extension):
-    """LongRoPE: each pair slower by a factor of its own, which was searched for (Ding et al. 2024, arXiv 2402.13753).
+    """LongRoPE: each pair is slower by a separate factor, found by a search (Ding et al. 2024, arXiv 2402.13753).
 
     Args:
-        rescale: The factors of the pairs, in their order, for this length: `long_factor` of a checkpoint beyond its trained
-            length, `short_factor` up to it.
+        rescale: Factors of the pairs, in order, for this length: `long_factor` of a checkpoint beyond its trained length,
+            `short_factor` up to it.
         sharpness: The attention factor; (1 + ln s / ln L)^(1/2) by default.
         whole_logits: As for YaRN.
     """
@@ -246,10 +245,10 @@ EXTENSIONS: dict[str, type[Extension]] = {
 
 
 def extension(name: str, factor: float, trained: int | None = None, **options: Any) -> Extension:
-    """The rule of a name in `EXTENSIONS`.
+    """The rule with a name in `EXTENSIONS`.
 
     Raises:
-        ValueError: For an unknown name, or a value that cannot be.
+        ValueError: For an unknown name, or an invalid value.
         TypeError: For an option that the rule does not have.
 
     Examples:
@@ -266,10 +265,10 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
 
 
 def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the number of each in it, and how many there are.
+    """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the index of each speed, and the number of speeds.
 
-    Numbers are those of the pairs where speeds are such a series, and places on a logarithmic scale otherwise. Pairs that
-    do not turn have that of the slowest that do.
+    For a geometric series indices are those of the pairs; otherwise they are positions on a logarithmic scale. Pairs with
+    zero speed have the index of the slowest other pair.
     """
     slowest = speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)
     count = (speed > 0).sum(-1, keepdim=True)

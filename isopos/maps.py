@@ -1,10 +1,10 @@
-"""Maps of the features of tokens: the immutable values that encodings and couplings return.
+"""Maps of token features: the immutable values that encodings and couplings return.
 
 A map takes features ``[*b h t d] -> [*b h t d']``. It is evaluated once for a tensor of positions and shared by queries,
-keys and layers. What an encoding returns is an `Isometry`, which keeps inner products; couplings, which treat queries and
-keys apart, have other maps too.
+keys and layers. Encodings return an `Isometry`, which keeps inner products; couplings, which map queries and keys
+differently, return other maps too.
 
-A class declares its tensors with their axes; slices, widths and lengths follow from these.
+A class declares its tensors with their axes; slicing, widths and lengths follow from these.
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import broadcast, full_precision, shown
+from isopos.exact import broadcast, describe, full_precision
 from isopos.feature_maps import Phi
-from isopos.ops.place import Axes, Place
 from isopos.ops.rotate import (
     lift,
     permute,
@@ -31,21 +30,22 @@ from isopos.ops.rotate import (
     unpermute,
     unrotate,
 )
+from isopos.ops.slices import Axes, Slices
 
 _TENSORS = (Tensor, Tensor | None, "Tensor", "Tensor | None")  # annotations of fields
 
 
 def axes(names: str, *, default: Any = MISSING) -> Any:
-    """A tensor of a map, by the names of its axes: *b of samples, h of heads, t of tokens, d of the features mapped."""
+    """A field for a tensor of a map, with named axes: *b samples, h heads, t tokens, d mapped features."""
     return field(default=default, metadata={"axes": Axes.named(names)})
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(axes,))
 class TokenMap(ABC):
-    """A map of the features of tokens. The output has the input's dtype; sums are float32 or wider.
+    """A map of token features. The output has the input's dtype; sums are at least float32.
 
-    A subclass is a frozen dataclass of tensors, of other maps or tuples of them, and of options. It declares each tensor by
-    its axes, and defines `apply`; a linear one defines `adjoint`.
+    A subclass is a frozen dataclass of tensors, maps, tuples of maps, and options. It declares the axes of each tensor and
+    defines `apply`; a linear map also defines `adjoint`.
 
     Examples:
         >>> class Shift(TokenMap):
@@ -64,19 +64,19 @@ class TokenMap(ABC):
     """Whether it keeps inner products."""
 
     cancels: ClassVar[bool] = False
-    """Whether it adds features of very different sizes, which cancel in products."""
+    """Whether it adds features of very different magnitudes, which cancel in products."""
 
-    _axes: ClassVar[dict[str, Axes | None]]  # of every field; of maps and options None
-    _tensors: ClassVar[tuple[tuple[str, Axes], ...]]  # fields that are tensors
-    _maps: ClassVar[tuple[str, ...]]  # fields that may be maps, or tuples of them
+    _axes: ClassVar[dict[str, Axes | None]]  # of every field; None for maps and options
+    _tensors: ClassVar[tuple[tuple[str, Axes], ...]]  # tensor fields
+    _maps: ClassVar[tuple[str, ...]]  # fields with maps or tuples of maps
     _has_adjoint: ClassVar[bool]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         dataclass(frozen=True, eq=False, repr=False)(cls)
-        types = {own.name: own.type for own in fields(cls)}  # pyright: ignore[reportArgumentType]
-        cls._axes = {own.name: own.metadata.get("axes") for own in fields(cls)}  # pyright: ignore[reportArgumentType]
-        cls._tensors = tuple((name, own) for name, own in cls._axes.items() if own is not None)
+        types = {item.name: item.type for item in fields(cls)}  # pyright: ignore[reportArgumentType]
+        cls._axes = {item.name: item.metadata.get("axes") for item in fields(cls)}  # pyright: ignore[reportArgumentType]
+        cls._tensors = tuple((name, item) for name, item in cls._axes.items() if item is not None)
         cls._maps = tuple(name for name, kind in types.items() if kind not in (*_TENSORS, bool, int))
         cls._has_adjoint = cls.adjoint is not TokenMap.adjoint
         for name, kind in types.items():
@@ -85,40 +85,40 @@ class TokenMap(ABC):
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
-        """Map x ``[*b h t d]`` of at least float32."""
+        """Map x ``[*b h t d]``, which is at least float32."""
 
     def adjoint(self, x: Tensor) -> Tensor:
-        """The linear map with <rho a, x> = <a, rho* x>, which undoes an isometry: x ``[*b h t d'] -> [*b h t d]``."""
+        """The adjoint ``[*b h t d'] -> [*b h t d]``, <rho a, x> = <a, rho* x>; for an isometry the inverse."""
         raise NotImplementedError(f"{type(self).__name__} has no adjoint")
 
-    def at_once(self, x: Tensor) -> Tensor | None:
-        """The map of x of any floating dtype, in that dtype, in one pass of a kernel of a GPU; None where none serves."""
+    def fused(self, x: Tensor) -> Tensor | None:
+        """Map x of any floating dtype in one GPU kernel; None if no kernel serves."""
         return None
 
     @property
     def linear(self) -> bool:
-        """Whether it has an `adjoint`, and so have the maps that it is made of."""
+        """Whether it and all maps in it have an `adjoint`."""
         return self._has_adjoint and (not self._maps or all(part.linear for part in self._parts()))
 
     @property
-    def delicate(self) -> bool:
-        """Whether products of what it returns may be much smaller than their terms, so that it wants float32."""
-        return self.cancels or (bool(self._maps) and any(part.delicate for part in self._parts()))
+    def needs_float32(self) -> bool:
+        """Whether products of its outputs may cancel to far less than their terms, so that it needs float32."""
+        return self.cancels or (bool(self._maps) and any(part.needs_float32 for part in self._parts()))
 
-    def part(self, place: Place) -> Self:
-        """The part for some tokens of some heads and samples."""
-        return self._changed(lambda tensor, own: own.part(tensor, place)) if self._axes else self
+    def part(self, slices: Slices) -> Self:
+        """The map restricted to some tokens of some heads and samples."""
+        return self._changed(lambda tensor, dims: dims.part(tensor, slices)) if self._axes else self
 
     def tokens(self, start: int, stop: int) -> Self:
-        """The part for tokens start to stop - 1."""
-        return self.part(Place((), slice(None), slice(start, stop)))
+        """The map restricted to tokens start to stop - 1."""
+        return self.part(Slices((), slice(None), slice(start, stop)))
 
     def last(self, count: int) -> Self:
-        """The part for so many last tokens; the map itself where it is the same for every token."""
+        """The map restricted to the last `count` tokens; itself if it is constant over tokens."""
         return self if self.length is None else self.tokens(self.length - count, self.length)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor in it, then those in the maps that it is made of."""
+        """All tensors of the map, then those of the maps in it."""
         for name, _ in self._tensors:
             if isinstance(value := getattr(self, name), Tensor):
                 yield value
@@ -130,42 +130,42 @@ class TokenMap(ABC):
         if not tensors:
             return self
         rest = iter(tensors)
-        return self._changed(lambda _, own: next(rest))
+        return self._changed(lambda _, dims: next(rest))
 
     @property
     def length(self) -> int | None:
-        """Tokens it was evaluated for; None where it is the same for every token."""
+        """Number of tokens it was evaluated for; None if it is constant over tokens."""
         return self._size("tokens", "length")
 
     @property
     def features(self) -> int | None:
-        """The width d it maps; None where any will do."""
+        """Number of input features d; None if it maps any number."""
         return self._size("features", "features")
 
     def _size(self, axis: str, of_part: str) -> int | None:
-        """The size of an axis of the first tensor that has it, or what the maps it is made of say."""
-        for name, own in self._tensors:
-            if (place := getattr(own, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
-                return value.shape[place]
+        """The size of an axis of the first tensor that has it, or of the first map in it that has one."""
+        for name, dims in self._tensors:
+            if (position := getattr(dims, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
+                return value.shape[position]
         sizes = [getattr(part, of_part) for part in self._parts()]
         return next((size for size in sizes if size is not None), None)
 
     @property
-    def numbers_a_token(self) -> int:
-        """Numbers that it holds for each of its tokens, not counting those that all tokens share."""
-        tensors = ((own.tokens, getattr(self, name)) for name, own in self._tensors)
+    def numbers_per_token(self) -> int:
+        """Numbers stored per token, without those that tokens share."""
+        tensors = ((dims.tokens, getattr(self, name)) for name, dims in self._tensors)
         each = (x.numel() // max(1, x.shape[axis]) for axis, x in tensors if axis is not None and isinstance(x, Tensor))
-        return sum(each) + sum(part.numbers_a_token for part in self._parts())
+        return sum(each) + sum(part.numbers_per_token for part in self._parts())
 
     @property
     def leading(self) -> torch.Size:
-        """Axes ``[*b h]`` of its own, which broadcast to those of what it maps."""
-        values = ((own, getattr(self, name)) for name, own in self._tensors)
-        shapes = [own.leading(value) for own, value in values if isinstance(value, Tensor)]
+        """Axes ``[*b h]`` of the map, which broadcast to those of its input."""
+        values = ((dims, getattr(self, name)) for name, dims in self._tensors)
+        shapes = [dims.leading(value) for dims, value in values if isinstance(value, Tensor)]
         return broadcast(*shapes, *(part.leading for part in self._parts())) if self._maps else broadcast(*shapes)
 
     def _parts(self) -> Sequence["TokenMap"]:
-        """The maps that it is made of."""
+        """The maps in it."""
         parts = []
         for name in self._maps:
             value = getattr(self, name)
@@ -173,7 +173,7 @@ class TokenMap(ABC):
         return parts
 
     def _changed(self, change: Callable[[Tensor, Axes], Tensor]) -> Self:
-        """The same map with other tensors, its own and those of the maps that it is made of, in the order of `tensors`."""
+        """The same map with `change` applied to all tensors, also of the maps in it, in the order of `tensors`."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -181,19 +181,19 @@ class TokenMap(ABC):
             return value._changed(change) if isinstance(value, TokenMap) else value
 
         values = {name: getattr(self, name) for name in self._axes}
-        for name, own in self._tensors:
+        for name, dims in self._tensors:
             if isinstance(values[name], Tensor):
-                values[name] = change(values[name], own)
+                values[name] = change(values[name], dims)
         for name in self._maps:
             values[name] = changed(values[name])
         return type(self)(**values)
 
     def check(self, x: Tensor, name: str = "x") -> None:
-        """Raise ValueError where x is not ``[*b h t d]`` of this map's tokens and features."""
+        """Raise ValueError unless x is ``[*b h t d]`` with this map's tokens and features."""
         if x.ndim < 3:
             raise ValueError(f"{name}: expected [*b h t d], got {list(x.shape)}")
         if not (self._tensors or self._maps):
-            return  # it maps tokens of any width
+            return  # any number of features
         features, length = self.features, self.length
         if features is not None and features != x.shape[-1]:
             raise ValueError(
@@ -204,24 +204,24 @@ class TokenMap(ABC):
             if x.ndim > 3 and x.shape[-3] == length:
                 remedy = f"[b t h d] needs {name}.transpose(1, 2), or layout='bthd' of attention"
             raise ValueError(
-                f"{name}: expected {length} tokens, one a position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
+                f"{name}: expected {length} tokens, one per position, got {x.shape[-2]} in [*b h t d] {list(x.shape)}; "
                 f"{remedy}"
             )
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x ``[*b h t d]``."""
         self.check(x)
         if not x.is_floating_point():
             raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
-        if len(own := self.leading) and x.shape[-3] not in (1, own[-1]) and own[-1] != 1:
+        if len(leading := self.leading) and x.shape[-3] not in (1, leading[-1]) and leading[-1] != 1:
             raise ValueError(
-                f"x: expected {own[-1]} heads, one a table, got {x.shape[-3]}; softmax_attention and "
+                f"x: expected {leading[-1]} heads, one per table, got {x.shape[-3]}; softmax_attention and "
                 "linear_attention of isopos share tables among fewer heads of keys"
             )
-        if (out := self.at_once(x)) is not None:
+        if (out := self.fused(x)) is not None:
             return out
         wide = x if x.dtype.itemsize >= 4 else x.float()
         with full_precision(x.device):
@@ -235,7 +235,7 @@ class Isometry(TokenMap, ABC):
 
 
 class Identity(Isometry):
-    """The trivial representation: no position."""
+    """The trivial representation: no positions."""
 
     def apply(self, x: Tensor) -> Tensor:
         return x
@@ -256,7 +256,7 @@ class Rotation(Isometry):
     def adjoint(self, x: Tensor) -> Tensor:
         return (unlift if self.lifted else unrotate)(*self._wide(x))
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         return turned(x, self.table, lifted=self.lifted)
 
     def _wide(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,15 +265,15 @@ class Rotation(Isometry):
 
     @property
     def features(self) -> int:
-        """Two a frequency; one when lifted."""
+        """Two per frequency; one if lifted."""
         return self.table.shape[-2] * (1 if self.lifted else 2)
 
 
 class Gather(Isometry):
-    """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for every token alike.
+    """A permutation of features by an index ``[*b h t d]``, or ``[h 1 d]`` for all tokens.
 
-    The index may be of any integer dtype; compiled sums read bytes, as `isopos.ops.rotate.narrow_index` gives them.
-    With ``halves`` it is that of `isopos.bases.OddEven`, which brings pairs (i, i + d/2) to (2i, 2i + 1).
+    The index has any integer dtype; compiled sums read uint8, as returned by `isopos.ops.rotate.narrow_index`. With
+    ``halves`` it is the index of `isopos.bases.OddEven`, which moves pairs (i, i + d/2) to (2i, 2i + 1).
     """
 
     index: Tensor = axes("*b h t d")
@@ -292,7 +292,7 @@ class Gather(Isometry):
 
 
 class Reflection(Isometry):
-    """A Householder reflection with unit normal ``[h 1 d]``, the same for every token."""
+    """A Householder reflection with unit normal ``[h 1 d]``, constant over tokens."""
 
     normal: Tensor = axes("h 1 d")
 
@@ -316,14 +316,14 @@ class Matrix(Isometry):
 
 
 class Plane(Isometry):
-    """A rotation of the plane of two orthonormal vectors ``[h 1 d]``, the second towards the first, by a table of angles.
+    """A rotation in the plane of orthonormal vectors u and v ``[h 1 d]``, from v towards u, by a table of angles.
 
-    x + (cos - 1) (u u^T + v v^T) x + sin (u v^T - v u^T) x: two products with vectors a token, and no d x d matrix.
+    x + (cos - 1) (u u^T + v v^T) x + sin (u v^T - v u^T) x: two inner products per token, and no d x d matrix.
     """
 
     u: Tensor = axes("h 1 d")
     v: Tensor = axes("h 1 d")
-    table: Tensor = axes("*b h t f 2")  # of one angle: f = 1
+    table: Tensor = axes("*b h t f 2")  # one angle: f = 1
 
     def apply(self, x: Tensor) -> Tensor:
         return self._turned(x, 1)
@@ -340,7 +340,7 @@ class Plane(Isometry):
 
 
 class OnPairs(Isometry):
-    """A map, the same for every token, of n complex features as pairs (real, imaginary): it acts on either part alike."""
+    """A map, constant over tokens, of n complex features stored as pairs (real, imaginary); it maps both parts alike."""
 
     on: Isometry
 
@@ -352,14 +352,14 @@ class OnPairs(Isometry):
 
     @property
     def features(self) -> int | None:
-        """Twice the part's."""
+        """Twice the features of the inner map."""
         return None if self.on.features is None else 2 * self.on.features
 
 
 class _SideBySide(TokenMap, ABC):
     parts: tuple[TokenMap, ...]
     widths: tuple[int, ...]
-    returned: tuple[int, ...] = ()  # widths of what the parts return, where these are others
+    returned: tuple[int, ...] = ()  # output widths of the parts, if they differ
 
     def apply(self, x: Tensor) -> Tensor:
         return _join([part.apply(a) for part, a in zip(self.parts, x.split(self.widths, -1), strict=True)])
@@ -374,19 +374,19 @@ class _SideBySide(TokenMap, ABC):
 
 
 class BlockSum(_SideBySide, Isometry):
-    """Isometries side by side, each on its own slice of the features."""
+    """Isometries side by side, each on a separate slice of the features."""
 
     parts: tuple[Isometry, ...]
     widths: tuple[int, ...]
     returned: tuple[int, ...] = ()
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         partial = len(self.parts) == 2 and isinstance(self.parts[1], Identity)
-        return self.parts[0].at_once(x) if partial else None  # the kernel passes on what comes after
+        return self.parts[0].fused(x) if partial else None  # the kernel copies the remaining features
 
 
 class Blocks(_SideBySide):
-    """Maps side by side, each on its own slice of the features."""
+    """Maps side by side, each on a separate slice of the features."""
 
 
 class _Composition(TokenMap, ABC):
@@ -401,12 +401,12 @@ class _Composition(TokenMap, ABC):
 
 
 class Chain(_Composition, Isometry):
-    """One isometry after another: ``second(first(x))``."""
+    """Composition of isometries: ``second(first(x))``."""
 
     first: Isometry
     second: Isometry
 
-    def at_once(self, x: Tensor) -> Tensor | None:
+    def fused(self, x: Tensor) -> Tensor | None:
         match self.first, self.second:
             case Gather(halves=True), Rotation(lifted=False) as rotation if self.first.features == rotation.features:
                 return turned(x, rotation.table, halves=True)
@@ -414,7 +414,7 @@ class Chain(_Composition, Isometry):
 
 
 class Composed(_Composition):
-    """One map after another: ``second(first(x))``."""
+    """Composition of maps: ``second(first(x))``."""
 
 
 class _TokenMatrices(TokenMap, ABC):
@@ -428,15 +428,15 @@ class _TokenMatrices(TokenMap, ABC):
 
 
 class Operators(_TokenMatrices, Isometry):
-    """An orthogonal matrix a token, ``[*b h t d d]``, as a tree's."""
+    """One orthogonal matrix per token, ``[*b h t d d]``, for instance of trees."""
 
 
 class Matrices(_TokenMatrices):
-    """A matrix a token, ``[*b h t e d]``, as random ones of stochastic encodings."""
+    """One matrix per token, ``[*b h t e d]``, for instance the random ones of stochastic encodings."""
 
 
 class Scaling(TokenMap):
-    """Features times factors ``[*b h t d]``."""
+    """Features multiplied by factors ``[*b h t d]``."""
 
     factor: Tensor = axes("*b h t d")
 
@@ -448,7 +448,7 @@ class Scaling(TokenMap):
 
 
 class Factor(TokenMap):
-    """Every feature times a number ``[h 1 1]``, the same for every token."""
+    """All features multiplied by one number ``[h 1 1]``, constant over tokens."""
 
     number: Tensor = axes("h 1 1")
 
@@ -460,9 +460,10 @@ class Factor(TokenMap):
 
 
 class Shear(TokenMap):
-    """exp(s N) by steps s a token ``[*b h t 1]``: N takes each of `order` equal groups of features to the one before it.
+    """exp(s N) with one step s per token ``[*b h t 1]``.
 
-    With `transposed` it is exp(s N^T), by N^T to the one after. Jordan blocks of that order lie side by side in it.
+    N moves each of `order` equal groups of features to the previous group; with `transposed` it is N^T, which moves each
+    group to the next one. N consists of Jordan blocks of this order.
     """
 
     steps: Tensor = axes("*b h t 1")
@@ -488,7 +489,7 @@ class Shear(TokenMap):
 
 
 class Tiles(TokenMap):
-    """A small matrix a token ``[*b h t n n]``, on each n features in a row."""
+    """One small matrix per token ``[*b h t n n]``, applied to each n consecutive features."""
 
     matrix: Tensor = axes("*b h t n n")
 
@@ -507,7 +508,7 @@ class Tiles(TokenMap):
 
 
 class Adjoint(TokenMap):
-    """The adjoint of a linear map, which returns as many features as it takes."""
+    """The adjoint of a linear map that keeps the number of features."""
 
     of: TokenMap
 
@@ -530,9 +531,9 @@ class Affine(TokenMap):
 
 
 class Append(TokenMap):
-    """x -> (first(x), channels), where the channels are ``[*b h t m]``, or what `channels` makes of x.
+    """x -> (first(x), channels), where channels are a tensor ``[*b h t m]`` or a map of x.
 
-    Two tokens' inner product is that of their features plus that of their channels.
+    The inner product of two tokens is the sum over their features and their channels.
     """
 
     channels: Tensor | TokenMap = axes("*b h t m")
@@ -544,7 +545,7 @@ class Append(TokenMap):
 
 
 class Mapped(TokenMap):
-    """A map, then a feature map phi of its output, for what acts on queries and keys ahead of phi."""
+    """A map followed by a feature map phi, for couplings that act before phi."""
 
     first: TokenMap
     phi: Phi
@@ -553,12 +554,12 @@ class Mapped(TokenMap):
         return self.phi(self.first.apply(x))
 
 
-def sharpened(part: TokenMap, factor: float) -> TokenMap:
-    """A map whose outputs are times a factor, but for features that pass as they are: by its tables, where it has these.
+def rescaled(part: TokenMap, factor: float) -> TokenMap:
+    """A map with its output multiplied by a factor, except features that pass unchanged; tables are scaled where possible.
 
     Examples:
         >>> half = BlockSum((Rotation(torch.tensor([[[[1.0, 0.0]]]])), Identity()), (2, 2), (2, 2))
-        >>> sharpened(half, 3.0)(torch.ones(1, 1, 4)).tolist()
+        >>> rescaled(half, 3.0)(torch.ones(1, 1, 4)).tolist()
         [[[3.0, 3.0, 1.0, 1.0]]]
     """
     match part:
@@ -567,17 +568,17 @@ def sharpened(part: TokenMap, factor: float) -> TokenMap:
         case Rotation():
             return Rotation(part.table * factor, part.lifted)
         case Chain():
-            second = sharpened(part.second, factor)
+            second = rescaled(part.second, factor)
             return (Chain if isinstance(second, Isometry) else Composed)(part.first, second)  # pyright: ignore
         case BlockSum():
-            parts = tuple(sharpened(own, factor) for own in part.parts)
-            kind: Any = BlockSum if all(isinstance(own, Isometry) for own in parts) else Blocks
+            parts = tuple(rescaled(inner, factor) for inner in part.parts)
+            kind: Any = BlockSum if all(isinstance(inner, Isometry) for inner in parts) else Blocks
             return kind(parts, part.widths, part.returned)
     tensor = next(part.tensors())
     return Composed(part, Factor(torch.full((1, 1, 1), factor, dtype=torch.float64, device=tensor.device)))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Features side by side, of parts ``[*b h t .]`` that may lack heads or samples."""
+    """Concatenate features of parts ``[*b h t .]``, which may lack axes of heads or samples."""
     leading = torch.broadcast_shapes(*(a.shape[:-1] for a in parts))
     return torch.cat([a.expand(*leading, -1) for a in parts], -1)

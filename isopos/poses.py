@@ -1,4 +1,4 @@
-"""Cameras as positions: 4 x 4 matrices, which take points of an image, with their depth, to the world."""
+"""Cameras as positions: 4 x 4 matrices that map image points, with their depth, to the world."""
 
 import math
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
-from isopos.exact import wide
+from isopos.exact import to_float64
 from isopos.positions import Group
 
 __all__ = ["Projective", "cameras"]
 
-WORST = 1e4  # condition numbers from which on float32 tables lose more than 6e-4
+WORST = 1e4  # condition numbers from here on make float32 tables lose more than 6e-4
 
 
 @dataclass(frozen=True)
 class Projective(Group):
-    """The invertible 4 x 4 matrices, row by row: cameras, as `cameras` makes them of poses and intrinsics.
+    """The invertible 4 x 4 matrices, row by row: cameras, as `cameras` computes them from poses and intrinsics.
 
-    A shift multiplies from the left: another frame of the world, in which x^-1 y, the way from one image to another, stays.
+    A shift multiplies from the left: it changes the frame of the world and keeps x^-1 y, the map between two images.
 
     Examples:
         >>> group = Projective()
@@ -28,7 +28,7 @@ class Projective(Group):
         True
     """
 
-    real = True  # float32 and float64 positions are taken
+    real = True  # float32 and float64 positions are accepted
 
     @property
     def columns(self) -> int:
@@ -39,7 +39,7 @@ class Projective(Group):
         return "set of cameras"
 
     def arrange(self, t: int) -> Tensor:
-        """On a circle, evenly around a point that they all see."""
+        """On a circle, evenly around a point that all cameras see."""
         turn = 2 * math.pi / max(t, 1) * torch.arange(t, dtype=torch.float64)
         rows = torch.stack((turn.cos(), 0 * turn, -turn.sin(), turn.sin(), 0 * turn, turn.cos()), -1).view(t, 2, 3)
         pose = torch.eye(4, dtype=torch.float64).repeat(t, 1, 1)
@@ -53,14 +53,14 @@ class Projective(Group):
         return _inverses(_matrices(x)).flatten(-2)
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """log(1 + |x^-1 y - I|), or that of y^-1 x where it is larger: a metric, the same from any frame of the world."""
+        """log(1 + |x^-1 y - I|), or the same for y^-1 x if larger: a metric, invariant to the frame of the world."""
         a, b = _matrices(x)[..., :, None, :, :], _matrices(y)[..., None, :, :, :]
         ways = _inverses(_matrices(x))[..., :, None, :, :] @ b, _inverses(_matrices(y))[..., None, :, :, :] @ a
         unit = torch.eye(4, dtype=torch.float64, device=a.device)
         return torch.stack([(way - unit).norm(dim=(-1, -2)).log1p() for way in ways]).amax(0)
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        """Cameras within a step or so of the origin, of focal lengths about one."""
+        """Cameras within about one step of the origin, with focal lengths about one."""
         draw = torch.randn(*shape, 3, 5, generator=generator, dtype=torch.float64)
         pose = torch.eye(4, dtype=torch.float64).repeat(*shape, 1, 1)
         turned = torch.linalg.qr(draw[..., :3]).Q
@@ -72,7 +72,7 @@ class Projective(Group):
         return torch.eye(4, dtype=torch.float64, device=device).flatten().repeat(*shape, 1)
 
     def check(self, x: Tensor) -> None:
-        """Matrices must be invertible, and not nearly singular; on the CPU and outside a compiler."""
+        """Matrices must be invertible, and not nearly singular; checked on the CPU and outside a compiler."""
         super().check(x)
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             _inverses(_matrices(x.detach()))
@@ -87,22 +87,21 @@ def cameras(
 ) -> Tensor:
     """Positions of cameras, of `Projective`, or of the patches of their images, of `isopos.prope`: float64.
 
-    A camera is pose K^-1, row by row: the inverse of its projection K pose^-1 of the world, with K lifted to 4 x 4. Scores
-    are the same from any frame of the world, up to rounding: float32 wants its origin near the cameras, in units of their
+    A camera is pose K^-1, row by row: the inverse of its projection K pose^-1 of the world, with K extended to 4 x 4. Scores
+    are the same in any frame of the world, up to rounding; for float32, choose an origin near the cameras and units of their
     distances.
 
     Args:
-        pose: ``[*b n 4 4]``, camera to world, [R t; 0 0 0 1] with a rotation R: the inverse of what are called view
-            matrices, or extrinsics.
-        intrinsics: K ``[*b n 3 3]``, or one ``[3 3]`` for all, [fx s cx; 0 fy cy; 0 0 1]; none counts as the identity,
-            which leaves relative poses alone.
-        size: Width and height of images in the unit of K, pixels: K then counts in images, from their middle. Without it K
-            is taken as it is.
-        patches: Rows and columns of the patches of each image, whose places are two columns more:
-            ``[*b n*rows*columns 18]``, camera by camera and row by row.
+        pose: ``[*b n 4 4]``, camera to world, [R t; 0 0 0 1] with a rotation R: the inverse of a view matrix (extrinsics).
+        intrinsics: K ``[*b n 3 3]``, or one ``[3 3]`` for all, [fx s cx; 0 fy cy; 0 0 1]; None is the identity, so that only
+            relative poses remain.
+        size: Width and height of images in the unit of K, pixels: K is then rescaled to units of images, from their centre.
+            Without it K is used unchanged.
+        patches: Rows and columns of patches per image; their positions add two columns: ``[*b n*rows*columns 18]``, camera
+            by camera and row by row.
 
     Raises:
-        ValueError: Where matrices are none of cameras.
+        ValueError: For matrices that are no cameras.
 
     Source: Cameras as Relative Positional Encoding (Li et al. 2025), section 3. https://arxiv.org/abs/2507.10496
 
@@ -158,7 +157,7 @@ def _check_pose(pose: Tensor) -> None:
 
 
 def _in_images(intrinsics: Tensor, size: tuple[float, float] | None) -> Tensor:
-    """K in float64; counted in images from their middle, with a size."""
+    """K in float64, rescaled to units of images from their centre if `size` is given."""
     if not isinstance(intrinsics, Tensor) or intrinsics.ndim < 2 or intrinsics.shape[-2:] != (3, 3):
         got = list(intrinsics.shape) if isinstance(intrinsics, Tensor) else type(intrinsics).__name__
         raise ValueError(f"intrinsics: expected [*b n 3 3] or [3 3], got {got}")
@@ -184,16 +183,16 @@ def _in_images(intrinsics: Tensor, size: tuple[float, float] | None) -> Tensor:
 
 
 def _corner(like: Tensor) -> Tensor:
-    """1 in the last place of a 4 x 4 matrix."""
+    """A 4 x 4 matrix with 1 in the last entry, otherwise 0."""
     return torch.tensor([0.0, 0, 0, 1], dtype=torch.float64, device=like.device).diag()
 
 
 def _inverses(matrix: Tensor) -> Tensor:
-    """Of matrices ``[*b t 4 4]``; ValueError where one is nearly singular, on the CPU and outside a compiler."""
+    """Inverses of matrices ``[*b t 4 4]``; ValueError if one is nearly singular, on the CPU and outside a compiler."""
     if matrix.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.linalg.inv(matrix)
-    found, info = torch.linalg.inv_ex(matrix)
-    size = (matrix.detach().norm(dim=(-1, -2)) * found.detach().norm(dim=(-1, -2))).where(info == 0, torch.inf)
+    inverse, info = torch.linalg.inv_ex(matrix)
+    size = (matrix.detach().norm(dim=(-1, -2)) * inverse.detach().norm(dim=(-1, -2))).where(info == 0, torch.inf)
     if not (size < WORST).all():
         row = (~(size < WORST)).nonzero()[0].tolist()
         raise ValueError(
@@ -201,9 +200,9 @@ def _inverses(matrix: Tensor) -> Tensor:
             f"loses scores, got {size[tuple(row)]:.3g} in row {', '.join(map(str, row))}; put the world's origin near the "
             "cameras, in units of their distances"
         )
-    return found
+    return inverse
 
 
 def _matrices(x: Tensor) -> Tensor:
-    """Those of projective positions ``[*b t 16]``: float64 ``[*b t 4 4]``."""
-    return wide(x).unflatten(-1, (4, 4))
+    """The matrices of projective positions ``[*b t 16]``: float64 ``[*b t 4 4]``."""
+    return to_float64(x).unflatten(-1, (4, 4))

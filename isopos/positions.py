@@ -1,8 +1,8 @@
 """Groups of positions, and the tensors that hold their elements.
 
-A position is one row of an integer tensor ``[*b t c]``: c coordinates, one for a line or a ring, two for a tree (the row of
-the node's parent and the branch taken there), and those of all parts side by side for a product.
-Batch axes make positions per sample; decoding and cross-attention just evaluate an encoding at another tensor.
+A position is one row of an integer tensor ``[*b t c]`` with c coordinates: one for a line or a ring, two for a tree (the row
+of the node's parent and the branch taken there), and for a product those of all parts, concatenated. Batch axes give each
+sample its own positions; for decoding and cross-attention an encoding is evaluated at another tensor.
 """
 
 import itertools
@@ -26,9 +26,9 @@ REAL_DTYPES = (torch.float32, torch.float64)
 
 
 class Group(ABC):
-    """A group whose elements are rows of ``columns`` coordinates. Encodings name theirs; nothing guesses geometry."""
+    """A group whose elements are rows of ``columns`` coordinates. Each encoding names its group."""
 
-    real = False  # whether its coordinates may be floats
+    real = False  # whether coordinates may be floats
 
     @property
     def columns(self) -> int:
@@ -37,56 +37,59 @@ class Group(ABC):
 
     @property
     def _parents(self) -> tuple[int, ...]:
-        """The columns that refer to rows of the same tensor."""
+        """Columns that refer to rows of the same tensor."""
         starts = itertools.accumulate((leaf.columns for leaf in self.leaves), initial=0)
         return tuple(start for start, leaf in zip(starts, self.leaves, strict=False) if isinstance(leaf, Tree))
 
     @property
     def refers_to_rows(self) -> bool:
-        """Whether coordinates refer to other rows of their tensor, as those of trees do."""
+        """Whether coordinates refer to other rows of the tensor, as for trees."""
         return any(isinstance(leaf, Tree) for leaf in self.leaves)
 
     @property
     def leaves(self) -> tuple["Group", ...]:
-        """The lines, rings and trees that it is a product of; itself where it is none."""
+        """The lines, rings and trees in a product; otherwise the group itself."""
         return (self,)
 
     @property
     def is_grid(self) -> bool:
-        """Whether it is a line, or a product of lines alone."""
+        """Whether it is a line, or a product of lines."""
         return all(isinstance(leaf, Line) for leaf in self.leaves)
 
     @property
     @abstractmethod
     def noun(self) -> str:
-        """What its positions are places of: a line, a ring of 12, a grid of 2 axes, ..."""
+        """A name for its positions' space: line, ring of 12, grid of 2 axes, ..."""
 
     @abstractmethod
     def arrange(self, t: int) -> Tensor:
-        """So many positions ``[t c]`` in an order of tokens that streams: a picture row by row, a tree from its root on."""
+        """`t` positions ``[t c]`` in an order suited to streams: an image row by row, a tree from its root."""
 
     @abstractmethod
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
-        """The products x_i y_i of two tensors of elements ``[*b t c]``; either may have one row, for all of the other's.
+        """The products x_i y_i of two tensors of elements ``[*b t c]``; a single row is combined with all rows of the other.
 
-        The last t rows are the products; for trees rows of their prefixes come before. Operands may hold such rows too, so
-        trees are paired from the last row on, as many rows as the shorter operand has.
+        The last t rows are the products; for trees, rows of their prefixes precede them. Operands may also contain such
+        rows, so trees are paired from the last row on, as many rows as the shorter operand has.
         """
 
     @abstractmethod
     def inverse(self, x: Tensor) -> Tensor:
-        """The inverse of each element. Trees have none: positions are downward paths, whose inverses are no positions."""
+        """The inverse of each element.
+
+        Trees raise an error: positions are downward paths, whose inverses are no positions.
+        """
 
     @abstractmethod
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """Steps between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``, int64 for integers."""
+        """Number of steps between every row of x ``[*b t c]`` and of y ``[*b s c]``: ``[*b t s]``, int64 for integers."""
 
     @abstractmethod
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Random elements ``[*shape c]``."""
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError where x does not hold elements of this group: rows of its columns and dtypes, at least."""
+        """Raise ValueError unless x holds elements of this group; the base class checks columns and dtype."""
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
             build = "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
@@ -102,7 +105,7 @@ class Group(ABC):
             )
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
-        """The products of one element, the last row of x, with every row of y ``[*b t c]``; they are the last t rows."""
+        """The products of one element, the last row of x, with every row of y ``[*b t c]``, as the last t rows."""
         return self.compose(x[..., -1:, :], y)
 
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
@@ -112,7 +115,7 @@ class Group(ABC):
 
 @dataclass(frozen=True)
 class Line(Group):
-    """The integers under addition (or, with ``real``, the real numbers: float32 and float64 positions are taken too).
+    """The integers under addition. With ``real``, the real numbers: float32 and float64 positions are accepted, too.
 
     Examples:
         >>> Line().compose(sequence(3), sequence(3)).tolist()
@@ -146,7 +149,7 @@ class Line(Group):
 class Ring(Group):
     """The integers modulo ``period``: hours of a day, residues of a cyclic molecule, angles.
 
-    With ``real`` it is the real numbers modulo the period: float32 and float64 positions are taken too.
+    With ``real``, the real numbers modulo the period: float32 and float64 positions are accepted, too.
 
     Examples:
         >>> Ring(12).compose(torch.tensor([[10]]), torch.tensor([[5]])).tolist()
@@ -162,7 +165,7 @@ class Ring(Group):
         at_least("period", self.period)
 
     def __repr__(self) -> str:
-        return f"Ring(period={self.period}{', real=True' * self.real})"  # that of an integer ring is part of fingerprints
+        return f"Ring(period={self.period}{', real=True' * self.real})"  # the repr without real is part of fingerprints
 
     @property
     def noun(self) -> str:
@@ -178,7 +181,7 @@ class Ring(Group):
         return -x % self.period
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """The shorter way round."""
+        """The shorter way around."""
         forward = _differences(x, y) % self.period
         return torch.minimum(forward, self.period - forward)
 
@@ -189,11 +192,11 @@ class Ring(Group):
 
 @dataclass(frozen=True)
 class Tree(Group):
-    """Nodes of trees: products of `branches` generators, one for each edge on the way from the root (APE, section 3.2.1).
+    """Nodes of trees: products of `branches` generators, one per edge on the path from the root (APE, section 3.2.1).
 
-    A node is a row (parent's row in the same tensor, branch) of ``[*b n 2]``; a root is (-1, -1), the identity, and so all
-    roots are one element. Rows may come in any order. Trees of several sizes become a batch whose padding rows are roots
-    (mask them) by ``torch.nn.utils.rnn.pad_sequence(trees, batch_first=True, padding_value=-1)``.
+    A node is a row (parent's row in the same tensor, branch) of ``[*b n 2]``. A root is (-1, -1), the identity; all roots
+    are the same element. Rows may be in any order. To batch trees of several sizes, pad with roots and mask these:
+    ``torch.nn.utils.rnn.pad_sequence(trees, batch_first=True, padding_value=-1)``.
 
     Only downward paths of the free group are positions: there is no inverse, and a shift multiplies from the left.
 
@@ -227,12 +230,12 @@ class Tree(Group):
         return f"tree of {self.branches} branches"
 
     def arrange(self, t: int) -> Tensor:
-        """Level by level, every node with all of its branches."""
+        """Level by level, each node with all of its branches."""
         row = torch.arange(t)[:, None] - 1
         return torch.where(row < 0, -1, torch.cat((row // self.branches, row % self.branches), -1))
 
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
-        """The word of x_i followed by that of y_i, after the rows of x and those of the new words' prefixes."""
+        """The word of x_i followed by the word of y_i, after the rows of x and rows for the prefixes of the new words."""
         x, y, t = _paired(x, y)
         rows, here = x.shape[-2], torch.arange(t, device=x.device)
         up, branch, last = parents_of(y), y[..., 1].flatten(), slice(y.shape[-2] - t, None)
@@ -240,7 +243,7 @@ class Tree(Group):
         longest = max(1, int(depth.max())) if depth.numel() else 1
         steps = []
         for k in reversed(range(longest)):  # t rows at a time, from the products to their shortest prefixes
-            left = depth - (longest - 1 - k)  # letters of y_i in them; rows that are not needed are roots
+            left = depth - (longest - 1 - k)  # letters of y_i in them; unused rows are roots
             parent = torch.where(left > 1, rows + (k - 1) * t + here, rows - t + here)
             steps.append(torch.where(left[..., None] > 0, torch.stack((parent, branch[node]), -1), -1))
             node = up[node]
@@ -248,7 +251,7 @@ class Tree(Group):
         return torch.cat((x, *reversed(steps)), -2)
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
-        """The rows of x, and y as a subtree of the last of them."""
+        """The rows of x, then y as a subtree of the last of them."""
         x, y = _one_batch(x, y)
         subtree = renumber(y, (0,), lambda parent: parent + x.shape[-2])
         return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], subtree)), -2)
@@ -260,16 +263,16 @@ class Tree(Group):
         )
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """Edges between nodes of one tree: the sum of their depths less twice that of their last common ancestor."""
+        """Edges between nodes of one tree: the sum of their depths minus twice the depth of their lowest common ancestor."""
         return tree_distance(*_one_batch(x, y))
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        """Trees of n rows in random order, for shape ``*b n``: anything between a chain and a bush."""
+        """Trees of n rows in random order, for shape ``*b n``: from chains to broad trees."""
         *batch, n = shape
         draw = torch.rand(*batch, n + 1, generator=generator, dtype=torch.float64)
         order = torch.rand(*batch, n, generator=generator).argsort(-1)
         row = torch.arange(n)
-        window = torch.minimum(n ** draw[..., n:], row)  # a parent is one of so many nodes before
+        window = torch.minimum(n ** draw[..., n:], row)  # a parent is one of the `window` nodes before
         parent = order.gather(-1, (row - 1 - (draw[..., :n] * window).long()).clamp(min=0))
         branch = torch.randint(self.branches, (*batch, n), generator=generator)
         nodes = torch.where(row[:, None] > 0, torch.stack((parent, branch), -1), -1)
@@ -279,7 +282,7 @@ class Tree(Group):
         return torch.full((*shape, 2), -1, dtype=torch.int64, device=device)
 
     def check(self, x: Tensor) -> None:
-        """Rows and branches must exist, and every node lead to a root. A compiler skips this."""
+        """Check that rows and branches exist and that every node leads to a root. Compilers skip this."""
         super().check(x)
         if torch.compiler.is_compiling():
             return
@@ -301,9 +304,9 @@ class Tree(Group):
 
 @dataclass(frozen=True)
 class Product(Group):
-    """Tuples of elements, one of each part; coordinates side by side. A grid of n axes is a product of n lines.
+    """Tuples with one element per part and concatenated coordinates. A grid of n axes is a product of n lines.
 
-    Beside a tree, every part has rows for the prefixes of products: they hold its identity.
+    In a product with a tree, every part has rows for prefixes of products; they hold its identity.
 
     Examples:
         >>> Product((Line(), Ring(4))).compose(torch.tensor([[1, 3]]), torch.tensor([[1, 3]])).tolist()
@@ -328,7 +331,7 @@ class Product(Group):
         return " by ".join(noun if n == 1 else f"{n} {noun}s" for noun, n in runs)
 
     def arrange(self, t: int) -> Tensor:
-        """Row by row over as many steps of each part; beside a tree, part by part."""
+        """Row by row over equally many steps of each part; with a tree, all parts in parallel."""
         if self.refers_to_rows:
             return torch.cat([part.arrange(t) for part in self.parts], -1)
         side = next(n for n in itertools.count(2) if n ** len(self.parts) >= t)
@@ -354,8 +357,8 @@ class Product(Group):
         rows, filled = max(a.shape[-2] for a in elements), []
         for part, a in zip(self.parts, elements, strict=True):
             identity = part.origin(*a.shape[:-2], rows - a.shape[-2], device=a.device)
-            own = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
-            filled.append(torch.cat((identity, own), -2))
+            element = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
+            filled.append(torch.cat((identity, element), -2))
         return torch.cat(filled, -1)
 
     def inverse(self, x: Tensor) -> Tensor:
@@ -378,7 +381,7 @@ class Product(Group):
 
 
 def lines(axes: int) -> Group:
-    """The line of real positions, or the grid of so many."""
+    """The line of real positions, or the grid with `axes` axes."""
     line = Line(real=True)
     return line if axes == 1 else Product((line,) * axes)
 
@@ -386,7 +389,7 @@ def lines(axes: int) -> Group:
 def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
     """Positions 0 to t - 1 of a sequence: int64 ``[t 1]``. Add an integer to shift them.
 
-    The length may be symbolic, or a tensor of one integer, as compilers and tracers have it.
+    The length may be symbolic, or a tensor with one integer, as in compilers and tracers.
 
     Examples:
         >>> sequence(3).tolist()
@@ -400,8 +403,8 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
     """Positions ``[t 1]`` and segment ids ``[t]`` of sequences packed into one, each from position 0: int64.
 
     Args:
-        lengths: Tokens of each; of cumulative lengths ``[0, 2, 5]`` it is ``torch.diff``.
-        device: Of the result.
+        lengths: Number of tokens of each sequence; for cumulative lengths ``[0, 2, 5]`` use ``torch.diff``.
+        device: Device of the result.
 
     Examples:
         >>> x, ids = packed([2, 3])
@@ -417,7 +420,7 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
 
 
 def ring(period: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Every element of ``Ring(period)``, once: int64 ``[period 1]``."""
+    """Every element of ``Ring(period)``: int64 ``[period 1]``."""
     return sequence(at_least("period", period), device=device)
 
 
@@ -430,15 +433,15 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """
     if not sizes:
         raise ValueError("sizes: expected at least one axis, got none")
-    counted = (n if isinstance(n, torch.SymInt) else at_least("size", n, 0) for n in sizes)  # a compiler's sizes are symbols
+    counted = (n if isinstance(n, torch.SymInt) else at_least("size", n, 0) for n in sizes)  # symbolic in a compiler
     return product(*(sequence(n, device=device) for n in counted))
 
 
 def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     """Every combination of rows of the parts ``[t_i c_i]``, last fastest: ``[prod(t_i) sum(c_i)]``.
 
-    With `group` each part is checked, and the parents of tree parts become rows of the product. Trees need it: without it
-    a part with a root, neighbouring coordinates (-1, -1), is refused.
+    With `group` each part is checked, and parents in tree parts become rows of the product. Trees need it: without it a part
+    with a root, neighbouring coordinates (-1, -1), is refused.
 
     Examples:
         >>> product(sequence(2), grid(1, 2)).tolist()
@@ -459,15 +462,15 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     elif len(group.parts) != len(parts):
         raise ValueError(f"product: expected {len(group.parts)} parts for {group}, got {len(parts)}")
     else:
-        for part, own in zip(parts, group.parts, strict=True):
-            own.check(part)
+        for part, group_part in zip(parts, group.parts, strict=True):
+            group_part.check(part)
     lengths, columns = [part.shape[0] for part in parts], []
     for i, part in enumerate(parts):
         after, before = math.prod(lengths[i + 1 :]), math.prod(lengths[:i])
         row = torch.arange(part.shape[0], device=part.device).repeat_interleave(after).repeat(before)
         repeated = part[row]
         if group is not None:
-            first = (torch.arange(len(row), device=part.device) - row * after)[:, None]  # where the part's row 0 stands
+            first = (torch.arange(len(row), device=part.device) - row * after)[:, None]  # row of the part's row 0
             repeated = renumber(repeated, group.parts[i]._parents, lambda parent, n=after, first=first: parent * n + first)
         columns.append(repeated)
     return torch.cat(columns, -1)
@@ -480,13 +483,13 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _one_batch(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Equal batch axes, and int64."""
+    """Both in int64 with equal batch axes."""
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return x.long().expand(*batch, -1, -1), y.long().expand(*batch, -1, -1)
 
 
 def _paired(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Elements with equal batch axes, a single row repeated, and how many rows are pairs, the last ones."""
+    """Elements with equal batch axes and single rows repeated, and the number of pairs, which are the last rows."""
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     m, n = x.shape[-2], y.shape[-2]
     m, n = n if m == 1 else m, m if n == 1 else n

@@ -1,4 +1,4 @@
-"""A scheme: the choices that make attention see positions, as one module. `isopos.schemes` has the named ones."""
+"""A scheme: all choices of attention about positions, as one module. `isopos.schemes` has the named ones."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,47 +13,52 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.biases import RelativeBias
 from isopos.catalog import expect
 from isopos.decays import RATES, Decay
+from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, Identity, Partial
-from isopos.exact import ExactModule, narrow, shown, wide
+from isopos.exact import ExactModule, cast_down, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
-from isopos.maps import Adjoint, Mapped, TokenMap, sharpened
-from isopos.paths import Forget, Path, Turn
+from isopos.maps import Adjoint, Mapped, TokenMap, rescaled
+from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 
 __all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", "parameter_groups"]
 
 
-class Choices(TypedDict, total=False):
-    """Options of every scheme, by name; `choices_of` lists the names of feature maps and decays, too.
+FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn", "ContragredientSum": "Beside"}
+"""Names of renamed classes in fingerprints, which saved streams contain."""
 
-    What `Linear` and `Softmax` choose may stand beside the name of the kind. A preset has defaults for what is not given;
-    a kind as a value leaves it none.
+
+class Choices(TypedDict, total=False):
+    """Options that every scheme accepts; `choices_of` lists the names of feature maps and decays.
+
+    Fields of `Linear` and `Softmax` may be passed beside the name of the kind. A preset's defaults apply to options that are
+    not passed; a kind passed as a value overrides all of them.
     """
 
     attention: AttentionName | Linear | Softmax
     feature_map: str
-    decay: str | Decay | Forget
+    decay: str | Decay | ForgetGate
     denominator: DenominatorName
 
 
 def choices_of() -> dict[str, tuple[str, ...]]:
-    """The names that each of `Choices` may have: those of `FEATURE_MAPS` and of `decays.RATES` that there are now, ..."""
+    """The valid names for each of `Choices`, including feature maps and decays that are registered later."""
     attention, denominators, decays = get_args(AttentionName), get_args(DenominatorName), ("none", *RATES, "forget")
     return {"attention": attention, "feature_map": feature_names(), "decay": decays, "denominator": denominators}
 
 
 class Arguments(dict[str, Any]):
-    """A scheme at positions: the keyword arguments of its attention function, frozen; printed, a line an argument.
+    """Keyword arguments of the attention function, for a scheme at positions; frozen. Its repr has one line per argument.
 
-    ``|`` makes a dict of it and another.
+    ``arguments | {...}`` returns a dict.
     """
 
     def of(self, state: State) -> "Arguments":
-        """The same tables for the stream of another layer, which is as long: a step evaluates them once, for all layers.
+        """The same tables for the stream of another layer of equal length: a step evaluates them once for all layers.
 
         Examples:
             >>> import isopos
@@ -75,38 +80,38 @@ class Arguments(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Arguments, (dict(self),)
 
-    __ior__ = dict.__or__  # pyright: ignore[reportAssignmentType]  # a name that had the value has a dict then
+    __ior__ = dict.__or__  # pyright: ignore[reportAssignmentType]  # `|=` rebinds the name to a dict
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:
-        rows = (f"    {name}={shown(value)},\n" for name, value in self.items())
+        rows = (f"    {name}={describe(value)},\n" for name, value in self.items())
         return f"{type(self).__name__}(\n{''.join(rows)})"
 
 
 class Scheme(nn.Module):
-    """The choices that make attention see positions, ready for `linear_attention` or `softmax_attention`.
+    """All choices of attention about positions, for `linear_attention` or `softmax_attention`.
 
-    ``scheme(q, k, v, x, causal=True)`` is all of it, in short: its attention function at positions x with its isometries,
-    decay, terms, feature map and denominator, and the norm that follows where there is none. Only an `embedding` has its
-    place ahead of it, added to the tokens. ``scheme.at(x)`` are the arguments, to be evaluated once and shared by layers.
+    ``scheme(q, k, v, x, causal=True)`` applies everything: the attention function at positions x with isometries, decay,
+    terms, feature map and denominator, and a norm of the output if there is no denominator. An `embedding` must be added to
+    the tokens before. ``scheme.at(x)`` returns the arguments, to be evaluated once and shared by layers.
 
-    What is fixed is float64. What is learned is float32, also after ``.bfloat16()`` or ``.half()``, and float64 after
-    ``.double()``. Tables are float32 whatever that is: float64 queries want ``at(x, dtype=torch.float64)``, since they see
-    positions to some 1e-7 otherwise. Log decays are float64.
+    Constants are float64. Parameters are float32, also after ``.bfloat16()`` or ``.half()``, and float64 after
+    ``.double()``. Tables are float32 by default: pass ``at(x, dtype=torch.float64)`` for float64 queries, or positions are
+    exact to about 1e-7 only. Log decays are float64.
 
     Args:
-        encoding: rho, for `heads` heads: an `Encoding`, or a `Coupling` that is none.
+        encoding: rho, for `heads` heads: an `Encoding`, or another `Coupling`.
         heads: Number of key heads.
-        attention: `Linear` or `Softmax` with its own choices, "linear" or "softmax" for their defaults.
-        decay: A name of `decays.RATES` or a `Decay`, of positions on a line; "forget" or a `Forget`, gates that keys decide,
-            in causal attention; or "none".
-        turn: Rotations that keys decide, in causal attention, in place of an encoding of positions, or None.
+        attention: `Linear` or `Softmax` with their options, or "linear" or "softmax" for the defaults.
+        decay: A name of `decays.RATES` or a `Decay`, for positions on a line; "forget" or a `ForgetGate`, content-dependent
+            gates for causal attention; or "none".
+        turn: Selective rotation for causal attention, in place of an encoding of positions, or None.
         embedding: Absolute positions to add to the token embeddings, or None.
-        bias: Relative terms, or None. Linear attention takes `ClippedKeys` only.
-        width: Features of queries and keys are so many times the head size, by wider projections.
-        transport: Whether values are seen from the queries' positions, as keys are: v_j -> rho(x_i^-1 y_j) v_j, for values
-            that have a direction (Miyato et al. 2024, GTA; Li et al. 2025, PRoPE). Values are mapped as keys, outputs by the
-            adjoint of the queries' map.
+        bias: Relative terms, or None. Linear attention accepts `ClippedKeys` only.
+        width: Queries and keys have `width` times the head size features, by wider projections.
+        transport: Whether values are mapped to the query's frame, v_j -> rho(x_i^-1 y_j) v_j, for values with a direction
+            (Miyato et al. 2024, GTA; Li et al. 2025, PRoPE). Values are mapped as keys, outputs by the adjoint of the
+            queries' map.
 
     Examples:
         >>> import isopos
@@ -122,9 +127,9 @@ class Scheme(nn.Module):
     """
 
     decay: Decay | None
-    forget: Forget | None
-    turn: Turn | None
-    origin: tuple[str, dict[str, Any]] | None = None  # the registered scheme, and the arguments of its function
+    forget: ForgetGate | None
+    turn: SelectiveRotation | None
+    origin: tuple[str, dict[str, Any]] | None = None  # name and arguments of the registered function
     transport = False
 
     def __init__(
@@ -133,8 +138,8 @@ class Scheme(nn.Module):
         heads: int,
         *,
         attention: Linear | Softmax | AttentionName = "linear",
-        decay: str | Decay | Forget = "none",
-        turn: Turn | None = None,
+        decay: str | Decay | ForgetGate = "none",
+        turn: SelectiveRotation | None = None,
         embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
         width: int = 1,
@@ -142,15 +147,15 @@ class Scheme(nn.Module):
     ):
         super().__init__()
         kind = attention if isinstance(attention, Linear | Softmax) else kind_of(attention)
-        if not isinstance(decay, Decay | Forget):
+        if not isinstance(decay, Decay | ForgetGate):
             expect("decay", decay, choices_of()["decay"])
         own = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
-        self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, Forget) else None
+        self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, ForgetGate) else None
         self.turn, self.width = turn, width
         self.scale, self.locality, self.metric, self.inside = kind.scale, kind.locality, kind.metric, kind.inside
         self.extension: Extension | None = None
-        if transport:  # an attribute of those alone: it is part of fingerprints
+        if transport:  # set only if True, because fingerprints include attributes
             self.transport = True
         self._check_parts()
         if isinstance(kind, Linear):
@@ -171,15 +176,15 @@ class Scheme(nn.Module):
             raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
         if self.decay is not None and len(self.decay.initial_rate) not in (1, self.heads):
             raise ValueError(f"decay: expected rates of {self.heads} heads, got {len(self.decay.initial_rate)}")
-        for name, path in (("decay", self.forget), ("turn", self.turn)):
-            if path is not None and (path.features, path.heads) != (self.encoding.features, self.heads):
+        for name, phase in (("decay", self.forget), ("turn", self.turn)):
+            if phase is not None and (phase.features, phase.heads) != (self.encoding.features, self.heads):
                 raise ValueError(
                     f"{name}: expected steps read from keys of {self.encoding.features} features and {self.heads} heads, "
-                    f"got {path.features} and {path.heads}"
+                    f"got {phase.features} and {phase.heads}"
                 )
         if self.turn is not None and not self.encoding.is_trivial:
             raise ValueError(
-                f"turn: expected none beside {type(self.encoding).__name__}, with whose maps rotations by content need not "
+                f"turn: expected none beside {type(self.encoding).__name__}, with whose maps selective rotation need not "
                 "commute, got one; encodings.Identity has no map of its own"
             )
         if self.metric is not None and not group.is_grid:
@@ -187,7 +192,7 @@ class Scheme(nn.Module):
                 f"metric: expected none, or euclidean for a locality on a grid, got {self.metric!r} for positions of {group}"
             )
         if self.transport and self.turn is not None:
-            raise ValueError("transport: expected False beside turns by content, which values do not follow, got True")
+            raise ValueError("transport: expected False with selective rotation, which does not apply to values, got True")
         if self.transport and (self.inside or self.width != 1 or self.encoding.features != self.encoding.out_features):
             name = type(self.encoding).__name__
             raise ValueError(
@@ -203,7 +208,7 @@ class Scheme(nn.Module):
             )
 
     def _check_linear(self, kind: Linear) -> None:
-        """ValueError for what linear attention cannot do."""
+        """ValueError for combinations that linear attention does not support."""
         name = type(self.encoding).__name__
         if kind.denominator == "complex" and not (self.encoding.is_complex or self.turn is not None):
             raise ValueError(
@@ -223,55 +228,59 @@ class Scheme(nn.Module):
 
     @property
     def group(self) -> Group:
-        """Whose positions it takes."""
+        """The group of its positions."""
         return self.encoding.group
 
     @property
-    def path(self) -> tuple[Path, ...]:
-        """What reads steps from keys; attention is causal where there is any."""
-        return tuple(own for own in (self.forget, self.turn) if own is not None)
+    def phases(self) -> tuple[ContentPhase, ...]:
+        """Content-dependent phases, which need causal attention."""
+        return tuple(part for part in (self.forget, self.turn) if part is not None)
+
+    path = former_property("path", "phases")
 
     @property
-    def blind(self) -> bool:
-        """Whether attention sees no positions at all; an embedding may be added to the tokens."""
-        return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.path
+    def position_free(self) -> bool:
+        """Whether attention ignores positions; an embedding may still be added to the tokens."""
+        return self.encoding.is_trivial and self.bias is self.decay is self.locality is None and not self.phases
+
+    blind = former_property("blind", "position_free")
 
     @property
     def sharpness(self) -> float:
-        """What its extension multiplies softmax logits by, beside their scale; 1 without one, or where features pass."""
+        """Factor of softmax logits from the extension, besides their scale; 1 if it applies to rotated features instead."""
         return 1.0 if self.extension is None or self._rotates_apart(self.extension) else self.extension.attention_factor**2
 
     @property
     def rotary_factor(self) -> float:
-        """What its extension multiplies rotated features of queries and of keys by, beside others that pass; else 1.
+        """Factor of rotated features of queries and of keys from the extension; 1 if all features rotate.
 
-        As in the code of released checkpoints, which multiplies cosines and sines; see `isopos.lengths.Yarn.whole_logits`.
+        Released checkpoints also multiply cosines and sines; see `isopos.lengths.Yarn.whole_logits`.
         """
         return 1.0 if self.extension is None or not self._rotates_apart(self.extension) else self.extension.attention_factor
 
     def _rotates_apart(self, rule: Extension) -> bool:
-        """Whether an attention factor is that of some features alone."""
+        """Whether the attention factor applies to some features only."""
         return not rule.whole_logits and any(isinstance(part, Identity | Partial) for part in self.encoding.modules())
 
     def extend(self, name: str, *, factor: float, trained: int | None = None, **options: Any) -> Self:
         """Change the frequencies of a rotary scheme, new or trained, for longer sequences: in place; returns the scheme.
 
-        Weights stay as they are, and a file of them has the frequencies of the training: extend the scheme again where it
-        is built again. A second extension takes the place of the first. A stream of longer sequences keeps what it has
-        encoded, whatever its length, since frequencies do not move with it; a state from before is refused, because its keys
-        have turned by other frequencies. Rings and trees in a product stay as they are, as does what is no rotation.
+        Parameters do not change, and a saved file does not contain the extension: extend the scheme again after loading. A
+        second extension replaces the first. Streams keep their encoded keys at any length; a state from before the extension
+        is refused, because its keys have other frequencies. Rings and trees in a product, and parts that are no rotations,
+        do not change.
 
-        YaRN and LongRoPE also have an attention factor, which `at` applies. With ``encoding(x)`` alone multiply the scale of
-        logits by `sharpness` and the rotated features by `rotary_factor`; one of the two is 1.
+        YaRN and LongRoPE also have an attention factor, which `at` applies. If you use ``encoding(x)`` directly, multiply
+        the scale of logits by `sharpness` and rotated features by `rotary_factor`; one of them is 1.
 
         Args:
             name: "linear", "dynamic", "yarn", "longrope" or "llama3"; see `isopos.lengths`.
-            factor: s, how many times longer sequences are, at least 1.
-            trained: Positions in training, on each axis, for rules that go by them.
-            options: Of the rule.
+            factor: s, the ratio of sequence lengths, at least 1.
+            trained: Positions in training, on each axis, for rules that need them.
+            options: Options of the rule.
 
         Raises:
-            ValueError: For a scheme without frequencies on a line or a grid, or a value that cannot be; nothing is changed.
+            ValueError: For a scheme without frequencies on a line or a grid, or an invalid value; nothing changes then.
             TypeError: For an option that the rule does not have.
 
         Examples:
@@ -290,23 +299,24 @@ class Scheme(nn.Module):
             )
         for part in parts:
             rule.check(part.pairs)
-            if said := part.unserved(rule):
-                raise ValueError(f"extend: {said}")
+            if reason := part.refusal(rule):
+                raise ValueError(f"extend: {reason}")
         for part in parts:
             part.extension = rule
         self.extension = rule
-        vars(self).pop("fingerprint", None)  # it is another scheme now
+        vars(self).pop("fingerprint", None)  # it has changed
         return self
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the choices and of all constants, but of nothing that is learned: equal for schemes built alike."""
+        """A hash of the choices and all constants, without learned values: equal for equally built schemes."""
         choices = (self.choices, self.heads, self.scale, self.locality, self.inside, self.width)
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():
-            digest.update(f"{name} {type(module).__name__}".encode())
+            kind = type(module).__name__
+            digest.update(f"{name} {FORMER.get(kind, kind)}".encode())
             for key, value in sorted((vars(module) | {"training": True}).items()):
-                if key.startswith("_"):  # PyTorch's own, of hooks, and marks of other libraries
+                if key.startswith("_"):  # attributes of PyTorch, hooks, and other libraries
                     continue
                 if isinstance(value, Tensor):
                     digest.update(key.encode() + value.contiguous().numpy().tobytes())
@@ -323,17 +333,17 @@ class Scheme(nn.Module):
 
     @property
     def outside(self) -> int:
-        """Number of first tokens outside the positions: class tokens."""
+        """Number of leading tokens without a position: class tokens."""
         return max(self.encoding.outside, 0 if self.bias is None else self.bias.outside)
 
     @property
     def max_length(self) -> int | None:
-        """Positions from 0 on that it takes, where their number is limited."""
+        """Number of valid positions, from 0; None: unlimited."""
         return self.encoding.max_length if self.embedding is None else self.embedding.max_length
 
     @property
     def normalised(self) -> bool:
-        """Whether a norm of each head's output takes the place of the denominator."""
+        """Whether each head's output is normalised in place of a denominator."""
         return self.choices["denominator"] == "none"
 
     def forward(
@@ -347,16 +357,17 @@ class Scheme(nn.Module):
         state: State | None = None,
         **options: Any,
     ) -> Any:
-        """Attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]`` with all of the scheme: ``[*b h t e]``.
+        """Attention of q ``[*b h t d]``, k ``[*b h s d]``, v ``[*b h s e]`` with all choices of the scheme: ``[*b h t e]``.
 
         Args:
-            q: Queries, of `width` times the head size.
+            q: Queries, with `width` times the head size features.
             k: Keys.
             v: Values.
-            x: Positions of queries ``[*b t c]``, and of keys unless they differ.
+            x: Positions of queries ``[*b t c]``, and of keys unless `x_key` is passed.
             x_key: Positions of keys ``[*b s c]``.
-            state: Of the stream that these tokens continue, ``State()`` at its start; then the next one is returned, too.
-            options: Of `linear_attention` or `softmax_attention`, ahead of the scheme's own: causal, mask, ...
+            state: State of the stream that these tokens continue, ``State()`` at its start; the next state is then also
+                returned.
+            options: Options of `linear_attention` or `softmax_attention`, which override the scheme's: causal, mask, ...
         """
         if "return_state" in options:
             raise TypeError("return_state: a scheme that is given a state returns the next one; pass state=isopos.State()")
@@ -379,12 +390,12 @@ class Scheme(nn.Module):
         """Keyword arguments of the attention function: ``linear_attention(q, k, v, **scheme.at(x))``.
 
         Args:
-            x: Positions of queries ``[*b t c]``, and of keys unless they differ.
+            x: Positions of queries ``[*b t c]``, and of keys unless `x_key` is passed.
             x_key: Positions of keys ``[*b s c]``.
-            state: Of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one tensor of
-                all nodes so far, and all operators are computed again.
-            dtype: Of tables: float32, or float64 for float64 queries; a smaller one is taken for float32.
-            evaluated: What `at` gave in this dtype at x alone and at x_key alone, whose isometries serve again.
+            state: State of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one
+                tensor of all nodes so far, and all operators are computed again.
+            dtype: Dtype of tables: float32, or float64 for float64 queries; smaller dtypes become float32.
+            evaluated: Results of `at` in this dtype at x and at x_key, whose isometries are reused.
         """
         if state is not None:
             return self._continued(x, x_key, state, dtype)
@@ -402,17 +413,17 @@ class Scheme(nn.Module):
             found["transport"] = _transport(*(rho if isinstance(rho, tuple) else (rho, rho)))
         if self.decay is not None:
             found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
-        if path := self.path:
-            found["path"] = path
+        if phases := self.phases:
+            found["phases"] = phases
         if self.bias is not None:
             found["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
             found["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if (factor := self.rotary_factor) != 1 and evaluated is None:
-                made: Any = [sharpened(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
+                made: Any = [rescaled(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
                 found["isometry"] = tuple(made) if len(made) > 1 else made[0]
             if self.locality is not None:
-                found["locality"] = self.locality ** narrow(self._distance(x, y), dtype, x.device)
+                found["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
             return Arguments(found)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside and evaluated is None:
@@ -422,10 +433,10 @@ class Scheme(nn.Module):
         return Arguments(found, denominator=None if denominator == "none" else denominator)
 
     def _distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """That of locality, between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
+        """Distance for locality between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
         if self.metric is None:
             return self.group.distance(x, y)
-        return (wide(x).unsqueeze(-2) - wide(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
+        return (to_float64(x).unsqueeze(-2) - to_float64(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
 
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
@@ -463,23 +474,22 @@ def _transport(query: TokenMap, key: TokenMap) -> tuple[TokenMap, TokenMap]:
     return key, Adjoint(query)
 
 
-def _decay(name: str, features: int, heads: int) -> Decay | Forget | None:
-    """What a name of `choices_of` stands for."""
+def _decay(name: str, features: int, heads: int) -> Decay | ForgetGate | None:
+    """The decay with a name of `choices_of`."""
     if name == "forget":
-        return Forget(features, heads)
+        return ForgetGate(features, heads)
     return None if name == "none" else Decay(RATES[name](heads))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """A model's parameters for an optimiser: those that shrink by weight decay, and those that must not.
+    """A model's parameters for an optimiser, in two groups: with and without weight decay.
 
-    Generators, frequencies, rates, gains and tables of positions would drift from what they mean; biases and norms are no
-    weights. So what schemes learn keeps its size, and so does what has fewer than two axes. Order is that of
-    ``model.parameters()`` within each group; shared parameters are there once.
+    Parameters of positions (generators, frequencies, rates, gains, tables), and parameters with fewer than two axes (biases,
+    norms), have no weight decay. Each group is in the order of ``model.parameters()``; shared parameters appear once.
 
     Args:
-        model: Any module, isopos' or not.
-        weight_decay: Of the first group.
+        model: Any module, from isopos or not.
+        weight_decay: Weight decay of the first group.
 
     Examples:
         >>> import isopos

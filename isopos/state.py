@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import shown
+from isopos.exact import describe
 
 __all__ = ["State", "expect_state"]
 
@@ -49,7 +49,7 @@ class State:
     in_place: bool = False
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     def __getitem__(self, name: str) -> Tensor | None:
         """A tensor, or None where there is none yet."""
@@ -66,7 +66,7 @@ class State:
         new = {name: tensor for name, tensor in known if tensor is not None}
         return State(MappingProxyType(new), self.fingerprint, kind, self.in_place)
 
-    def expect(self, kind: str, batch: Sequence[int]) -> None:
+    def check_kind(self, kind: str, batch: Sequence[int]) -> None:
         """Raise ValueError where attention of another kind, or of other samples and heads, wrote this state."""
         if self.kind and self.kind != kind:
             raise ValueError(f"state: expected one of {kind}, got one of {self.kind}; a new stream starts with State()")

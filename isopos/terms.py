@@ -1,7 +1,4 @@
-"""Relative terms: scores of a token and the bucket of an offset, added to those of content.
-
-They are the values that relative biases return, as maps are those of encodings.
-"""
+"""Relative terms: the values that relative biases return. A term adds to the score of a query and a key by their offset."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,25 +8,25 @@ import torch
 from torch import Tensor
 
 from isopos.deprecation import renamed
-from isopos.exact import shown
+from isopos.exact import describe
 from isopos.ops import clipped
 
 __all__ = ["Clipped", "DistanceKernel", "Indexed", "Numbers", "Offsets", "Term"]
 
 __getattr__ = renamed(__name__, {"Kernel": "isopos.terms.DistanceKernel"})
 
-PairFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a sample, a query and a key, by their numbers
+PairFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # arguments: indices of sample, query and key
 SIDES = ("query", "key", "none", "value")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Term(ABC):
-    """Rows of a table, one a bucket, that meet a query and a key whose offset falls into it.
+    """Rows of a table, one per bucket of offsets; a pair of tokens takes the row of its offset's bucket.
 
     Args:
         table: ``[h n d]`` for n buckets, or ``[h n]`` where side is "none".
-        side: What the row's product is taken with: "query" adds <q_i, row>, "key" <k_j, row>, "none" the number itself;
-            "value" adds the row to v_j, for this query.
+        side: Use of a row: "query" adds <q_i, row> to the score, "key" <k_j, row>, "none" the number itself; "value" adds
+            the row to v_j, for this query.
     """
 
     table: Tensor
@@ -40,11 +37,11 @@ class Term(ABC):
             raise ValueError(f"side: expected one of {', '.join(SIDES)}, got {self.side!r}")
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     @property
     def heads(self) -> int:
-        """Heads that have a table of their own."""
+        """Number of heads with separate tables."""
         return len(self.table)
 
     @property
@@ -57,11 +54,11 @@ class Term(ABC):
         """The bucket of each query and key: int64 ``[*b t s]``."""
 
     def bucket(self, samples: int) -> PairFunction | None:
-        """The bucket of one pair of so many samples' tokens, for who forms no pairs; None where only all are known."""
+        """A function for the bucket of one pair of tokens of `samples` samples; None if no such function exists."""
         return None
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """What is added to the score of each query ``[*b h t d]`` and key ``[*b h s d]``: ``[*b h t s]``."""
+        """Scores to add for queries ``[*b h t d]`` and keys ``[*b h s d]``: ``[*b h t s]``."""
         index = self.index().unsqueeze(-3)
         if self.side == "none":
             rows = self.table[:, None]
@@ -70,11 +67,11 @@ class Term(ABC):
         else:
             rows, index = k @ self.table.mT.to(q.dtype), index.mT
         shape = torch.broadcast_shapes(rows.shape[:-1], index.shape[:-1])
-        found = rows.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
-        return found.mT if self.side == "key" else found
+        added = rows.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
+        return added.mT if self.side == "key" else added
 
     def values(self, weight: Tensor) -> Tensor:
-        """What weights ``[*b h t s]`` add to the output: ``[*b h t e]``."""
+        """Outputs to add for weights ``[*b h t s]``: ``[*b h t e]``."""
         index = self.index().unsqueeze(-3).expand(weight.shape)
         bucketed = weight.new_zeros(*weight.shape[:-1], self.table.shape[-2]).scatter_add(-1, index, weight)
         return bucketed @ self.table.to(weight.dtype)
@@ -82,7 +79,7 @@ class Term(ABC):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Indexed(Term):
-    """A term whose buckets are given, int64 ``[*b t s]``."""
+    """A term with the buckets of all pairs, int64 ``[*b t s]``."""
 
     buckets: Tensor
 
@@ -99,25 +96,25 @@ class Indexed(Term):
 
 
 def _samples(x: Tensor, y: Tensor) -> torch.Size:
-    """Samples, queries and keys of positions ``[*b t c]`` and ``[*b s c]``."""
+    """The shape ``[*b t s]`` of pairs of positions ``[*b t c]`` and ``[*b s c]``."""
     samples = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return torch.Size((*samples, x.shape[-2], y.shape[-2]))
 
 
 def _offset(x: Tensor, y: Tensor, samples: int) -> PairFunction:
-    """The key's position less the query's, on a line."""
+    """A function for the offset of one pair on a line: the key's position minus the query's."""
     of_queries, of_keys = (a[..., 0].expand(samples, -1) for a in (x, y))
     return lambda b, i, j: of_keys[b, j] - of_queries[b, i]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Offsets(Term):
-    """A term of offsets on a line, whose buckets are looked up when they are asked for.
+    """A term of offsets on a line, with lazily evaluated buckets.
 
     Args:
         x: Positions of queries ``[*b t 1]``, integers.
         y: Positions of keys ``[*b s 1]``.
-        buckets: Of the offsets -m, ..., m, int64 ``[2m+1]``; those beyond have that of the nearest.
+        buckets: Buckets of the offsets -m, ..., m, int64 ``[2m+1]``; larger offsets share the outermost ones.
     """
 
     x: Tensor
@@ -142,7 +139,7 @@ class Offsets(Term):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DistanceKernel(Term):
-    """Less r1 log(1 + r2 |t|), or r1 |t|^r2, of an offset t, with a table ``[h 2]`` of r1 and r2, computed when asked for.
+    """A lazily evaluated function of the offset t, with a table ``[h 2]`` of r1 and r2: -r1 log(1 + r2 |t|), or -r1 |t|^r2.
 
     Args:
         x: Positions of queries ``[*b t 1]``.
@@ -162,16 +159,16 @@ class DistanceKernel(Term):
         raise TypeError("index: expected a term with buckets, got a function of distances, which has none")
 
     def distance(self, samples: int) -> PairFunction:
-        """The distance of one pair of so many samples' tokens, rounded once."""
+        """A function for the distance of one pair, rounded once, for tokens of `samples` samples."""
         offset = _offset(self.x, self.y, samples)
         return lambda b, i, j: offset(b, i, j).abs().to(self.table.dtype)
 
     def number(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        """What is added at a distance."""
+        """The kernel at a distance."""
         return -r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)
 
     def numbers(self) -> Tensor:
-        """What is added to each pair: ``[*b h t s]``."""
+        """The kernel of each pair: ``[*b h t s]``."""
         distance = (self.y[..., None, :, 0] - self.x[..., :, None, 0]).abs().to(self.table.dtype)
         return self.number(distance.unsqueeze(-3), *(a[:, None, None] for a in self.table.unbind(-1)))
 
@@ -181,7 +178,7 @@ class DistanceKernel(Term):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Numbers(Term):
-    """A number for each query and key, of side "none", for functions of positions without buckets: ``[*b h t s]``."""
+    """A table ``[*b h t s]`` with one number per query and key, of side "none", for functions without buckets."""
 
     side: str = "none"
 
@@ -202,13 +199,13 @@ class Numbers(Term):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Clipped(Term):
-    """A term whose offsets are clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
+    """A term of offsets clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
 
     Args:
         x: Positions of queries ``[*b t c]``.
         y: Positions of keys ``[*b s c]``.
         reach: R.
-        outside: Number of first tokens without a position, which have two buckets of their own.
+        outside: Number of leading tokens without a position, with two separate buckets.
     """
 
     x: Tensor

@@ -1,4 +1,4 @@
-"""Times as positions: what a clock shows, and how much time has passed."""
+"""Times as positions: clock time and elapsed time."""
 
 from collections.abc import Iterable
 from datetime import datetime
@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["seconds_since_1970", "timestamps"]
 
 EPOCH = datetime(1970, 1, 1)
-FIRST, LAST = -62135596800, 253402300800  # the years 1 to 9999, as datetimes have them
+FIRST, LAST = -62135596800, 253402300800  # the years 1 to 9999, the range of datetime
 AWARE, NAIVE, NUMBER = "an offset from UTC", "no offset from UTC", "a number of seconds"
 
 
@@ -24,26 +24,26 @@ def timestamps(
 ) -> Tensor:
     """Time of day, time of week and absolute time: float64 ``[*b t 3]``, the positions of `isopos.clock`.
 
-    The columns are hours since midnight (0 to 24), days since Monday's midnight (0 to 7), and hours since `start`. The
-    first two are what the clock of each time shows, since days and weeks of people follow their clocks. The third is the
-    time that has passed: where times have offsets from UTC, it is counted in UTC.
+    Columns are hours since midnight (0 to 24), days since Monday's midnight (0 to 7), and hours since `start`. The first two
+    are local clock time, because days and weeks of people follow their clocks. The third is elapsed time, in UTC for times
+    with offsets from UTC.
 
-    Where all times have one offset, or none, a delay is one shift of all three columns. Where the offset changes, as it does
-    with summer time, the clock skips or repeats an hour and the third column does not. Times without offsets cannot tell
-    this: convert them to a time zone first (`datetime.replace` with `tzinfo=ZoneInfo(...)`), or, where the clock should go
-    on evenly, to UTC (`astimezone`).
+    If all times have the same offset, or none, a delay is one shift of all three columns. If the offset changes, as with
+    daylight saving time, the clock skips or repeats an hour and the third column does not. Times without offsets cannot
+    express this: first convert them to a time zone (`datetime.replace` with `tzinfo=ZoneInfo(...)`), or for a uniform clock
+    to UTC (`astimezone`).
 
     Args:
         times: A list of datetimes (or pandas Timestamps), of text in ISO 8601, of numpy's datetime64, or of seconds since
-            1970 in UTC, as `time.time` counts; or an array ``[*b t]`` of datetime64 or of numbers, or a tensor of numbers.
-            Either all or none have offsets from UTC.
-        start: Where absolute time is zero: by default the first of the times. It has an offset from UTC if the times have;
-            numbers go with either.
-        device: Of the result.
+            1970 in UTC, as from `time.time`; or an array ``[*b t]`` of datetime64 or numbers, or a tensor of numbers. Either
+            all or none have offsets from UTC.
+        start: Zero of absolute time; the first time by default. It has an offset from UTC if the times have; numbers are
+            always accepted.
+        device: Device of the result.
 
     Raises:
-        TypeError: For what is no time.
-        ValueError: For text that is no time, kinds that are mixed, and times outside the years 1 to 9999.
+        TypeError: For values of other types.
+        ValueError: For text that is no time, mixed kinds, and times outside the years 1 to 9999.
 
     Examples:
         >>> timestamps(["2024-01-01 06:00", "2024-01-03 18:30"]).tolist()  # a Monday, and the Wednesday after
@@ -51,54 +51,54 @@ def timestamps(
         >>> timestamps(["2024-03-31T01:00+01:00", "2024-03-31T03:00+02:00"])[:, [0, 2]].tolist()  # summer time began
         [[1.0, 0.0], [3.0, 1.0]]
     """
-    shown, passed, kind = _read(times)
-    if start is None and not passed.numel():
+    clock, elapsed, kind = _read(times)
+    if start is None and not elapsed.numel():
         raise ValueError("start: expected a time where there are no times, got none")
     if start is None:
-        first = passed.flatten()[0]
+        first = elapsed.flatten()[0]
     else:
         _, (first,), other = _read([start])
         if kind is not None and kind != other and NUMBER not in (kind, other):
             raise ValueError(f"start: expected {kind}, as the times have, got {other} in {start!r}")
-    week = (shown + 3 * 86400) % (7 * 86400)  # 1970 began on a Thursday
-    return torch.stack((shown % 86400 / 3600, week / 86400, (passed - first) / 3600), -1).to(device)
+    week = (clock + 3 * 86400) % (7 * 86400)  # 1970 began on a Thursday
+    return torch.stack((clock % 86400 / 3600, week / 86400, (elapsed - first) / 3600), -1).to(device)
 
 
 def seconds_since_1970(time: datetime) -> tuple[float, float]:
-    """Seconds from 1970 to a time, as its own clock shows them and in UTC; of a time without an offset both are the same."""
-    shown = (time.replace(tzinfo=None) - EPOCH).total_seconds()
+    """Seconds since 1970 in local clock time and in UTC; equal for a time without an offset."""
+    clock = (time.replace(tzinfo=None) - EPOCH).total_seconds()
     offset = None if time.tzinfo is None else time.utcoffset()
-    return shown, shown - (offset.total_seconds() if offset else 0.0)
+    return clock, clock - (offset.total_seconds() if offset else 0.0)
 
 
 def _read(times: Any) -> tuple[Tensor, Tensor, str | None]:
-    """Seconds since 1970 by the times' clocks and in UTC, ``[*b t]``, and their kind; None where there are none."""
+    """Seconds since 1970 in clock time and in UTC, ``[*b t]``, and the kind of times; None if there are none."""
     if isinstance(times, np.ndarray) and times.dtype.kind in "OU":
         times = times.tolist()
     if isinstance(times, Tensor | np.ndarray):
-        shown, kind = _numbers(times)
-        passed = shown
+        clock, kind = _numbers(times)
+        elapsed = clock
     elif isinstance(times, str | datetime | Real) or not isinstance(times, Iterable):
         raise TypeError(f"times: expected a list, an array or a tensor of times, got {times!r}; one time is [{times!r}]")
     else:
         rows, kind = [], None
         for time in times:
-            *row, own = _one(time)
-            kind = kind or own
-            if own != kind:
-                raise ValueError(f"times: expected {kind}, as in the first, in all of them, got {own} in {time!r}")
+            *row, other = _one(time)
+            kind = kind or other
+            if other != kind:
+                raise ValueError(f"times: expected {kind}, as in the first, in all of them, got {other} in {time!r}")
             rows.append(row)
-        shown, passed = torch.tensor(rows, dtype=torch.float64).view(-1, 2).unbind(-1)
-    if not shown.ndim or not ((shown >= FIRST) & (shown < LAST)).all():
+        clock, elapsed = torch.tensor(rows, dtype=torch.float64).view(-1, 2).unbind(-1)
+    if not clock.ndim or not ((clock >= FIRST) & (clock < LAST)).all():
         raise ValueError(
-            f"times: expected finite ones of the years 1 to 9999, [*b t], got {list(shown.shape)}"
-            + (f" from {shown.min():.6g} to {shown.max():.6g} seconds since 1970" if shown.numel() else "")
+            f"times: expected finite ones of the years 1 to 9999, [*b t], got {list(clock.shape)}"
+            + (f" from {clock.min():.6g} to {clock.max():.6g} seconds since 1970" if clock.numel() else "")
         )
-    return shown, passed, kind
+    return clock, elapsed, kind
 
 
 def _numbers(times: Tensor | np.ndarray[Any, Any]) -> tuple[Tensor, str]:
-    """Seconds since 1970 of a tensor or an array, and whether they were numbers."""
+    """Seconds since 1970 for a tensor or an array, and whether they were numbers."""
     if isinstance(times, np.ndarray) and times.dtype.kind == "M":
         return torch.from_numpy((times - np.datetime64(0, "s")) / np.timedelta64(1, "s")), NAIVE
     real = (
@@ -110,7 +110,7 @@ def _numbers(times: Tensor | np.ndarray[Any, Any]) -> tuple[Tensor, str]:
 
 
 def _one(time: Any) -> tuple[float, float, str]:
-    """Seconds since 1970 by the clock of a time and in UTC, and its kind."""
+    """Seconds since 1970 in clock time and in UTC for one time, and its kind."""
     if isinstance(time, str):
         try:
             time = datetime.fromisoformat(time)

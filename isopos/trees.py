@@ -1,6 +1,6 @@
-"""Trees as tensors of rows (parent's row, branch): reading them, and walking them from node to root.
+"""Trees as tensors of rows (parent's row, branch): parsing, and traversal from nodes to the root.
 
-A tree is int64 ``[*b n 2]``; rows may come in any order and a root is (-1, -1). `isopos.positions.Tree` is their group.
+A tree is int64 ``[*b n 2]``; rows may be in any order and a root is (-1, -1). `isopos.positions.Tree` is their group.
 """
 
 import re
@@ -30,26 +30,27 @@ INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 
 
 class Unread(ValueError):
-    """Text is no tree, which shows `at` one of its characters."""
+    """Text that is no tree; `at` is the index of the character in question."""
 
-    def __init__(self, said: str, at: int):
-        super().__init__(f"tree: {said.format(f' at {at}')}")
-        self.said, self.at = said.format(""), at
+    def __init__(self, message: str, at: int):
+        super().__init__(f"tree: {message.format(f' at {at}')}")
+        self.message, self.at = message.format(""), at
 
 
 def tree(source: Any) -> Tensor:
     """The nodes of a tree: int64 ``[n 2]``, rows (parent's row, branch).
 
     Args:
-        source: One of
-            parents, an integer tensor or array ``[n]`` or a list of integers: the row of each node's parent, -1 for a root;
-            a child's branch is its rank among its siblings, in the order of rows;
-            nested lists or tuples: a list is a node and its items are its children, anything else is a leaf;
-            text, an s-expression ``(label child child ...)``: a node is labelled by its first atom, its further atoms and
-            lists are its children. Rows of lists and text are in preorder.
+        source: One of the following.
+            Parents: an integer tensor or array ``[n]`` or a list of integers, the row of each node's parent, -1 for a root;
+                a
+            child's branch is its rank among its siblings, in the order of rows.
+            Nested lists or tuples: a list is a node and its items are its children; any other item is a leaf.
+            Text: an s-expression ``(label child child ...)``; the first atom labels a node, further atoms and lists are its
+            children. Rows of lists and text are in preorder.
 
     Raises:
-        ValueError: Where the source is no tree: parents out of range or in a cycle, unbalanced parentheses, ...
+        ValueError: If the source is no tree: parents out of range or in a cycle, unbalanced parentheses, ...
 
     Examples:
         >>> tree([-1, 0, 0, 1]).tolist()
@@ -64,7 +65,7 @@ def tree(source: Any) -> Tensor:
 
 
 def tree_labels(source: Any) -> list[Any]:
-    """The labels of nodes in the order of rows of `tree`: atoms of text, leaves of lists (None for their inner nodes).
+    """Labels of nodes in the order of the rows of `tree`: atoms of text; leaves of lists, and None for inner nodes.
 
     Examples:
         >>> tree_labels("(S (NP the cat) sat)")
@@ -98,7 +99,7 @@ def forest(trees: Sequence[Tensor]) -> Tensor:
 def depths(position: Tensor) -> Tensor:
     """Edges from the root to each node of trees ``[*b n 2]``: int64 ``[*b n]``, in O(n log n).
 
-    Raises ValueError where a node is its own ancestor.
+    Raises ValueError if a node is its own ancestor.
 
     Examples:
         >>> depths(tree("(+ (* a b) c)")).tolist()
@@ -123,14 +124,17 @@ def depths(position: Tensor) -> Tensor:
 
 
 def parents_of(position: Tensor) -> Tensor:
-    """The parents' rows in the forest ``[prod(b) * n]`` of all samples of trees ``[*b n 2]``; a root is its own."""
+    """Rows of parents in the flattened forest ``[prod(b) * n]`` of trees ``[*b n 2]``; a root is its own parent."""
     parent = position[..., 0].long()
     row = torch.arange(parent.numel(), device=parent.device).view_as(parent)
     return torch.where(parent < 0, row, parent + row[..., :1]).flatten()
 
 
 def _doublings(up: Tensor, rounds: int) -> Iterator[Tensor]:
-    """Rows 1, 2, 4, ... steps up. What sums over these sums over all ancestors: ``x += x[up]`` for each, zero at roots."""
+    """Rows of the ancestors 1, 2, 4, ... steps up.
+
+    Applying ``x += x[up]`` for each sums x over all ancestors, if x is zero at roots.
+    """
     for _ in range(rounds):
         yield up
         up = up[up]
@@ -138,7 +142,7 @@ def _doublings(up: Tensor, rounds: int) -> Iterator[Tensor]:
 
 @torch.library.custom_op("isopos::tree_distance", mutates_args=())
 def tree_distance(x: Tensor, y: Tensor) -> Tensor:
-    """Distances ``[*b t s]`` of nodes x ``[*b t 2]`` and y ``[*b s 2]``: pairs of equal ancestors are counted."""
+    """Distances ``[*b t s]`` of nodes x ``[*b t 2]`` and y ``[*b s 2]``, from counts of equal ancestors."""
     (up_x, up_y), (depth_x, depth_y) = (parents_of(x), parents_of(y)), (depths(x), depths(y))
     deepest = torch.cat((depth_x.flatten(), depth_y.flatten(), depth_x.new_zeros(1))).max()
     rounds = int(deepest).bit_length()
@@ -157,7 +161,7 @@ def _(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sum_ancestors(values: Tensor, up: Tensor, rounds: int) -> Tensor:
-    """Add to each row of values ``[*b n m]``, in place, those of its ancestors."""
+    """Add to each row of values ``[*b n m]`` the rows of its ancestors, in place."""
     flat = values.view(len(up), values.shape[-1])
     for above in _doublings(up, rounds):
         flat += flat.index_select(0, above)
@@ -165,7 +169,7 @@ def _sum_ancestors(values: Tensor, up: Tensor, rounds: int) -> Tensor:
 
 
 def renumber(x: Tensor, columns: tuple[int, ...], number: Callable[[Tensor], Tensor]) -> Tensor:
-    """Elements whose parents have other row numbers; roots keep -1."""
+    """Elements with parents' row numbers mapped by `number`; roots keep -1."""
     if not columns:
         return x
     parent = x[..., list(columns)]
@@ -175,7 +179,7 @@ def renumber(x: Tensor, columns: tuple[int, ...], number: Callable[[Tensor], Ten
 
 
 def _parent_array(source: Any) -> Tensor | None:
-    """The parents ``[n]`` where the source holds parents."""
+    """The parents ``[n]`` if the source holds parents, else None."""
     if isinstance(source, Tensor | np.ndarray):
         parents = source if isinstance(source, Tensor) else torch.from_numpy(source.copy())
         if parents.ndim != 1 or parents.is_floating_point() or parents.is_complex() or parents.dtype == torch.bool:
@@ -188,7 +192,7 @@ def _parent_array(source: Any) -> Tensor | None:
 
 
 def _ranked(parents: Tensor) -> Tensor:
-    """Nodes of parents ``[n]``; branches are ranks among siblings."""
+    """Nodes for parents ``[n]``; branches are ranks among siblings."""
     n = len(parents)
     wrong = ((parents < -1) | (parents >= n)).nonzero()
     if len(wrong):
@@ -209,7 +213,7 @@ def _ranked(parents: Tensor) -> Tensor:
 
 
 def read(source: Any) -> tuple[Rows, list[Any]]:
-    """Rows in preorder of nested lists or of text, as of `tree`, and their labels, as of `tree_labels`."""
+    """Rows of nested lists or text in preorder, as in `tree`, and their labels, as in `tree_labels`."""
     if not isinstance(source, str | list | tuple):
         raise ValueError(f"tree: expected parents, nested lists or an s-expression, got {type(source).__name__}")
     labelled = isinstance(source, str)
@@ -226,7 +230,7 @@ def read(source: Any) -> tuple[Rows, list[Any]]:
 
 
 def _parsed(text: str) -> Any:
-    """An s-expression as nested lists of its atoms."""
+    """An s-expression as nested lists of atoms."""
     expression: list[Any] = []
     opened = [(expression, -1)]  # the lists that are not closed, and where they begin
     for match in re.finditer(r"[()]|[^\s()]+", text):
@@ -252,6 +256,6 @@ def _parsed(text: str) -> Any:
 
 
 def name_row(index: Sequence[int]) -> str:
-    """A row, and its sample, for messages."""
+    """A row and its sample, for error messages."""
     *sample, row = index
     return f"{row} of sample {', '.join(map(str, sample))}" if sample else f"{row}"

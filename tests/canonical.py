@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isopos import bases, biases, contragredient, couplings, encodings, feature_maps, generators
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant, shown
+from isopos.exact import constant, describe
 from isopos.feature_maps import Phi, undivided
 from isopos.poses import Projective
 from isopos.positions import Group, Line, Product, Ring, Tree
@@ -47,7 +47,7 @@ class Primitive:
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
 
     def __repr__(self) -> str:
-        return shown(self)
+        return describe(self)
 
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
@@ -118,7 +118,7 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
             f"scheme: expected scores of relative positions, got {name} embeddings, which every token meets by "
             "itself: products of two such tokens are no function of x^-1 y (LRPE, Eq. 6)"
         )
-    if scheme.path:
+    if scheme.phases:
         raise ValueError(
             "scheme: expected scores of relative positions, got steps that keys take: their sums are a function of content, "
             "not of x^-1 y (LRPE, Eq. 6)"
@@ -279,7 +279,7 @@ def _of_pair(pair: Coupling) -> Kernel:
         case contragredient.Projection():  # (Li et al. 2025)
             unit = _eye(pair.features // 4)[0]
             return lambda t: torch.kron(unit, torch.tensor(t, dtype=torch.float64).view(4, 4))[None]
-        case contragredient.Beside():
+        case contragredient.ContragredientSum():
             parts = [_of_pair(part) for part in pair.parts]  # pyright: ignore[reportArgumentType]
             return lambda t: _blocks([part(t if pair.shared else t[n]) for n, part in enumerate(parts)])
         case Encoding():

@@ -50,7 +50,7 @@ class WithoutFloat64(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        exact.WIDE.pop(DEVICE.type, None)
+        exact.HAS_FLOAT64.pop(DEVICE.type, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})

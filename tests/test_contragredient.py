@@ -9,7 +9,7 @@ from cases import HEAD_DIM, HEADS, close, inputs
 
 import isopos
 from isopos import contragredient, laws
-from isopos.contragredient import Beside, Jordan
+from isopos.contragredient import ContragredientSum, Jordan
 from isopos.encodings import Permutation, Rotary, rope_frequencies
 from isopos.positions import sequence
 
@@ -24,7 +24,7 @@ def scores(pair, q, k, x=X, y=Y):
 
 def test_every_class_is_tested():
     assert set(contragredient.__all__) == {
-        "Beside",
+        "ContragredientSum",
         "Contragredient",
         "Jordan",
         "Projection",
@@ -76,7 +76,7 @@ def test_alibi_is_an_additive_generator_on_lifted_features(growth):
     """[[0, 1], [0, 0]] between a query's slope and a key's one is slope * (y - x), beside any other representation."""
     (q, k, v), slope, x = inputs(2, t=9), isopos.alibi(4, HEADS).decay.rate, sequence(9) + 40
     rest = Jordan(torch.full((HEAD_DIM,), growth))
-    pair = Beside([rest, Jordan(torch.zeros(1), order=2, length=64.0)], shared=True)
+    pair = ContragredientSum([rest, Jordan(torch.zeros(1), order=2, length=64.0)], shared=True)
     lifted = torch.zeros(2, HEADS, 9, 2, dtype=torch.float64)
     query, key = lifted.clone(), lifted.clone()
     query[..., 0], key[..., 1] = slope[:, None] * 64 * HEAD_DIM**0.5, 1.0  # logits are scaled
@@ -96,7 +96,7 @@ def in_jordan_form(blocks):
         inner = torch.tensor([[g]]) if w is None else torch.tensor([[g, -w], [w, g]])
         links = torch.diag(torch.ones(m - 1) / 16, 1)
         matrices.append(torch.kron(torch.eye(m), inner) + torch.kron(links, torch.eye(len(inner))))
-    return Beside(pairs, shared=True), torch.block_diag(*matrices).double()
+    return ContragredientSum(pairs, shared=True), torch.block_diag(*matrices).double()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_report_says_that_it_is_a_representation_and_no_isometry():
         assert report.holds
         assert {"homomorphism", "identity", "decomposable", "relative"} <= {f.name for f in report.findings if f.is_law}
         assert not report["unitary"].holds
-    unitary = laws.check(Beside([Rotary(rope_frequencies(2)[None, None])]))
+    unitary = laws.check(ContragredientSum([Rotary(rope_frequencies(2)[None, None])]))
     assert unitary["unitary"].holds
 
 
@@ -165,7 +165,12 @@ def test_a_pair_that_is_not_contragredient_is_found():
         (isopos.xpos(HEAD_DIM).encoding, 16000, 17000, "scales leave float32"),
         (Jordan(torch.zeros(4), torch.ones(4), order=2, length=512.0), 4095, 4097, "float32 loses offsets"),
         (Jordan(torch.zeros(4), order=3, length=512.0), 1400, 1500, "float32 loses offsets"),
-        (Beside([Jordan(torch.ones(1)), Rotary(torch.ones(1, 1, 1))], shared=True), 40, 42, "scales leave float32"),
+        (
+            ContragredientSum([Jordan(torch.ones(1)), Rotary(torch.ones(1, 1, 1))], shared=True),
+            40,
+            42,
+            "scales leave float32",
+        ),
     ],
 )
 def test_keys_stay_valid_and_far_positions_are_refused(pair, low, high, why):
@@ -218,7 +223,7 @@ def test_half_precision_keeps_offsets_whole_and_in_a_stream(dtype):
 
 def test_side_by_side_each_has_its_own_features_and_coordinates():
     parts = [Jordan(torch.tensor([0.1]), order=2, length=9.0), Rotary(rope_frequencies(3)[None, None])]
-    both = Beside(parts)
+    both = ContragredientSum(parts)
     assert both.group.columns == 2
     q, k, _ = inputs(2, t=T, s=S, d=8)
     x, y = torch.cat((X, 2 * X), -1), torch.cat((Y, Y - 1), -1)
@@ -236,9 +241,12 @@ def test_side_by_side_each_has_its_own_features_and_coordinates():
         (lambda: Jordan(torch.ones(2), length=0.0), "length: expected a positive number of steps, got 0"),
         (lambda: Jordan(torch.ones(2), length=math.nan), "length: expected a positive number of steps, got nan"),
         (lambda: isopos.xpos(8, length=math.nan), "length: expected a positive number of steps, got nan"),
-        (lambda: Beside([]), "parts: expected some that return as many features as they take"),
-        (lambda: Beside([Rotary(torch.ones(1, 1, 2), lift=True)]), "parts: expected some that return as many"),
-        (lambda: Beside([Jordan(torch.ones(2)), Permutation(torch.arange(2)[None])], shared=True), "one group to share"),
+        (lambda: ContragredientSum([]), "parts: expected some that return as many features as they take"),
+        (lambda: ContragredientSum([Rotary(torch.ones(1, 1, 2), lift=True)]), "parts: expected some that return as many"),
+        (
+            lambda: ContragredientSum([Jordan(torch.ones(2)), Permutation(torch.arange(2)[None])], shared=True),
+            "one group to share",
+        ),
         (lambda: Jordan(torch.ones(2)).query(torch.ones(3, 2)), r"positions: expected \[\*b t 1\]"),
     ],
 )

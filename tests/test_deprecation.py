@@ -5,6 +5,9 @@ import pkgutil
 import re
 
 import pytest
+import torch
+
+import isopos
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,7 @@ import pytest
         ("isopos.lab.recipes.split_spec", "isopos.spec.split_spec"),
         ("isopos.lab.tables.loader.Line", "isopos.lab.tables.loader.TableRow"),
         ("isopos.lab.tasks.task.expect", "isopos.lab.tasks.task.require"),
+        ("isopos.paths.Turn", "isopos.phases.SelectiveRotation"),
         ("isopos.schemes.registry.Layout", "isopos.schemes.registry.PairLayout"),
         ("isopos.terms.Kernel", "isopos.terms.DistanceKernel"),
     ],
@@ -29,3 +33,14 @@ def test_a_name_of_before_is_found_with_a_warning(old, new):
     assert found is pkgutil.resolve_name(new)
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute '{name}s'"):
         getattr(home, f"{name}s")
+
+
+def test_an_argument_and_a_property_of_before_serve_with_a_warning():
+    scheme, q = isopos.schemes.fox(4, 1), torch.randn(1, 1, 3, 4)
+    with pytest.warns(DeprecationWarning, match="^Scheme.path is phases now; the old name goes"):
+        path = scheme.path
+    assert path == scheme.phases
+    for attend in (isopos.linear_attention, isopos.softmax_attention, isopos.attention.naive_linear_attention):
+        expected = attend(q, q, q, phases=path, causal=True)
+        with pytest.warns(DeprecationWarning, match="^argument path is phases now; the old name goes"):
+            assert torch.equal(attend(q, q, q, path=path, causal=True), expected)

@@ -50,8 +50,8 @@ def test_the_device_refuses_float64():
             refused()
     with pytest.raises(RuntimeError, match="one device"):
         torch.add(x, torch.ones(2))
-    assert exact.wide_device(DEVICE).type == exact.wide_device(torch.device("mps")).type == "cpu"
-    assert exact.wide_device(torch.device("cuda:1")) == torch.device("cuda:1")
+    assert exact.float64_device(DEVICE).type == exact.float64_device(torch.device("mps")).type == "cpu"
+    assert exact.float64_device(torch.device("cuda:1")) == torch.device("cuda:1")
 
 
 @over_structures()

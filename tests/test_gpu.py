@@ -11,7 +11,7 @@ import torch
 from cases import ATTENTION, PRESETS, SCHEMES, close, gradients, inputs_of, parents_first, stream, with_kinds
 
 from isopos import State, linear_attention, sequence
-from isopos.exact import wide
+from isopos.exact import to_float64
 from isopos.schemes import build
 
 DEVICE = os.environ.get("ISOPOS_GPU", "cuda")
@@ -136,7 +136,7 @@ def test_positions_are_exact_far_away():
     size = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
     error = (near(q).double() @ near(k).double().mT - far(q).double() @ far(k).double().mT).abs().max()
     assert error < 1e-6 * size
-    assert wide(sequence(1, device=DEVICE)).dtype == torch.float64
+    assert to_float64(sequence(1, device=DEVICE)).dtype == torch.float64
 
 
 def test_a_prepared_stream_equals_the_whole():

@@ -87,7 +87,7 @@ WRONG = [
     ),
     (
         isopos.rope(HEAD_DIM, 6, learned=True).at(sequence(T)) | {"decay": torch.zeros(2, T).double()},
-        "decay: expected 6 heads, those of q, as isometry has, got 2, those of k; what is one a head",
+        "decay: expected 6 heads, those of q, as isometry has, got 2, those of k; arguments per head",
     ),
     ({"k": torch.zeros(2, 4, T, HEAD_DIM).double()}, r"q's heads a multiple of k's, got \[2, 6, 9, 8\], \[2, 4, 9, 8\]"),
 ]

@@ -14,7 +14,8 @@ import isopos
 ROOT = Path(isopos.__file__).parent
 # From the bottom up: a room knows those of earlier lines, and none beside it; a longer name is a room of its own.
 LAYERS = """
-exact trees catalog deprecation
+deprecation
+exact trees catalog
 spec
 graphs times
 lengths
@@ -23,7 +24,7 @@ ops
 positions
 poses maps terms state kinds
 bases decays embeddings biases
-paths
+paths phases
 encodings
 contragredient couplings generators
 attention

@@ -531,8 +531,8 @@ BAD = [
     ({"decay": wide(3, 4)}, r"decay: expected \[2, 2, 4\]"),
     ({"decay": wide(1, 2, 2, 4)}, r"decay: expected \[2, 2, 4\]"),
     ({"decay": (wide(2, 4), wide(2, 3))}, "decay: expected .* of the keys"),
-    ({"isometry": rotary(5)}, "q: expected 5 tokens, one a position, got 4"),
-    ({"isometry": (rotary(4), rotary(5))}, "k: expected 5 tokens, one a position, got 4"),
+    ({"isometry": rotary(5)}, "q: expected 5 tokens, one per position, got 4"),
+    ({"isometry": (rotary(4), rotary(5))}, "k: expected 5 tokens, one per position, got 4"),
     ({"isometry": Rotary(rope_frequencies(3)[None, None])(sequence(4))}, "q: expected 6 features, got 8"),
 ]
 

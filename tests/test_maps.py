@@ -34,7 +34,7 @@ from isopos.maps import (
     Tiles,
     TokenMap,
 )
-from isopos.ops.place import Place
+from isopos.ops.slices import Slices
 from isopos.positions import sequence
 
 B, H, T, D = 3, 2, 7, 6
@@ -151,7 +151,7 @@ def test_a_part_is_the_maps_part(rho):
     t, x = tokens_of(rho), content(rho)
     of_tokens = slice(None), slice(0, 1), slice(t // 2, t)
     for batch, heads, tokens in itertools.product(cuts(B), cuts(H), of_tokens):
-        part, own = rho.part(Place((batch,), heads, tokens)), x[batch, heads, tokens]
+        part, own = rho.part(Slices((batch,), heads, tokens)), x[batch, heads, tokens]
         assert part.length in (None, own.shape[-2])
         assert part.features == rho.features
         assert torch.broadcast_shapes(part.leading, own.shape[:-2]) == own.shape[:-2]
@@ -196,7 +196,7 @@ def test_it_refuses_other_shapes(rho):
         with pytest.raises(ValueError, match="expected 6 features, got 8"):
             rho(torch.nn.functional.pad(x, (0, 2)))
     if rho.length is not None:
-        with pytest.raises(ValueError, match=f"expected {rho.length} tokens, one a position, got 2"):
+        with pytest.raises(ValueError, match=f"expected {rho.length} tokens, one per position, got 2"):
             rho(x[..., :1, :].expand(-1, -1, 2, -1))
 
 
@@ -269,6 +269,6 @@ def test_a_class_takes_no_options_that_nothing_reads():
 
 def test_tables_one_a_head_say_how_many_heads_there_are():
     rho = isopos.rope(8, 4, learned=True).encoding(isopos.sequence(5))
-    with pytest.raises(ValueError, match=r"expected 4 heads, one a table, got 2; .* share tables"):
+    with pytest.raises(ValueError, match=r"expected 4 heads, one per table, got 2; .* share tables"):
         rho(torch.zeros(1, 2, 5, 8))
     assert rho(torch.ones(1, 1, 5, 8)).shape == (1, 4, 5, 8)

@@ -380,7 +380,7 @@ def test_locality_is_of_logits(name):
     with pytest.raises(ValueError, match="locality: expected softmax attention, whose logits it multiplies, got linear"):
         schemes.REGISTRY[name](8, 2, locality=0.9)
     for wrong in (0.0, -1.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match=r"locality: expected a factor a step in \(0, 1\]"):
+        with pytest.raises(ValueError, match=r"locality: expected a factor per step in \(0, 1\]"):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
 
 
@@ -939,7 +939,7 @@ def test_a_scheme_and_a_decay_from_outside(registries):
     assert isopos.laws.check(scheme).holds
     assert isopos.toy is schemes.toy is toy is schemes.REGISTRY["toy"]
     assert "toy" in dir(isopos)
-    described = [line.strip().split(":")[0] for line in toy.__doc__.splitlines()[3:]]
+    described = [line.strip().split(":")[0] for line in toy.__doc__.splitlines()[5:]]
     assert described == ["head_dim", "heads", "base", "seed", "choices"]
     first = [
         schemes.build("toy", 8, 2, more, model={"length": 7}).encoding.initial[0, 0, 1] for more in ({}, {"base": "20"})

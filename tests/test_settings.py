@@ -417,9 +417,9 @@ def call(kind, t=4, s=4, **changes):
 
 whole_numbers = torch.zeros(2, 4, dtype=torch.int64)
 BAD = {
-    "float": (whole_numbers.float(), r"expected integers \[\*b 4\], one a token, got torch.float32 \[2, 4\]"),
-    "bool": (whole_numbers.bool(), r"expected integers \[\*b 4\], one a token, got torch.bool"),
-    "short": (whole_numbers[:, :3], r"expected integers \[\*b 4\], one a token, got torch.int64 \[2, 3\]"),
+    "float": (whole_numbers.float(), r"expected integers \[\*b 4\], one per token, got torch.float32 \[2, 4\]"),
+    "bool": (whole_numbers.bool(), r"expected integers \[\*b 4\], one per token, got torch.bool"),
+    "short": (whole_numbers[:, :3], r"expected integers \[\*b 4\], one per token, got torch.int64 \[2, 3\]"),
     "scalar": (whole_numbers[0, 0], r"expected integers \[\*b 4\]"),
     "batch": (torch.zeros(3, 4, dtype=torch.int64), r"leading dimensions that broadcast to \[2\], got \[3, 4\]"),
     "heads": (torch.zeros(2, 2, 4, dtype=torch.int64), r"leading dimensions that broadcast to \[2\], got \[2, 2, 4\]"),

@@ -177,7 +177,7 @@ def test_a_static_cache(name, empty):
         ({"attn_mask": torch.ones(T, S).long()}, "attn_mask: expected bool, .* or floats, which are added, got torch.int64"),
         (
             {"attn_mask": torch.ones(2, T, S).bool()},
-            r"\[\*b h t s\] \[2, 4, 5, 7\], got \[2, 5, 7\]; one a sample needs an axis",
+            r"\[\*b h t s\] \[2, 4, 5, 7\], got \[2, 5, 7\]; one per sample needs an axis",
         ),
         ({"attn_mask": torch.ones(T, T).bool()}, r"\[2, 4, 5, 7\], got \[5, 5\]"),
         ({"attn_mask": torch.ones(T, S, device="meta")}, "attn_mask: expected a tensor on cpu as q"),

@@ -3,10 +3,10 @@
 from cases import COMPOSED, HEADS, SCHEMES, SchemeCase, named, over_rows, perturb
 from structures import ENCODINGS_ALONE, STRUCTURES, structure, structures
 
-from isopos import maps, paths, schemes, terms
+from isopos import maps, phases, schemes, terms
 from isopos.encodings import Identity
 from isopos.maps import TokenMap
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.positions import Line
 
 LISTED = {structure(own.case.build(attention=own.kind)) for own in STRUCTURES}
@@ -52,8 +52,8 @@ def test_every_class_that_attention_can_see_is_in_a_structure():
     assert {name for name in terms.__all__ if name != "Term"} - seen <= {"Indexed", "Offsets", "Numbers", "DistanceKernel"}
     assert {"Indexed", "Offsets"} & seen
     assert {"Numbers", "DistanceKernel"} & seen
-    assert final_under(Path, paths) - seen == set()
-    assert {"plain", "encoded", "complex", "linear", "softmax", "locality", "transport", "path"} <= seen
+    assert final_under(ContentPhase, phases) - seen == set()
+    assert {"plain", "encoded", "complex", "linear", "softmax", "locality", "transport", "phases"} <= seen
     assert {own.case.id for own in STRUCTURES if own.case.outside}
     assert any(own.case.group.refers_to_rows for own in STRUCTURES)
 

@@ -236,7 +236,7 @@ def as_defined(model, scheme, ids):
 
 def of_head(at, head):
     """Arguments of a scheme for one of its heads."""
-    place = isopos.ops.place.Place((), slice(head, head + 1), slice(None))
+    place = isopos.ops.slices.Slices((), slice(head, head + 1), slice(None))
     found = dict(at)
     found["isometry"] = tuple(rho.part(place) for rho in at["isometry"])
     if at["decay"] is not None:

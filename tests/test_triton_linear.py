@@ -18,7 +18,7 @@ from isopos.ops import linear as ops
 from isopos.ops.linear import triton
 from isopos.ops.linear import triton_tiles as tiles
 from isopos.ops.linear.features import ALL_READY, READY, Features
-from isopos.ops.place import Place
+from isopos.ops.slices import Slices
 from isopos.positions import sequence
 from isopos.state import State
 
@@ -292,7 +292,9 @@ def _cut(x, part):
     """Some tokens of an option."""
     if isinstance(x, tuple):
         return tuple(_cut(own, part) for own in x)
-    return x[..., part] if isinstance(x, torch.Tensor) else x.part(Place((), slice(None), part)) if hasattr(x, "part") else x
+    return (
+        x[..., part] if isinstance(x, torch.Tensor) else x.part(Slices((), slice(None), part)) if hasattr(x, "part") else x
+    )
 
 
 def in_pieces(q, k, v, *, sizes=(50, 1, 14, 5), **given):

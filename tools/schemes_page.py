@@ -85,8 +85,8 @@ has the same form. The schemes above are members of this family.
 rho(s + t) = rho(s) rho(t) over a small interval of s, on which that of rho(s) is invertible, shows that rho is smooth, and
 its derivative is rho'(t) = rho'(0) rho(t). With A = P J P^-1 and J in real Jordan form, q^T rho(x)^-1 rho(y) k =
 (P^T q)^T exp(t J) (P^-1 k): P and P^-1 move into the projections of queries and keys. So up to a basis every representation
-is a row of Jordan blocks of order m, growth g and frequency w (`isopos.contragredient.Jordan`, several of them by `Beside`),
-and a score is a sum of t^n / n! e^(g t) cos(w t) and t^n / n! e^(g t) sin(w t) with n < m.
+is a row of Jordan blocks of order m, growth g and frequency w (`isopos.contragredient.Jordan`; `ContragredientSum` joins
+several), and a score is a sum of t^n / n! e^(g t) cos(w t) and t^n / n! e^(g t) sin(w t) with n < m.
 
 **Nothing else factors.** Let a score be relative and factor: q^T a(x)^T b(y) k = q^T W(y - x) k for all q and k, with n rows
 in a and in b, all continuous. Each row of W moved by any x, W(. - x) = a(x)^T b(.), is a combination of the n rows of b. The
@@ -152,7 +152,7 @@ class _Measured:
     def unseen(self) -> bool:
         """Whether positions change nothing."""
         scheme = self.scheme
-        return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.path
+        return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.phases
 
 
 def page() -> str:
@@ -283,7 +283,7 @@ def _laws(schemes: list[_Measured]) -> Iterator[str]:
         held += f", and {STEPS}" if STEPS in holds else ""
         periodic = [f for f in s.report.findings if f.name == "periodic" and f.holds]
         repeats = f"{periodic[0].figure:,.0f}" if periodic else "-"
-        direction = "-" if s.unseen else "causal" if s.scheme.path else "directional" if s.directional else "not directional"
+        direction = "-" if s.unseen else "causal" if s.scheme.phases else "directional" if s.directional else "not directional"
         rows.append((f"`{s.name}`", direction, repeats, held, ", ".join(s.report.broken) or "none"))
     yield markdown(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
 
@@ -357,7 +357,7 @@ def _reference(measured: _Measured) -> str:
         return "-"
     scheme = measured.scheme
     if "attention" not in measured.report.broken:
-        return "the tokens between" if scheme.path else "relative"
+        return "the tokens between" if scheme.phases else "relative"
     return scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law) or "the origin"
 
 

@@ -27,7 +27,7 @@ API = {  # a page, and the modules of isopos on it
     "schemes": ("scheme", "kinds", "schemes"),
     "attention": ("attention", "nn", "state", "ops.linear"),
     "encodings": ("encodings", "generators", "contragredient", "couplings", "maps", "bases", "lengths"),
-    "biases": ("decays", "paths", "biases", "terms", "embeddings"),
+    "biases": ("decays", "phases", "biases", "terms", "embeddings"),
     "positions": ("positions", "poses", "graphs"),
     "features": ("feature_maps",),
     "laws": ("laws",),

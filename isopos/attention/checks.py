@@ -1,4 +1,4 @@
-"""What each argument of attention must be: a check with its one error each, of plain values."""
+"""Checks of single arguments of attention, each with one error message."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -9,34 +9,36 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.catalog import expect
-from isopos.exact import broadcast, wide_device
+from isopos.deprecation import renamed
+from isopos.exact import broadcast, float64_device
 from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
-__all__ = ["DecayPair", "IsometryPair", "Layout", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
+__all__ = ["AxisOrder", "DecayPair", "IsometryPair", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
 __all__ += ["check_decay", "check_denominator", "check_feature_map", "check_inputs", "check_isometry", "check_leading"]
-__all__ += ["check_mask", "check_order", "check_pairs", "check_path", "check_segments", "check_stream", "check_tensor"]
+__all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_segments", "check_stream", "check_tensor"]
 __all__ += ["check_term", "check_transport"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None
 TransportPair = tuple[TokenMap, TokenMap] | None
-Layout = Literal["bhtd", "bthd"]
+AxisOrder = Literal["bhtd", "bthd"]
+__getattr__ = renamed(__name__, {"Layout": "isopos.attention.checks.AxisOrder"})
 
-PIECE = (1 << 15) - 1  # the most numbers that PyTorch leaves to one thread
-OF_WIDE = ("decay", "decays", "path")  # tensors of a state that are float64
+PIECE = (1 << 15) - 1  # largest number of elements that PyTorch processes in one thread
+OF_WIDE = ("decay", "decays", "path")  # float64 tensors of a state
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v ``[*b h t d]`` of either layout."""
+    """q, k and v as ``[*b h t d]``, from either layout."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, q)
     if layout != "bhtd":
-        expect("layout", layout, get_args(Layout))
+        expect("layout", layout, get_args(AxisOrder))
         q, k, v = (x if x.ndim < 3 else x.transpose(-3, -2) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.is_floating_point():
@@ -51,17 +53,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, 
 
 
 def heads_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Heads of queries and of keys where the former share the latter; otherwise one number twice."""
-    heads, own = q.shape[-3], max(k.shape[-3], v.shape[-3])
-    return (heads, own) if own and heads > own and heads % own == 0 else (heads, heads)
+    """Numbers of query heads and key heads if groups of query heads share keys; otherwise the same number twice."""
+    heads, key_heads = q.shape[-3], max(k.shape[-3], v.shape[-3])
+    return (heads, key_heads) if key_heads and heads > key_heads and heads % key_heads == 0 else (heads, heads)
 
 
-def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torch.Size:
-    """Leading dimensions ``[*b h]`` of the output; ValueError where those of q, k and v do not broadcast."""
+def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, key_heads: int) -> torch.Size:
+    """Leading dimensions ``[*b h]`` of the output; ValueError if those of q, k and v do not broadcast."""
     try:
         of_keys, of_values = k.shape[:-2], v.shape[:-2]
-        if heads != own:
-            of_keys, of_values = _shared(of_keys, heads, own), _shared(of_values, heads, own)
+        if heads != key_heads:
+            of_keys, of_values = _shared(of_keys, heads, key_heads), _shared(of_values, heads, key_heads)
         return broadcast(q.shape[:-2], of_keys, of_values)
     except RuntimeError:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
@@ -71,7 +73,7 @@ def check_leading(q: Tensor, k: Tensor, v: Tensor, heads: int, own: int) -> torc
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
-    """ValueError where a mask of keys does not fit."""
+    """ValueError if a mask of keys does not fit."""
     check_tensor("mask", mask, q)
     if mask.dtype != torch.bool or mask.ndim < 1 or mask.shape[-1] != k.shape[-2]:
         raise ValueError(
@@ -84,15 +86,15 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
         )
 
 
-def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, own: int) -> None:
-    """ValueError where a relative term does not fit queries and keys."""
+def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, key_heads: int) -> None:
+    """ValueError if a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
         raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
     for x in (getattr(term, field.name) for field in fields(term)):  # PyTorch 2.11 cannot trace vars
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
     width = {"none": None, "value": v.shape[-1]}.get(term.side, q.shape[-1])
-    if term.heads not in (1, batch[-1], own) or width not in (None, term.table.shape[-1]):
+    if term.heads not in (1, batch[-1], key_heads) or width not in (None, term.table.shape[-1]):
         raise ValueError(
             f"terms: expected a table of {batch[-1]} heads{'' if width is None else f' and {width} features'}, "
             f"got {list(term.table.shape)}"
@@ -105,8 +107,8 @@ def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, s
         )
 
 
-def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[TokenMap, TokenMap]:
-    """The maps of queries and keys; TypeError or ValueError where they do not fit."""
+def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, key_heads: int) -> tuple[TokenMap, TokenMap]:
+    """The maps of queries and keys; TypeError or ValueError if they do not fit."""
     rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
         if rho is None or (name == "k" and rho is rho_q and k.shape == q.shape):
@@ -116,7 +118,7 @@ def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own
         rho.check(x, name)
         for tensor in rho.tensors():
             check_tensor("isometry", tensor, q)
-        if not _fits(rho.leading, x.shape[:-2], heads, own):
+        if not _fits(rho.leading, x.shape[:-2], heads, key_heads):
             raise ValueError(
                 f"isometry: expected leading dimensions [*b heads] that broadcast to {list(x.shape[:-2])} of {name}, "
                 f"got {list(rho.leading)}; give the encoding these heads, and positions these samples"
@@ -124,18 +126,18 @@ def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, own
     return rho_q or Identity(), rho_k or Identity()
 
 
-def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) -> tuple[Tensor, Tensor] | None:
-    """The log decays of queries and keys; ValueError where they do not fit."""
+def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor] | None:
+    """The log decays of queries and keys; ValueError if they do not fit."""
     if decay is None:
         return None
     pair = decay if isinstance(decay, tuple) else (decay, decay)
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
         if name == "keys" and g is pair[0] and k.shape == q.shape:
             continue
-        check_tensor("decay", g, q, wide_device(q.device))
+        check_tensor("decay", g, q, float64_device(q.device))
         if g.dtype != torch.float64:
             raise ValueError(f"decay: expected float64, whose differences stay exact at any length, got {g.dtype}")
-        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], heads, own):
+        if g.ndim < 1 or g.shape[-1] != x.shape[-2] or not _fits(g.shape[:-1], x.shape[:-2], heads, key_heads):
             expected = [*x.shape[:-2], x.shape[-2]]
             swapped = g.ndim > 0 and g.shape[-1] == x.shape[-3] and x.ndim > 3
             remedy = "; [b t h d] needs layout='bthd'" if swapped else ""
@@ -146,17 +148,17 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, own: int) ->
 
 
 def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> None:
-    """ValueError where there is no stream to continue, or where its tensors are elsewhere."""
+    """ValueError if the arguments do not continue a stream, or its tensors are on another device."""
     for name, tensor in () if state is None else state.tensors.items():
         if name != "positions":  # the scheme's
-            check_tensor("state", tensor, q, wide_device(q.device) if name in OF_WIDE else None)
+            check_tensor("state", tensor, q, float64_device(q.device) if name in OF_WIDE else None)
     if not causal or q.shape[-2] != k.shape[-2]:
         what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
 
 
 def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, batch: torch.Size) -> None:
-    """TypeError or ValueError where maps of values and of outputs do not fit."""
+    """TypeError or ValueError if maps of values and of outputs do not fit."""
     if not isinstance(transport, tuple) or not all(isinstance(rho, TokenMap) for rho in transport) or len(transport) != 2:
         got = type(transport).__name__
         raise TypeError(f"transport: expected a pair of maps, of values and of outputs, as scheme.at gives them, got {got}")
@@ -173,35 +175,35 @@ def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, 
             )
 
 
-def check_path(path: Sequence[Path], q: Tensor, k: Tensor, causal: bool, heads: int, own: int) -> None:
-    """TypeError or ValueError where tokens make no path."""
+def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: bool, heads: int, key_heads: int) -> None:
+    """TypeError or ValueError if content-dependent phases do not fit queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     if not causal:
         raise ValueError(
-            "causal: expected True beside a path that tokens make (forget gates, selective rotation), which runs from a key "
-            "to a later query, got False"
+            "causal: expected True with content-dependent phases (forget gates, selective rotation), which add up from a "
+            "key to a later query, got False"
         )
     if t > s:
-        raise ValueError(f"path: expected no more queries than keys, whose steps it is made of, got {t} and {s}")
-    for part in path:
-        if not isinstance(part, Path):
-            raise TypeError(f"path: expected those of isopos.paths, got {type(part).__name__}")
-        if part.features != k.shape[-1] or part.heads not in (1, own, heads):
+        raise ValueError(f"phases: expected no more queries than keys, from which steps are read, got {t} and {s}")
+    for part in phases:
+        if not isinstance(part, ContentPhase):
+            raise TypeError(f"phases: expected those of isopos.phases, got {type(part).__name__}")
+        if part.features != k.shape[-1] or part.heads not in (1, key_heads, heads):
             raise ValueError(
-                f"path: expected one of {k.shape[-1]} features and {own} heads, those of k, got one of {part.features} and "
-                f"{part.heads}"
+                f"phases: expected one of {k.shape[-1]} features and {key_heads} heads, those of k, got one of "
+                f"{part.features} and {part.heads}"
             )
-        check_tensor("path", part.parameter, q)
+        check_tensor("phases", part.parameter, q)
 
 
 def check_feature_map(phi: Phi | None) -> None:
-    """TypeError where it is no function."""
+    """TypeError if it is not a function."""
     if phi is not None and not callable(phi):
         raise TypeError(f"feature_map: expected one of isopos.feature_maps, or another function of tensors, got {phi!r}")
 
 
 def check_denominator(denominator: str | None, q: Tensor) -> None:
-    """ValueError where there is no such denominator, of these features."""
+    """ValueError for an unknown denominator, or one that does not fit the features."""
     if not (denominator is None or (isinstance(denominator, str) and denominator in ("plain", "encoded", "complex"))):
         raise ValueError(f"denominator: expected 'plain', 'encoded', 'complex' or None, got {denominator!r}")
     if denominator == "complex" and q.shape[-1] % 2:
@@ -211,13 +213,15 @@ def check_denominator(denominator: str | None, q: Tensor) -> None:
 
 
 def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Tensor, batch: torch.Size) -> None:
-    """ValueError where segment ids do not fit the tokens of the keys, or of both."""
+    """ValueError if segment ids do not fit the tokens of keys, or of queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     pair = isinstance(segment_ids, tuple)
     for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
         check_tensor("segment_ids", ids, q)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
-            raise ValueError(f"segment_ids: expected integers [*b {count}], one a token, got {ids.dtype} {list(ids.shape)}")
+            raise ValueError(
+                f"segment_ids: expected integers [*b {count}], one per token, got {ids.dtype} {list(ids.shape)}"
+            )
         if not broadcasts(ids.shape[:-1], batch[:-1]):
             raise ValueError(
                 f"segment_ids: expected leading dimensions that broadcast to {list(batch[:-1])}, got {list(ids.shape)}"
@@ -227,7 +231,7 @@ def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Te
 
 
 def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
-    """ValueError where a mask of pairs does not fit ``[*b h t s]``."""
+    """ValueError if a mask of pairs does not fit ``[*b h t s]``."""
     check_tensor("attn_mask", attn_mask, q)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise ValueError(
@@ -236,12 +240,12 @@ def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
     if not broadcasts(attn_mask.shape, pairs):
         raise ValueError(
             f"attn_mask: expected what broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
-            "one a sample needs an axis of heads, attn_mask[:, None]"
+            "one per sample needs an axis of heads, attn_mask[:, None]"
         )
 
 
 def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None = None) -> None:
-    """ValueError where a weight would grow with distance; not while compiling, nor on a GPU, which would have to wait."""
+    """ValueError if a weight would grow with distance; no check in a compiler or on a GPU, where it would synchronise."""
     if torch.compiler.is_compiling() or pair[0].device.type != "cpu" or isinstance(pair[0], FakeTensor):
         return
     query, key = pair
@@ -261,29 +265,29 @@ def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None
 
 
 def _rises(g: Tensor) -> bool:
-    """Whether a number is larger than the one before it, in pieces that one thread looks at: several may have to wait."""
+    """Whether any number exceeds its predecessor, in pieces small enough for one thread; several threads might wait."""
     count = g.shape[-1] - 1
     step = max(1, PIECE // max(1, g.shape[:-1].numel()))
     pairs = ((n, min(n + step, count)) for n in range(0, count, step))
     return any(bool((g[..., n + 1 : end + 1] > g[..., n:end]).any()) for n, end in pairs)
 
 
-def _shared(leading: torch.Size, heads: int, own: int) -> torch.Size:
-    """Leading dimensions ``[*b h]`` of keys, with the heads of the queries that share them."""
-    return leading if leading[-1] in (1, heads) or leading[-1] != own else torch.Size((*leading[:-1], heads))
+def _shared(leading: torch.Size, heads: int, key_heads: int) -> torch.Size:
+    """Leading dimensions ``[*b h]`` of keys, with the number of query heads that share them."""
+    return leading if leading[-1] in (1, heads) or leading[-1] != key_heads else torch.Size((*leading[:-1], heads))
 
 
-def _fits(leading: torch.Size, to: torch.Size, heads: int, own: int) -> bool:
-    """Whether leading dimensions ``[*b h]`` broadcast to others; where heads share, h may be those of queries or of keys."""
+def _fits(leading: torch.Size, to: torch.Size, heads: int, key_heads: int) -> bool:
+    """Whether leading dimensions ``[*b h]`` broadcast to others; with shared heads, h may count query heads or key heads."""
     return broadcasts(leading, to) or (
-        leading[-1:] in ((heads,), (own,)) and heads != own and broadcasts(leading[:-1], to[:-1])
+        leading[-1:] in ((heads,), (key_heads,)) and heads != key_heads and broadcasts(leading[:-1], to[:-1])
     )
 
 
 def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = None) -> None:
-    """TypeError or ValueError where x is no dense tensor on q's device: what another holds is not read as if it were one.
+    """TypeError or ValueError if x is not a dense tensor on q's device.
 
-    Log decays, which are float64, are on another device where q's has none.
+    Log decays, which are float64, are on the CPU if q's device has no float64.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -294,8 +298,10 @@ def check_tensor(name: str, x: Any, q: Tensor, device: torch.device | None = Non
         kind = "a nested one" if x.is_nested else str(x.layout)
         raise ValueError(f"{name}: expected a dense tensor, got {kind}; use to_dense(), or pack sequences with segment_ids")
     if x.device != device or isinstance(x, FakeTensor) is not isinstance(q, FakeTensor):
-        own, of_q = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
-        raise ValueError(f"{name}: expected a tensor on {of_q} as q, got one on {own}; move it, or positions, to q's device")
+        actual, expected = (f"{at}{' (fake)' * isinstance(a, FakeTensor)}" for at, a in ((x.device, x), (device, q)))
+        raise ValueError(
+            f"{name}: expected a tensor on {expected} as q, got one on {actual}; move it, or positions, to q's device"
+        )
 
 
 def broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -1,4 +1,4 @@
-"""Clipped relative terms in linear attention: what they add to the sums, of whole, packed and streamed sequences."""
+"""Clipped relative terms in linear attention: their parts of the sums for whole, packed and streamed sequences."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ __all__ = ["values_of_terms", "with_terms", "with_terms_of_stream"]
 
 
 def values_of_terms(problem: LinearProblem) -> Tensor:
-    """Values and, where a denominator is wanted, a column of ones; zero for keys that take no part."""
+    """Values, with a column of ones if there is a denominator; zero for masked keys."""
     v, mask = problem.v.to(torch.promote_types(problem.v.dtype, torch.float32)), problem.mask_of_keys
     if problem.denominator is not None:
         return with_ones(v, mask)
@@ -25,7 +25,7 @@ def values_of_terms(problem: LinearProblem) -> Tensor:
 
 
 def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
-    """Sums and denominators ``[*b h t e+1]``, and those of all clipped terms."""
+    """Sums and denominators ``[*b h t e+1]`` plus those of all clipped terms."""
     values = values_of_terms(problem) if problem.terms else total
     for term in _terms(problem):
         score = _scores(problem, term)
@@ -41,7 +41,7 @@ def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
 def with_terms_of_stream(
     total: Tensor, values: Tensor, problem: LinearProblem, state: State
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same for the next tokens of a stream, and what its state has of them: near keys, and the sum of far ones."""
+    """The same for the next tokens of a stream; and the state of the terms: near keys, and the sum of far ones."""
     after: dict[str, Tensor] = {}
     for term in _terms(problem):
         if term.x.shape[-1] > 1 or term.outside:
@@ -75,15 +75,15 @@ def _scores(problem: LinearProblem, term: Clipped) -> Tensor:
 
 
 def _packed(score: Tensor, values: Tensor, term: Clipped, ids: Tensor, causal: bool) -> Tensor:
-    """The sums of each segment alone: far keys of other segments must not take part. Samples go one by one."""
+    """Sums within each segment, without far keys of other segments. Samples are processed one by one."""
     if torch.compiler.is_compiling():
         raise ValueError("segment_ids: expected none beside clipped terms under a compiler, which cannot read their borders")
     *samples, heads, t, s = *score.shape[:-1], values.shape[-2]
     rows = [a.reshape(-1, heads, *a.shape[-2:]) for a in (score, values)]
     places = [a.expand(*samples, *a.shape[-2:]).reshape(-1, *a.shape[-2:]) for a in (term.x, term.y)]
     out = []
-    for *sample, own in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
-        borders = [0, *((own.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
+    for *sample, segments in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
+        borders = [0, *((segments.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
         for keys in pairwise(borders):
             queries = slice(*(max(0, border - (s - t)) for border in keys))
             scores, gathered, x, y = (a[..., part, :] for a, part in zip(sample, (queries, slice(*keys)) * 2, strict=True))

@@ -1,7 +1,7 @@
-"""Softmax attention through PyTorch's flex attention, which forms scores tile by tile and keeps none of them.
+"""Softmax attention through PyTorch's flex attention, which computes scores tile by tile and does not store them.
 
-What is added to a score, or says whether a key takes part, is a function of a head, a query and a key that reads tensors as
-long as tokens: log decays, positions, masks, ids of segments, and tables of terms. Gradients reach these, too.
+Added scores and masks are functions of a head, a query and a key that read tensors of the tokens: log decays, positions,
+masks, segment ids, and tables of terms. Gradients reach these tensors.
 """
 
 import warnings
@@ -18,16 +18,15 @@ from isopos.exact import full_precision
 from isopos.ops import gpu
 from isopos.terms import DistanceKernel, Numbers, Term
 
-Pair = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of a sample, a head, a query and a key
-LEAST = 16  # features that its kernels take
-COMPILERS = ("torch._inductor", "torch._dynamo", "triton")  # whose errors are of a shape or a GPU, not of a caller
+Pair = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # arguments: sample, head, query, key
+LEAST = 16  # smallest number of features for its kernels
+COMPILERS = ("torch._inductor", "torch._dynamo", "triton")  # modules of errors due to shapes or the GPU, not to the caller
 
 
 def attended(problem: SoftmaxProblem) -> Tensor | None:
-    """Attention as `isopos.attention.softmax_attention` has it, where flex attention serves; None elsewhere.
+    """`isopos.attention.softmax_attention` through flex attention; None if it does not serve.
 
-    It is asked where a GPU's kernels are asked for (`isopos.ops.gpu`); what it does not know, or its compiler fails at, it
-    warns of, once.
+    It is tried if GPU kernels are requested (`isopos.ops.gpu`). Where it does not serve, or its compiler fails, it warns.
     """
     if torch.compiler.is_compiling() or gpu.unreadable(problem.q, problem.k, problem.v):
         return None
@@ -37,18 +36,18 @@ def attended(problem: SoftmaxProblem) -> Tensor | None:
     try:
         with full_precision(problem.q.device):
             return _run(problem)
-    except Exception as error:  # by their modules: their classes are those of one version
+    except Exception as error:  # by module: classes change between versions
         if not type(error).__module__.startswith(COMPILERS):
             raise
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         warnings.warn(
-            f"softmax_attention: all scores are formed in memory, since flex attention fails: {said}", stacklevel=2
+            f"softmax_attention: all scores are formed in memory, since flex attention fails: {reason}", stacklevel=2
         )
         return None
 
 
 def refuses(problem: SoftmaxProblem) -> str:
-    """Why flex attention does not serve a problem, in the words that follow its name, or ""."""
+    """The reason why flex attention does not serve a problem, in words that follow its name, or ""."""
     widths = problem.q.shape[-1], problem.v.shape[-1]
     if problem.q.dtype == torch.float64:
         return "computes in float32"
@@ -91,12 +90,12 @@ def _compiled() -> Any:
 
 
 def _joined(x: Tensor, groups: int) -> Tensor:
-    """Heads of queries ``[groups *b h . .]`` that share one of keys, next to each other."""
+    """Query heads ``[groups *b h . .]`` that share a key head, moved next to each other."""
     return x if groups == 1 else x.movedim(0, -3).flatten(-4, -3)
 
 
 def _four(x: Tensor) -> Tensor:
-    """With an axis of samples."""
+    """x with an axis of samples."""
     return x if x.ndim == 4 else x[None]
 
 
@@ -106,41 +105,41 @@ def _samples(problem: SoftmaxProblem) -> int:
 
 @lru_cache(32)
 def _blocks(t: int, s: int, causal: bool, window: int | None, device: torch.device) -> Any:
-    """Which blocks of queries and keys hold pairs that take part, by their indices alone."""
+    """The block mask of pairs that take part, from indices alone."""
 
     def takes_part(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         back = i + (s - t) - j
         part = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
         return part if window is None else part & (back.abs() < window)
 
-    with torch.inference_mode(False):  # a later backward pass may save them
+    with torch.inference_mode(False):  # a backward pass may save them
         return flex.create_block_mask(takes_part, None, None, t, s, device=device, _compile=device.type == "cuda")
 
 
 def _score(problem: SoftmaxProblem, added: list[Pair]) -> Any:
-    """The score of a pair: what is added to it, and -inf where the key takes no part."""
+    """The function that modifies a score: added terms, and -inf for keys that do not take part."""
     t, s, ids, samples = problem.q.shape[-2], problem.k.shape[-2], problem.segments, _samples(problem)
     locality = None if problem.locality is None else problem.locality.expand(samples, t, s)
     mask = None if problem.mask is None else problem.mask.expand(samples, s)
     of_queries, of_keys = (None, None) if ids is None else (ids[0][..., ids[0].shape[-1] - t :].expand(samples, t), ids[1])
     of_keys = None if of_keys is None else of_keys.expand(samples, s)
 
-    def score(found: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if locality is not None:
-            found = found * locality[b, i, j]
+            value = value * locality[b, i, j]
         for add in added:
-            found = found + add(b, h, i, j)
+            value = value + add(b, h, i, j)
         if mask is not None:
-            found = torch.where(mask[b, j], found, -torch.inf)
+            value = torch.where(mask[b, j], value, -torch.inf)
         if of_queries is not None and of_keys is not None:
-            found = torch.where(of_queries[b, i] == of_keys[b, j], found, -torch.inf)
-        return found
+            value = torch.where(of_queries[b, i] == of_keys[b, j], value, -torch.inf)
+        return value
 
     return score
 
 
 def _added(problem: SoftmaxProblem) -> list[Pair]:
-    """What is added to a score."""
+    """Functions of a pair that are added to its score."""
     samples, groups, heads = _samples(problem), problem.groups, problem.batch[-1]
     added: list[Pair] = []
     if problem.decay is not None:
@@ -158,14 +157,14 @@ def _added(problem: SoftmaxProblem) -> list[Pair]:
 
 
 def _number(problem: SoftmaxProblem, term: Term) -> Pair:
-    """A number of a table, or of a kernel, that a term adds."""
+    """A number from a table or a kernel, for a term of side "none"."""
     groups, samples, table, one = problem.groups, _samples(problem), term.table, term.heads == 1
     if isinstance(term, DistanceKernel):
         distance = term.distance(samples)
 
         def add(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            own = 0 * h if one else h // groups
-            return term.number(distance(b, i, j), table[own, 0], table[own, 1])
+            head = 0 * h if one else h // groups
+            return term.number(distance(b, i, j), table[head, 0], table[head, 1])
 
         return add
     bucket = term.bucket(samples)
@@ -174,7 +173,7 @@ def _number(problem: SoftmaxProblem, term: Term) -> Pair:
 
 
 def _product(problem: SoftmaxProblem, term: Term) -> Pair:
-    """The product of a row of a table with the query or the key, of which each has one with every row: ``[b h t n]``."""
+    """The product of a table's row with the query or the key, from a table ``[b h t n]`` of products with all rows."""
     groups, samples, heads, bucket = problem.groups, _samples(problem), problem.batch[-1], term.bucket(_samples(problem))
     assert bucket is not None
     of_query = term.side == "query"

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from isopos.attention import reference
-from isopos.attention.checks import DecayPair, IsometryPair, Layout, TransportPair
+from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, TransportPair
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, check_naive, refuse, restored
+from isopos.deprecation import former_argument
 from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
 from isopos.ops.linear.features import ALL_READY, READY, Features, Stream, Sums, with_ones
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
@@ -38,7 +39,7 @@ def linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
-    path: Sequence[Path] | None = None,
+    phases: Sequence[ContentPhase] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -47,7 +48,7 @@ def linear_attention(
     window: int | None = None,
     segment_ids: Tensor | None = None,
     transport: TransportPair = None,
-    layout: Layout = "bhtd",
+    layout: AxisOrder = "bhtd",
     state: State | None = None,
     return_state: bool = False,
     **others: Any,
@@ -58,52 +59,53 @@ def linear_attention(
         q: Queries ``[*b h t d]``, any floating dtype; sums are float32 or wider.
         k: Keys ``[*b h s d]``.
         v: Values ``[*b h s e]``.
-        isometry: rho, evaluated at the positions of q and k; a pair (of queries, of keys) for cross-attention.
-        feature_map: phi, applied before rho; None leaves q and k as they are.
+        isometry: rho at the positions of q and k; a pair (for queries, for keys) in cross-attention.
+        feature_map: phi, applied before rho; None leaves q and k unchanged.
         decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
-            a pair for cross-attention. Without `causal` it counts both ways, exp(-|g_i - g_j|).
-        path: What tokens add by their content, with `causal`: `isopos.paths.Forget` to g, `isopos.paths.Turn` to rho. Masked
-            tokens add nothing.
-        denominator: "plain" divides by the same sum without rho (RoFormer, Eq. 19: positive when phi is), "encoded" by
-            the sum with it (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only where rho keeps positive vectors positive),
-            None by nothing. "complex" takes feature pairs (2i, 2i+1) for complex numbers, divides the complex sum by the
-            complex denominator and returns the real part (LRPE, Eq. 38 to the letter: another function than "encoded").
-            Decay, terms and mask weigh in all. A vanishing one is clamped to a magnitude of 1e-6; `isopos.Clamped` counts.
-        causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
-        terms: Added to the weights: `Clipped` ones of side "query", <phi(q_i), phi(row)>, in linear time. No others
-            factor: a bias of logits is a factor of weights that depends on both tokens.
+            a pair in cross-attention. Without `causal` the factor is exp(-|g_i - g_j|).
+        phases: Content-dependent phases, with `causal`: `isopos.phases.ForgetGate` adds to g,
+            `isopos.phases.SelectiveRotation` to rho. Masked tokens add nothing.
+        denominator: "plain" divides by the sum without rho (RoFormer, Eq. 19: positive if phi is), "encoded" by the sum with
+            rho (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only if rho keeps positive vectors positive). None does not
+            divide. "complex" treats feature pairs (2i, 2i+1) as complex numbers, divides the complex sum by the complex
+            denominator and returns the real part (LRPE, Eq. 38 literally, which differs from "encoded"). All include decay,
+            terms and mask. Denominators are clamped to a magnitude of at least 1e-6; `isopos.Clamped` counts clamped ones.
+        causal: A query attends to keys up to its index; the last query is aligned with the last key.
+        terms: Terms added to the weights: `Clipped` terms of side "query", <phi(q_i), phi(row)>, in linear time. Biases of
+            logits are refused; they are factors of weights that depend on both tokens jointly.
         mask: Keys that take part, bool ``[*b s]`` (True takes part, as in `scaled_dot_product_attention`).
-        attn_mask: Refused: linear attention forms no weight of a pair that a mask could change.
-        window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
-            after it. Indices are counted from the last key, whatever mask or segments leave out. Sums of blocks as long as
-            the window are added, none is subtracted, and the cost does not grow with the window. Not in streams, and not
-            exported with a dynamic length.
-        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
-            take part. Queries have the ids of the last keys; tokens of one id are next to each other.
-        transport: A pair of maps, of values at their keys' positions and of outputs at their queries': values that have a
-            direction, seen from each query's place, as `Scheme` with transport gives them.
-        layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
-        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
+        attn_mask: Refused, because linear attention does not form the weights of pairs.
+        window: A query attends to the key of its index and the window - 1 keys before it; without `causal` also to as many
+            after it. Indices count from the last key, including masked keys and other segments. Sums of blocks of the
+            window's length are added, never subtracted; the cost does not grow with the window. Not available in streams,
+            nor in exports with a dynamic length.
+        segment_ids: Segments of packed sequences, integers ``[*b s]``, one per key; tokens attend within their segment only.
+            Queries have the ids of the last keys; tokens of one id are adjacent.
+        transport: A pair of maps, of values at their keys' positions and of outputs at their queries', for values with a
+            direction; `Scheme` with transport returns it.
+        layout: "bthd" if q, k, v and the output are ``[*b t h d]``. Shapes alone are ambiguous where t = h.
+        state: State after the previous tokens of a causal stream; ``State()`` at its start. Positions count over the stream.
         return_state: Also return the state after these tokens.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
-    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
+    If there are fewer heads of keys and values than of queries, groups of neighbouring query heads share them. Isometry,
+    decay and terms then have one entry per key head; with one entry per query head, keys and values are repeated in memory.
 
     Returns:
-        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state`, a pair of this and the `State`.
 
-    On the CPU a row holds nothing of tokens that it does not see (masked ones, those of other segments, later ones of causal
-    sums, those whose weight a decay takes to zero), NaN and infinity included; outside a compiler neither do gradients of
-    such rows. A row that sees NaN, or whose query has one, is NaN. On other devices, where looking would have to wait, NaN
-    and infinity may reach rows that do not see them, but for masked tokens.
+    NaN containment: on the CPU a row does not depend on tokens that it does not attend to (masked tokens, other segments,
+    later tokens of causal sums, tokens whose weight decays to zero), including their NaN and infinity; outside a compiler
+    this also holds for its gradients. A row with NaN in its query or in an attended token is NaN. On other devices, where a
+    check would synchronise, NaN and infinity may reach other rows, except from masked tokens.
 
     Raises:
-        TypeError: Where an argument is no tensor, or no function.
-        ValueError: Where shapes, dtypes, devices or options do not fit, before any work. All tensors are dense ones on q's
-            device.
+        TypeError: If an argument is not a tensor, or not a function.
+        ValueError: If shapes, dtypes, devices or options do not fit, before any computation. Tensors must be dense and on
+            q's device.
 
     Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; Horn et al. 2021
-    for terms.
+        for
+    terms.
 
     Examples:
         >>> from isopos.feature_maps import FEATURE_MAPS
@@ -111,10 +113,11 @@ def linear_attention(
         >>> linear_attention(q, k, v, feature_map=FEATURE_MAPS["elu+1"], causal=True).shape
         torch.Size([2, 4, 100, 16])
     """
+    phases = former_argument(others, "path", "phases", phases)
     if others:
         refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
-    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "path": path}
+    options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
     problem = check_linear(q, k, v, options, streams=return_state)
     with full_precision(q.device):
@@ -135,7 +138,7 @@ def linear_attention(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[LinearOptions]
 ) -> linear.Explanation:
-    """Which backend serves `linear_attention` of these arguments, and why others do not.
+    """The backend that serves `linear_attention` for these arguments, and the reasons why others do not.
 
     Examples:
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
@@ -147,7 +150,7 @@ def explain(
     """
     problem = check_linear(q, k, v, options, streams=return_state)
     sums = sums_of(problem)
-    if problem.window is not None:  # features are made before they are cut into blocks
+    if problem.window is not None:  # features are computed before blocks are cut
         (queries, *_), (keys, *_), values = sums.made()
         sums = Sums(queries, keys, values, ALL_READY, sums.g, sums.causal)
     return linear.explain(sums)
@@ -161,22 +164,26 @@ def naive_linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
-    path: Sequence[Path] | None = None,
+    phases: Sequence[ContentPhase] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     mask: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
-    """`linear_attention` by its definition: every weight is formed. Quadratic; any number of derivatives, and `torch.func`.
+    """`linear_attention` by its definition: it forms every weight. Quadratic; any number of derivatives, and `torch.func`.
 
-    Args and shapes are those of `linear_attention`, as far as they go: no terms, segments or states.
+    Arguments and shapes are those of `linear_attention`, without terms, segments and states.
 
     Examples:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
         >>> torch.allclose(naive_linear_attention(q, k, v), linear_attention(q, k, v), atol=1e-5)
         True
     """
-    given: LinearOptions = {"isometry": isometry, "decay": decay, "path": path, "causal": causal, "mask": mask}
-    problem = check_naive(q, k, v, given | {"feature_map": feature_map, "denominator": denominator})
+    phases = former_argument(others, "path", "phases", phases)
+    if others:
+        refuse("naive_linear", list(others))
+    checked: LinearOptions = {"isometry": isometry, "decay": decay, "phases": phases, "causal": causal, "mask": mask}
+    problem = check_naive(q, k, v, checked | {"feature_map": feature_map, "denominator": denominator})
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
     out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
@@ -184,20 +191,20 @@ def naive_linear_attention(
 
 
 def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
-    """The problem as the engine has it; `values` are those of a stream with terms, complete."""
+    """The problem in the form of the backends; `values` are complete values of a stream with terms."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
     wide = torch.promote_types(problem.q.dtype, torch.float32)
-    own = form == "plain" and (rho_q is not None or rho_k is not None)
+    unrotated = form == "plain" and (rho_q is not None or rho_k is not None)
     features = (
-        Features(phi_q, rho_q, _kinds(rho_q), None, own, wide),
-        Features(phi_k, rho_k, _kinds(rho_k), mask, own, wide),
+        Features(phi_q, rho_q, _kinds(rho_q), None, unrotated, wide),
+        Features(phi_k, rho_k, _kinds(rho_k), mask, unrotated, wide),
         Features(identity, None, (), mask, False, wide),
     )
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:
-        given = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
-        stream = Stream(given, problem.before, state.in_place)
+        sums = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
+        stream = Stream(sums, problem.before, state.in_place)
     if values is not None:
         return Sums(problem.q, problem.k, values, (*features[:2], READY), problem.g, problem.causal, None, stream)
     sums = Sums(problem.q, problem.k, problem.v, features, problem.g, problem.causal, form, stream)
@@ -205,7 +212,7 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
 
 
 def _complex(sums: Sums) -> Sums:
-    """Real and imaginary sums over real and imaginary denominators ``[2 *b h t e+1]``.
+    """Real and imaginary sums, with real and imaginary denominators ``[2 *b h t e+1]``.
 
     Features are complex queries and i times them: <i q, k>, the real part of conj(i q) k, is Im(conj(q) k).
     """
@@ -219,7 +226,7 @@ def _complex(sums: Sums) -> Sums:
 
 
 def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
-    """The closed forms that a map is made of, as the engine names them; None where it is made of others, too."""
+    """Names of the closed forms that a map consists of, as in the backends; None if it has other parts."""
     match rho:
         case None | Identity():
             return ()
@@ -236,7 +243,7 @@ def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
 
 
 def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
-    """Sums over their denominators, where they have not been divided yet."""
+    """Sums divided by their denominators, unless the backend has divided them."""
     if problem.denominator == "complex":
         return linear.divide_complex(total)
     return linear.divide(total) if problem.terms and problem.denominator is not None else total
@@ -245,8 +252,8 @@ def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
 def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
     """The output of the next tokens of a stream, and the state after them."""
     values = values_of_terms(problem) if problem.terms else None
-    total, found = linear.stream(sums_of(problem, values))
-    after = {f"sum{n}": x for n, x in enumerate(found)}
+    total, sums = linear.stream(sums_of(problem, values))
+    after = {f"sum{n}": x for n, x in enumerate(sums)}
     if values is not None:
         total, of_terms = with_terms_of_stream(total, values, problem, state)
         after |= of_terms
@@ -255,6 +262,6 @@ def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
     if problem.segments is not None:
         last = problem.segments[1][..., -1]
         after["segment"] = last.expand(torch.broadcast_shapes(last.shape, problem.of_keys[:-1])).clone()
-    if problem.path is not None:
-        after["path"] = problem.path.expand(*problem.of_keys, -1).clone()
+    if problem.phase is not None:
+        after["path"] = problem.phase.expand(*problem.of_keys, -1).clone()
     return _divided(total, problem), state.next(problem.kind, **after)

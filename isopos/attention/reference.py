@@ -1,16 +1,16 @@
-"""Attention by its definition: every weight is formed. What tests and benchmarks measure the fast functions by.
+"""Attention by its definition: every weight is formed. Tests and benchmarks compare the fast functions with it.
 
     y_i = o_i (sum_j w_ij (c_j v_j + row_ij) / sum_j w_ij)
 
     linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
     softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij + attn_mask_ij - |g_i - g_j|)
 
-with c_j and o_i the maps of values and of outputs, where `transport` gives them. Sums are over the keys j that take part:
-those that are not masked, of the query's segment, where it is causal not after the query, and less than a window away from
-it, the last query aligned with the last key. A plain denominator sums weights without rho; a complex one takes pairs of
-features as complex numbers. Time and memory are quadratic, the dtype is that of the inputs, and every operation is
-differentiable any number of times. What no mask hides must be finite: zero times NaN is NaN. Arguments are those of
-`linear_attention` and `softmax_attention`, which check them; nothing does here.
+c_j and o_i are the maps of values and of outputs in `transport`. Sums are over the keys j that take part: keys that are not
+masked, in the query's segment, if causal not after the query, and less than a window away from it; the last query is aligned
+with the last key. A plain denominator sums weights without rho; a complex one treats pairs of features as complex numbers.
+Time and memory are quadratic, the dtype is that of the inputs, and every operation is differentiable any number of times.
+Unmasked inputs must be finite: zero times NaN is NaN. Arguments are those of `linear_attention` and `softmax_attention`,
+unchecked.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import narrow
+from isopos.exact import cast_down
 from isopos.feature_maps import Phi, identity, sides, undivided
-from isopos.maps import Composed, Identity, TokenMap
+from isopos.maps import Identity, TokenMap
 from isopos.ops.linear.division import EPS
-from isopos.paths import Path, along, parts
+from isopos.phases import ContentPhase, cumulative, with_phases
 from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
 
-Pair = Tensor | tuple[Tensor, Tensor] | None  # one for queries and one for keys, or one for both
+Pair = Tensor | tuple[Tensor, Tensor] | None  # a pair for queries and keys, or one value for both
 Maps = TokenMap | tuple[TokenMap | None, TokenMap | None] | None
 
 
@@ -40,7 +40,7 @@ def linear(
     isometry: Maps = None,
     feature_map: Phi | None = None,
     decay: Pair = None,
-    path: Sequence[Path] = (),
+    phases: Sequence[ContentPhase] = (),
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -58,15 +58,13 @@ def linear(
     """
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    if path:
-        rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
+    (rho_q, rho_k), decay = _mapped(isometry, decay, phases, q, k, mask)
     phi = feature_map or identity
     phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
     factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
     if decay is not None:
-        factor = factor * narrow(_exponents(decay, causal).exp(), q.dtype, q.device)
+        factor = factor * cast_down(_exponents(decay, causal).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
         real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor
@@ -88,7 +86,7 @@ def softmax(
     *,
     isometry: Maps = None,
     decay: Pair = None,
-    path: Sequence[Path] = (),
+    phases: Sequence[ContentPhase] = (),
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -99,12 +97,10 @@ def softmax(
     segment_ids: Pair = None,
     transport: tuple[TokenMap, TokenMap] | None = None,
 ) -> Tensor:
-    """Softmax attention, of the shapes of `linear`. A query without keys has a zero row."""
+    """Softmax attention, with the shapes of `linear`. A query without keys has a zero row."""
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
-    if path:
-        rho_q, rho_k, decay = _along(path, rho_q, rho_k, decay, k, mask, q.shape[-2])
+    (rho_q, rho_k), decay = _mapped(isometry, decay, phases, q, k, mask)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     logits = scale * rho_q(q) @ rho_k(k).mT
     if locality is not None:
@@ -125,20 +121,15 @@ def softmax(
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
-def _along(path: Sequence[Path], rho_q: TokenMap, rho_k: TokenMap, decay: Pair, k: Tensor, mask: Tensor | None, t: int):
-    """Maps of queries and keys, and log decays, with those of a path that keys make."""
-    g, turn = parts(path, along(path, k, mask), k.dtype, k.device)
-    start = k.shape[-2] - t
-    if turn is not None:
-        rho_q, rho_k = Composed(rho_q, turn.tokens(start, k.shape[-2])), Composed(rho_k, turn)
-    if g is not None:
-        given = (0, 0) if decay is None else _pair(decay)
-        decay = given[0] + g[..., start:], given[1] + g
-    return rho_q, rho_k, decay
+def _mapped(isometry: Maps, decay: Pair, phases: Sequence[ContentPhase], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
+    """Maps and log decays of queries and keys, including content-dependent phases."""
+    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+    decay = None if decay is None else _pair(decay)
+    return with_phases(phases, cumulative(phases, k, mask), (rho_q, rho_k), decay, q) if phases else ((rho_q, rho_k), decay)
 
 
 def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:
-    """Whether a factor of a query's features, and one of all keys', leave linear attention as it is."""
+    """Whether a factor per query, and a common factor of all keys, cancel in linear attention's division."""
     return denominator is not None and all(rho.isometric or rho.linear for rho in (rho_q, rho_k))
 
 
@@ -146,7 +137,7 @@ DEFINITIONS: dict[str, Callable[..., Tensor]] = {"linear": linear, "softmax": so
 
 
 def rows(term: Term, phi: Phi = identity) -> Tensor:
-    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` of numbers."""
+    """The row of a term's table for each pair of tokens: ``[*b h t s d]``, or ``[*b h t s]`` for numbers."""
     if isinstance(term, Numbers):
         return term.table
     if isinstance(term, DistanceKernel):
@@ -156,17 +147,17 @@ def rows(term: Term, phi: Phi = identity) -> Tensor:
 
 
 def scores(term: Term, q: Tensor, k: Tensor, phi: Phi = identity) -> Tensor:
-    """What a term adds to each pair: ``[*b h t s]``."""
-    found = rows(term, phi)
+    """The score that a term adds to each pair: ``[*b h t s]``."""
+    table = rows(term, phi)
     if term.side == "none":
-        return found
-    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * found).sum(-1)
+        return table
+    return ((q[..., :, None, :] if term.side == "query" else k[..., None, :, :]) * table).sum(-1)
 
 
 def _takes_part(
     q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, window: int | None, segment_ids: Pair = None
 ) -> Tensor:
-    """Which keys take part for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
+    """Mask of keys for each query: bool ``[t s]`` or ``[*b 1 t s]``."""
     t, s = q.shape[-2], k.shape[-2]
     offset = torch.arange(s, device=q.device) - torch.arange(s - t, s, device=q.device)[:, None]
     part = offset <= 0 if causal else offset == offset
@@ -182,7 +173,7 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 def _without(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros for what is masked, whatever it holds."""
+    """x with zeros at masked tokens."""
     return x if mask is None else torch.where(mask[..., None, :, None], x, 0)
 
 
@@ -193,7 +184,11 @@ def _exponents(decay: Pair, causal: bool) -> Tensor:
 
 
 def _clipped(term: Clipped) -> Tensor:
-    """The offset of each axis rounded (halves up) and clipped, a digit of base 2R + 1; two more buckets for class tokens."""
+    """Buckets of clipped offsets.
+
+    Offsets are rounded (halves up) and clipped on each axis, and are digits in base 2R + 1; class tokens have two more
+    buckets.
+    """
     offset, base = term.y[..., None, :, :] - term.x[..., :, None, :], 2 * term.reach + 1
     digit = (offset.double() + 0.5).floor().clamp(-term.reach, term.reach).long() + term.reach
     index = (digit * base ** torch.arange(offset.shape[-1]).flip(0)).sum(-1)

@@ -1,34 +1,34 @@
-"""Packed sequences in linear attention: from one to the next log decays fall so far that no weight is left."""
+"""Packed sequences in linear attention: the log decay drops so far between segments that their weights are zero."""
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.exact import broadcast, wide_device
+from isopos.exact import broadcast, float64_device
 from isopos.ops.linear.features import Decays
 
-JUMP = 1000.0  # of a log decay between segments: exp(-1000) is zero in every dtype
+JUMP = 1000.0  # drop of the log decay between segments: exp(-1000) is zero in every dtype
 
 
 def segmented(
     ids: Tensor, previous: Tensor | None, decay: Decays, before: Tensor | None, t: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Log decays of t queries and of keys that fall by a jump from segment to segment, and that of the token before: zero.
+    """Log decays of t queries and of keys, with a jump between segments; and the log decay of the previous token: zero.
 
-    Within a segment differences are those of the given decay. Queries are aligned with the last keys.
+    Within a segment, differences are those of `decay`. Queries are aligned with the last keys.
 
     Args:
-        ids: Of keys ``[*b s]``.
-        previous: That of the token before ``[*b]``, in a stream.
+        ids: Segment ids of keys ``[*b s]``.
+        previous: Id of the previous token ``[*b]``, in a stream.
         decay: Log decays of queries and keys, or None.
-        before: That of the token before ``[*b h]``.
+        before: Log decay of the previous token ``[*b h]``.
         t: Number of queries.
     """
     s = ids.shape[-1]
     previous = ids[..., :1] if previous is None else previous[..., None]
     leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
-    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(wide_device(ids.device))
+    new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(float64_device(ids.device))
     look = not torch.compiler.is_compiling() and ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
     if look and _returns(ids, new):
         raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
@@ -49,7 +49,7 @@ def segmented(
 
 
 def _returns(ids: Tensor, new: Tensor) -> bool:
-    """Whether an id comes again after another one, given where one begins; most often ids only grow."""
+    """Whether an id recurs after another one; `new` marks where ids change. Ids usually increase, which is fast."""
     if not (ids[..., 1:] < ids[..., :-1]).any():
         return False
     distinct = (ids.sort(-1).values.diff(dim=-1) != 0).sum(-1)

@@ -9,19 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.attention import flex
-from isopos.attention.checks import DecayPair, IsometryPair, Layout, SegmentPair, TransportPair
+from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
-from isopos.exact import full_precision, narrow, wide_device
+from isopos.deprecation import former_argument
+from isopos.exact import cast_down, float64_device, full_precision
 from isopos.maps import Identity
 from isopos.ops.library import watched
 from isopos.ops.linear.isolation import broken, finite, joined
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
 __all__ = ["softmax_attention"]
 
-BLOCK = 256  # queries whose windows are attended to at once, at least
+BLOCK = 256  # smallest number of queries per block with a window
 
 
 @overload
@@ -39,7 +40,7 @@ def softmax_attention(
     *,
     isometry: IsometryPair = None,
     decay: DecayPair = None,
-    path: Sequence[Path] | None = None,
+    phases: Sequence[ContentPhase] | None = None,
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -50,61 +51,49 @@ def softmax_attention(
     segment_ids: SegmentPair = None,
     dropout: float = 0.0,
     transport: TransportPair = None,
-    layout: Layout = "bhtd",
+    layout: AxisOrder = "bhtd",
     state: State | None = None,
     return_state: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
+    Arguments that are not listed are those of `linear_attention`, and so are shared heads and NaN containment, which here
+    holds outside a compiler only.
+
     Args:
         q: Queries ``[*b h t d]``, any floating dtype.
         k: Keys ``[*b h s d]``.
         v: Values ``[*b h s e]``.
-        isometry: rho at the positions of q and k; a pair for cross-attention.
-        decay: g, a log decay ``[*b h t]`` in float64; a pair for cross-attention. Without `causal` -|g_i - g_j| is added.
-        path: What tokens add by their content, with `causal`: `isopos.paths.Forget` to g, `isopos.paths.Turn` to rho. Masked
-            tokens add nothing.
-        scale: d^-1/2 by default, d being the width of q before rho.
-        causal: A query takes part with keys up to its own index; the last query is aligned with the last key.
-        terms: Relative terms: scores of the query's or the key's side are scaled and added, numbers are added as they are,
-            rows of the value's side are added to values. Time and memory are quadratic, as those of softmax itself.
+        decay: g, a log decay ``[*b h t]`` in float64; a pair in cross-attention. Without `causal`, -|g_i - g_j| is added.
+        scale: d^-1/2 by default, where d is the width of q before rho.
+        terms: Relative terms. Scores of the query's or the key's side are scaled and added, numbers are added unscaled, rows
+            of the value's side are added to values. Time and memory are quadratic.
         locality: Factors ``[*b t s]`` of scale * <rho(x_i) q_i, rho(x_j) k_j> (APE, section 4.2).
-        mask: Keys that take part, bool ``[*b s]``.
-        attn_mask: Pairs that take part, bool, or numbers that are added to logits (-inf takes no part), ``[*b h t s]`` with
-            the heads of q or what broadcasts to it, as in `scaled_dot_product_attention`; s counts a stream's keys so far.
-        window: A query takes part with the key of its own index and window - 1 keys before it; without `causal` with as many
-            after it. Indices are counted from the last key, whatever mask or segments leave out. Time and memory then grow
-            with t * window, where neither terms, locality, attn_mask nor a compiler need all pairs, and a stream keeps the
-            last window - 1 tokens only, where there are neither terms nor locality.
-        segment_ids: Which of several packed sequences each key belongs to, integers ``[*b s]``; tokens of others do not
-            take part. Queries have the ids of the last keys, or of their own where this is a pair.
-        dropout: Probability with which a weight is dropped; the others are divided by what is left. Always on where given.
-        transport: Of `linear_attention`: maps of values and of outputs.
-        layout: "bthd" where q, k, v and the output are ``[*b t h d]``, which nobody can tell by shapes where t = h.
-        state: The tokens before, of a causal stream; ``State()`` at its start. Positions are those in the whole stream.
-        return_state: Also return the state after these tokens.
+        attn_mask: Pairs that take part, bool, or floats that are added to logits (-inf takes no part), ``[*b h t s]`` with
+            the heads of q or a shape that broadcasts to it, as in `scaled_dot_product_attention`; s includes a stream's past
+            keys.
+        window: As in `linear_attention`. Time and memory grow with t * window, unless terms, locality, attn_mask or a
+            compiler need all pairs. A stream keeps the last window - 1 tokens, unless there are terms or locality.
+        segment_ids: Integers ``[*b s]`` as in `linear_attention`, or a pair (of queries, of keys).
+        dropout: Probability of dropping a weight; the others are divided by 1 - dropout. It is applied whenever it is
+            passed.
 
-    Fewer heads of keys and values than of queries are shared by groups of neighbouring query heads. Isometry, decay and
-    terms are then one a head of keys; or one a head of queries, for which keys and values are repeated in memory.
+    Mask, attn_mask, window, segment_ids and causal combine. A static cache is keys and values of any capacity S, with a mask
+    of filled slots, whatever the others hold (`mask` reads none of them; `attn_mask` needs finite numbers in them except on
+    the CPU). For several new tokens at positions p ``[t]`` add the attn_mask ``slots <= p[:, None]``; do not pass `causal`,
+    which would align the last query with the last slot.
 
-    All that says which keys take part is combined. A static cache is keys and values of any capacity S, with a mask of the
-    slots that are filled, whatever the others hold (`mask` reads none, `attn_mask` needs finite numbers in them but on the
-    CPU), and for several new tokens at positions p ``[t]`` an attn_mask ``slots <= p[:, None]``; not `causal`, which would
-    align the last query with the last slot.
-
-    Where kernels of a GPU are asked for (`isopos.ops.gpu`), decays, terms, locality, windows, masks and segments go through
-    PyTorch's flex attention, which keeps no scores; what that does not serve, a warning says.
+    If GPU kernels are requested (`isopos.ops.gpu`), decays, terms, locality, windows, masks and segments go through
+    PyTorch's flex attention, which does not store scores; a warning states what it does not serve.
 
     Returns:
-        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state` a pair of that and the `State`.
-
-    On the CPU, outside a compiler, a row holds nothing of tokens that it does not see, as in `linear_attention`.
+        ``[*b h t e]`` in q's dtype; zero for a query without keys. With `return_state`, a pair of this and the `State`.
 
     Raises:
-        TypeError: Where an argument is no tensor.
-        ValueError: Where shapes, dtypes, devices or options do not fit, before any work. All tensors are dense ones on q's
-            device.
+        TypeError: If an argument is not a tensor.
+        ValueError: If shapes, dtypes, devices or options do not fit, before any computation. Tensors must be dense and on
+            q's device.
 
     Source: RoFormer, Eq. 2, 5-7, 10 and 16; Algebraic Positional Encodings, sections 3 and 4.2.
 
@@ -118,11 +107,12 @@ def softmax_attention(
         >>> torch.allclose(new, softmax_attention(q, k, v, causal=True)[..., 8:, :], atol=1e-6)
         True
     """
+    phases = former_argument(others, "path", "phases", phases)
     if others:
         refuse("softmax", list(others))
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
-    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "path": path}
+    options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "phases": phases}
     problem = check_softmax(q, k, v, options, streams=return_state)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem)
@@ -131,9 +121,9 @@ def softmax_attention(
 
 
 def _isolated(problem: SoftmaxProblem) -> Tensor:
-    """Attention, and attention without broken tokens for the rows that see none of these."""
+    """Attention with NaN containment: rows that attend to no non-finite token are recomputed without these tokens."""
     out = _attend(problem)
-    if finite(out) and finite(problem.q):  # PyTorch's kernel may answer a query of NaN with numbers
+    if finite(out) and finite(problem.q):  # PyTorch's kernel may return numbers for a query of NaN
         return out
     with torch.no_grad():
         of_queries, of_keys = broken((problem.q,)), broken((problem.k,)) | broken((problem.v,))
@@ -149,11 +139,11 @@ def _isolated(problem: SoftmaxProblem) -> Tensor:
 def _attend(problem: SoftmaxProblem) -> Tensor:
     q, k, v, causal, mask, dropout = problem.q, problem.k, problem.v, problem.causal, problem.mask, problem.dropout
     rho_q, rho_k, t, s, scale = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2], problem.scale
-    if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # its factors may leave float16
+    if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # factors may leave float16
         return _attend(replace(problem, q=q.float(), k=k.float(), v=v.float())).to(q.dtype)
     added, locality = problem.attn_mask, problem.locality
     unmasked = mask is None and problem.segments is None and added is None and problem.window is None
-    plain = len(problem.terms) == 0 and problem.decay is None and locality is None  # Dynamo knows no `not` of a tuple
+    plain = len(problem.terms) == 0 and problem.decay is None and locality is None  # Dynamo has no `not` of a tuple
     if plain and unmasked and (not causal or t == s):
         return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, dropout_p=dropout, is_causal=causal, scale=scale)
     if mask is not None:
@@ -165,7 +155,7 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
         return _by_blocks(problem)
     takes_part = _takes_part(problem)
     alive = takes_part.any(-1, keepdim=True)
-    bias = takes_part | ~alive  # a row without keys attends everywhere, which keeps its gradient finite, and is then zero
+    bias = takes_part | ~alive  # rows without keys attend to all, for a finite gradient, and are set to zero below
     if not plain or (added is not None and added.is_floating_point()):
         with full_precision(q.device):
             bias = _bias(problem)
@@ -186,14 +176,14 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
 
 
 def _splits(problem: SoftmaxProblem) -> bool:
-    """Whether some keys are outside all windows of a block of queries; a compiler would unroll blocks for each length."""
+    """Whether some keys are outside all windows of a block of queries. A compiler would unroll blocks for each length."""
     assert problem.window is not None
     short = problem.k.shape[-2] <= 2 * max(problem.window, BLOCK)
     return not (torch.compiler.is_compiling() or watched() or short)
 
 
 def _by_blocks(problem: SoftmaxProblem) -> Tensor:
-    """Attention of a block of queries at a time to the keys in their windows alone."""
+    """Attention block by block of queries, each to the keys in its windows only."""
     window, ids, g = problem.window, problem.segments, problem.decay
     t, s = problem.q.shape[-2], problem.k.shape[-2]
     assert window is not None
@@ -222,32 +212,32 @@ def _by_blocks(problem: SoftmaxProblem) -> Tensor:
 
 
 def _takes_part(problem: SoftmaxProblem) -> Tensor:
-    """Which keys take part, for which queries: bool ``[*b h t s]`` or what broadcasts to it, with all keys."""
+    """Mask of keys for each query: bool ``[*b h t s]`` or a shape that broadcasts to it, with all keys."""
     t, s, ids, added = problem.q.shape[-2], problem.k.shape[-2], problem.segments, problem.attn_mask
     pairs = problem.causal or problem.window is not None
-    found = torch.ones(t if pairs else 1, s, dtype=torch.bool, device=problem.q.device)
-    found = found.tril(s - t) if problem.causal else found
+    mask = torch.ones(t if pairs else 1, s, dtype=torch.bool, device=problem.q.device)
+    mask = mask.tril(s - t) if problem.causal else mask
     if problem.window is not None:
-        found = found.triu(s - t - problem.window + 1)
-        found = found if problem.causal else found.tril(s - t + problem.window - 1)
-    found = found if problem.mask is None else found & problem.mask[..., None, None, :]
+        mask = mask.triu(s - t - problem.window + 1)
+        mask = mask if problem.causal else mask.tril(s - t + problem.window - 1)
+    mask = mask if problem.mask is None else mask & problem.mask[..., None, None, :]
     if added is not None:
-        found = found & (added if added.dtype == torch.bool else added != -torch.inf)
+        mask = mask & (added if added.dtype == torch.bool else added != -torch.inf)
     if ids is None:
-        return found
+        return mask
     of_queries = ids[0][..., ids[0].shape[-1] - t :]
-    return found & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
+    return mask & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
 
 
 def _bias(problem: SoftmaxProblem) -> Tensor:
-    """What is added to logits, ``[*b h t s]`` or what broadcasts to it: decays in float64 and relative terms."""
+    """Numbers added to logits, ``[*b h t s]`` or a shape that broadcasts to it: decays in float64, and relative terms."""
     q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
-    bias = torch.zeros((), dtype=torch.float64, device=wide_device(q.device))
+    bias = torch.zeros((), dtype=torch.float64, device=float64_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
         bias = difference if problem.causal else -difference.abs()
     if bias.device != q.device:
-        bias = narrow(bias, torch.float32, q.device)
+        bias = cast_down(bias, torch.float32, q.device)
     if problem.attn_mask is not None and problem.attn_mask.is_floating_point():
         bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
     for term in problem.terms:
@@ -257,7 +247,7 @@ def _bias(problem: SoftmaxProblem) -> Tensor:
 
 
 def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, State]:
-    """The problem with all keys of the stream so far, mapped, and what belongs to them; and the state after its tokens."""
+    """The problem with all mapped keys, values and masks of the stream so far; and the state after its tokens."""
     k, v, mask, g, ids = problem.rho_k(problem.k), problem.v, problem.mask, problem.decay, problem.segments
     batch, count = problem.of_keys, k.shape[-2]
     if mask is not None or state["mask"] is not None:
@@ -279,9 +269,9 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
     g = None if g is None else (g[0], joined["decays"])
     ids = None if ids is None else (ids[0], joined["segments"])
     problem = replace(problem, k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
-    if problem.window is not None and not problem.terms and problem.locality is None:  # these know all positions so far
+    if problem.window is not None and not problem.terms and problem.locality is None:  # these need all positions
         gone = max(0, k.shape[-2] - problem.window + 1)
         for name, x in joined.items() if gone else ():
             joined[name] = x if x is None else (x[..., gone:, :] if name in ("keys", "values") else x[..., gone:]).clone()
-    after = None if problem.path is None else problem.path.expand(*batch, -1).clone()
+    after = None if problem.phase is None else problem.phase.expand(*batch, -1).clone()
     return problem, state.next(problem.kind, **joined, path=after)

@@ -1,26 +1,26 @@
-"""The laws of positional encodings, measured: what a scheme promises, checked on random positions in float64.
+"""The laws of positional encodings, measured on random positions in float64.
 
-    width         its maps take `features` features and return `out_features`, as it says
-    relative      <rho(sx) q, rho(sy) k> = <rho(x) q, rho(y) k>: a score sees x^-1 y only (PermuteFormer, Property 1)
+    width         maps take `features` features and return `out_features`, as declared
+    relative      <rho(sx) q, rho(sy) k> = <rho(x) q, rho(y) k>: scores depend on x^-1 y only (PermuteFormer, Property 1)
     bounded       |<rho(x) q, rho(y) k>| <= |q| |k| (PermuteFormer, Property 2)
     unitary       |rho(x) q| = |q|
-    homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (complex features as such)
+    homomorphism  W(x) W(y) = W(xy) for W(x) = rho(1)^H rho(x) (with complex features as complex numbers)
     identity      W(1) = I
     decomposable  W(x)^H W(y) = rho(x)^H rho(y), so that linear attention can apply it (LRPE, Eq. 12)
     precision     scores in the user's dtype are within 16 roundings of float64 ones
     exact         float32 scores at positions about 2^20 and 2^31 are within 1e-6 of float64 scores near zero
-    batch         positions per sample give what each sample's positions give alone, on axes [*b h t d]
-    gradient      a gradient reaches every learned parameter of every head
-    attention     a layer's sums are the same at shifted positions: denominator, decay, terms and embedding included
-    path          weights of some tokens are the same alone and amid others, where steps that keys take are the positions
-    seen          a layer's sums, or what it learns from them, are others at other positions, or without such steps
+    batch         positions per sample give the same as each sample alone, on axes [*b h t d]
+    gradient      every learned parameter of every head has a gradient
+    attention     a layer's sums do not change when positions shift: denominator, decay, terms and embedding included
+    path          with content-dependent phases, weights of some tokens do not depend on the tokens around them
+    seen          a layer's sums, or their gradients, change with the positions, or without content-dependent phases
 
-An encoding owes all of them, another coupling only width and those of scores: relative, precision, batch, gradient. A
-contragredient pair owes those of a representation besides, homomorphism, identity and decomposable, with the transposed map
-of queries for rho(x)^-1; whether it is unitary is a property. Where scores are not relative, the weaker law that a coupling
-or a bias names stands beside the error. A law that an encoding's own code keeps from being measured, by an exception, does
-not hold. Some properties are choices, and reported beside the laws: whether scores tell direction, whether denominators are
-positive (PermuteFormer, Property 3), and after how many positions an encoding repeats itself.
+An encoding must obey all of them, another coupling width and the laws of scores: relative, precision, batch, gradient. A
+contragredient pair must also obey homomorphism, identity and decomposable, with the transposed map of queries for rho(x)^-1;
+`unitary` is then a property. If scores are not relative, the note states the weaker law that the coupling or bias declares.
+A law does not hold if the encoding's code raises an exception. Some properties are choices, reported beside the laws:
+whether scores distinguish directions, whether denominators are positive (PermuteFormer, Property 3), and the period of an
+encoding.
 """
 
 import copy
@@ -54,7 +54,7 @@ FAR = 10_000
 
 @dataclass(frozen=True)
 class Finding:
-    """One law or property: its largest error, or the figure behind it, and whether that is within bounds."""
+    """Result for one law or property: the largest error, or another figure, and whether it is within bounds."""
 
     name: str
     holds: bool
@@ -67,7 +67,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured. Printed, it is a table."""
+    """All findings for one subject. Its text is a table."""
 
     subject: str
     findings: tuple[Finding, ...]
@@ -79,20 +79,20 @@ class Report:
 
     @property
     def broken(self) -> list[str]:
-        """The laws that were measured and do not hold."""
+        """Names of the laws that were measured and do not hold."""
         return [finding.name for finding in self.findings if finding.is_law and finding.measured and not finding.holds]
 
     @property
     def unmeasured(self) -> list[str]:
-        """What an exception kept from being measured; the findings' notes say which, and where."""
+        """Names of the laws that an exception prevented from being measured; notes of the findings state where."""
         return [finding.name for finding in self.findings if not finding.measured]
 
     def __getitem__(self, name: str) -> Finding:
-        """The finding of a name."""
+        """The finding with this name."""
         return next(finding for finding in self.findings if finding.name == name)
 
     def __str__(self) -> str:
-        """A line a finding."""
+        """One line per finding."""
         groups = (("broken", self.broken), ("could not be measured", self.unmeasured))
         verdicts = [f"{verdict}: {', '.join(names)}" for verdict, names in groups if names]
         lines = [f"{self.subject}: {'; '.join(verdicts) or 'every law holds'}"]
@@ -108,16 +108,16 @@ class Report:
 def check(
     subject: Scheme | Coupling | Callable[[], Scheme | Coupling], *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Report:
-    """Measure the laws of a scheme, an encoding, or what a factory without arguments returns.
+    """Measure the laws of a scheme or an encoding, or of the result of a factory without arguments.
 
     Args:
-        subject: What to measure; parameters are left as they are.
-        dtype: Of the queries and keys that `precision` is measured with.
-        seed: Of positions, queries and keys.
+        subject: The scheme, encoding or factory; its parameters do not change.
+        dtype: Dtype of queries and keys for `precision`.
+        seed: Seed of positions, queries and keys.
 
     Returns:
-        A report; ``report.holds`` is the verdict, ``print(report)`` the figures. Where the encoding's own code raises an
-        exception, or SystemExit, what it was measured for is `unmeasured`, with the exception and its line.
+        A report; ``report.holds`` is the verdict, ``print(report)`` shows the figures. If the encoding's code raises an
+        exception, or SystemExit, the law is `unmeasured`, with the exception and its line.
 
     Examples:
         >>> import isopos
@@ -153,7 +153,7 @@ def check(
 
 
 def _weaker(subject: Scheme | Coupling) -> str:
-    """What holds instead of a relative law, if the subject names it."""
+    """The weaker law that the subject declares instead of a relative law, or ""."""
     if isinstance(subject, Coupling):
         return subject.weaker_law
     return subject.encoding.weaker_law or ("" if subject.bias is None else subject.bias.weaker_law)
@@ -165,7 +165,7 @@ def _unmeasured(name: str, error: BaseException) -> Finding:
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost line that an exception passed of neither isopos nor what it stands on, in brackets; or nothing."""
+    """The innermost line of an exception outside isopos, torch, numpy and the standard library, in brackets; or ""."""
     below = {"isopos", "torch", "numpy", *sys.stdlib_module_names}
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in below:
@@ -175,7 +175,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> dict[str, Callable[[], Finding]]:
-    """What is to be measured, by name."""
+    """Functions that measure the laws, by name."""
     coupling = probe.coupling
     laws: dict[str, Callable[[], Finding]] = {"relative": lambda: _relative(probe, lambda x, y: probe.scores(x, y)[0])}
     if isinstance(coupling, Encoding):
@@ -183,10 +183,10 @@ def _laws(subject: Scheme | Coupling, probe: "_Probe", dtype: torch.dtype) -> di
     if isinstance(coupling, Contragredient):
         laws |= _laws_of_pair(coupling, probe)
     laws |= {"precision": lambda: _precision(probe, dtype), "batch": lambda: _batch(probe)}
-    if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.path):
+    if not isinstance(subject, Scheme) or (subject.bias is subject.embedding is None and not subject.phases):
         laws["directional"] = lambda: _direction(probe)
     if isinstance(subject, Scheme):
-        steps = _laws_of_steps(subject, probe.generator) if subject.path else {}
+        steps = _laws_of_steps(subject, probe.generator) if subject.phases else {}
         return laws | steps | _laws_of_scheme(subject, probe.generator)
     return laws | {"gradient": lambda: _gradient(dict(coupling.named_parameters()), probe.loss)}
 
@@ -196,7 +196,7 @@ def _law(name: str, error: float, note: str, bound: float = TOLERANCE) -> Findin
 
 
 def _heads(coupling: Coupling) -> int:
-    """Heads of an encoding that does not say: those of its parameters, or of its tables."""
+    """Number of heads of an encoding, from its parameters or its tables."""
     own = [parameter.shape[0] for parameter in coupling.parameters() if parameter.ndim > 1]
     with torch.no_grad():
         rho = coupling.query(_within(coupling, coupling.group.random(TOKENS)))
@@ -217,29 +217,29 @@ class _Probe:
         self.q, self.k = content / content.norm(dim=-1, keepdim=True)
 
     def random(self, *shape: int) -> Tensor:
-        """Random positions that the coupling takes, and whose shifts it takes."""
+        """Random positions that the coupling accepts, also after a shift."""
         return _within(self.coupling, self.group.random(*shape, generator=self.generator))
 
     def scores(self, x: Tensor, y: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """<query(x) q, key(y) k> for each pair of rows, float64 ``[1 h t]``; of the last rows where there are more."""
+        """<query(x) q, key(y) k> for each pair of rows: float64 ``[1 h t]``, for the last rows if there are more."""
         table = torch.promote_types(dtype, torch.float32)
         pairs = ((self.coupling.query(x, table), self.q), (self.coupling.key(y, table), self.k))
         q, k = (rho.last(content.shape[-2])(content.to(dtype)).double() for rho, content in pairs)
         return (q * k).sum(-1)
 
     def loss(self) -> Tensor:
-        """A function of scores that every parameter should reach."""
+        """A scalar function of scores with a gradient for every parameter."""
         zero = 0 * self.q.clone().requires_grad_().sum()  # differentiable, whatever the scores depend on
         return self.scores(self.x, self.y).square().sum() + zero
 
 
 def _within(coupling: Coupling, x: Tensor) -> Tensor:
-    """Positions that a coupling takes, and whose sums it takes."""
+    """Positions reduced so that the coupling accepts them and their sums."""
     return x if coupling.max_length is None else x % max(1, coupling.max_length // 2)
 
 
 def _shift(group: Group, generator: torch.Generator) -> Tensor:
-    """An element that is not the identity, if there are others: the last row."""
+    """Rows of the group; the last one is not the identity, if the group has other elements."""
     x = group.random(TOKENS, generator=generator)
     for _ in range(20):
         if not x[-1:].equal(group.origin(1)):
@@ -251,7 +251,10 @@ def _shift(group: Group, generator: torch.Generator) -> Tensor:
 def _unmoved(
     name: str, what: str, pairs: Sequence[tuple[Tensor, Tensor]], features: Sequence[str], shift: Tensor, **positions: Tensor
 ) -> Finding:
-    """A law that numbers ``[h t ...]`` before and after a shift are equal; broken, with the place of the largest change."""
+    """A law: numbers ``[h t ...]`` do not change under a shift.
+
+    A counterexample states the position of the largest change.
+    """
     error, here, there = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
     finding = _law(name, error, f"largest change of {what}")
     if finding.holds:
@@ -266,7 +269,7 @@ def _unmoved(
 
 @torch.no_grad()
 def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *features: str) -> Finding:
-    """Of scores ``[h t ...]`` of the probe's positions."""
+    """The relative law for scores ``[h t ...]`` of the probe's positions."""
     pair = [
         scores(probe.group.shift(s, probe.x), probe.group.shift(s, probe.y)) for s in (probe.group.origin(1), probe.shift)
     ]
@@ -276,16 +279,16 @@ def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *featur
 
 @torch.no_grad()
 def _width(probe: _Probe) -> Finding:
-    """What a coupling says of its features, and what its maps say and do."""
+    """Compare the declared numbers of features with those of the maps."""
     coupling = probe.coupling
-    said = found = (coupling.features, coupling.out_features)
+    declared = actual = (coupling.features, coupling.out_features)
     for rho, content in ((coupling.query(probe.x, torch.float64), probe.q), (coupling.key(probe.y, torch.float64), probe.k)):
-        taken = coupling.features if rho.features is None else rho.features
-        if found == said:
-            found = (taken, rho.last(TOKENS)(content[..., :1].expand(*content.shape[:-1], taken)).shape[-1])
-    note = f"its maps take {found[0]} features and return {found[1]}"
-    note += ", as it says" if found == said else f"; it says {said[0]} and {said[1]}"
-    return Finding("width", found == said, float(found[1]), note)
+        width = coupling.features if rho.features is None else rho.features
+        if actual == declared:
+            actual = (width, rho.last(TOKENS)(content[..., :1].expand(*content.shape[:-1], width)).shape[-1])
+    note = f"its maps take {actual[0]} features and return {actual[1]}"
+    note += ", as it says" if actual == declared else f"; it says {declared[0]} and {declared[1]}"
+    return Finding("width", actual == declared, float(actual[1]), note)
 
 
 def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[], Finding]]:
@@ -318,40 +321,34 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
 
 
 def _laws_of_pair(pair: Contragredient, probe: _Probe) -> dict[str, Callable[[], Finding]]:
-    """Of W, the keys' map after the transposed one of queries at the origin: a constant basis cancels, as in an encoding."""
-    group, x, y = probe.group, probe.x, probe.y
-    origin = group.origin(TOKENS)
+    """Laws of W: the transposed queries' map at the origin times the keys' map, so that a constant basis cancels."""
+    group, x, y, unit = probe.group, probe.x, probe.y, torch.eye(pair.features, dtype=torch.float64)
+    origin, between = group.origin(TOKENS), group.compose(group.inverse(x), y)
 
-    def scored(a: Tensor, b: Tensor) -> Tensor:
-        sides = pair.query(a, torch.float64), pair.key(b, torch.float64)
-        query, key = (_matrices(side, pair.features) for side in sides)
+    def w(a: Tensor, b: Tensor) -> Tensor:
+        """W(a)^-1 W(b)."""
+        query, key = (_matrices(side, pair.features) for side in (pair.query(a, torch.float64), pair.key(b, torch.float64)))
         return query.mT @ key
 
-    def w(a: Tensor) -> Tensor:
-        return scored(origin, a)
+    def law(name: str, note: str, products: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        @torch.no_grad()
+        def measure() -> Finding:
+            product, expected = products()
+            return _law(name, _most(product - expected) / max(1.0, _most(expected)), f"largest {note}")
 
-    def inverse(a: Tensor) -> Tensor:
-        return scored(a, origin)
-
-    def unit() -> Tensor:
-        return torch.eye(pair.features, dtype=torch.float64)
+        laws[name] = measure
 
     @torch.no_grad()
-    def law(name: str, note: str, found: Tensor, expected: Tensor) -> Finding:
-        return _law(name, _most(found - expected) / max(1.0, _most(expected)), note)
-
     def unitary() -> Finding:
-        error = _most(w(x).mT @ w(x) - unit())
+        error = _most(w(origin, x).mT @ w(origin, x) - unit)
         return Finding("unitary", error <= TOLERANCE, error, "largest change of a norm, which a pair may have", is_law=False)
 
-    products = "largest |W(x) W(y) - W(xy)|, relative", "largest |W(x)^-1 W(y) - W(x^-1 y)|, relative"
-    between = group.compose(group.inverse(x), y)
-    return {
-        "homomorphism": lambda: law("homomorphism", products[0], w(x) @ w(y), w(group.compose(x, y))),
-        "identity": lambda: law("identity", "largest |W(x)^-1 W(x) - I|", inverse(x) @ w(x), unit()),
-        "decomposable": lambda: law("decomposable", products[1], inverse(x) @ w(y), w(between)),
-        "unitary": torch.no_grad()(unitary),
-    }
+    laws: dict[str, Callable[[], Finding]] = {}
+    product, inverse = "|W(x) W(y) - W(xy)|, relative", "|W(x)^-1 W(y) - W(x^-1 y)|, relative"
+    law("homomorphism", product, lambda: (w(origin, x) @ w(origin, y), w(origin, group.compose(x, y))))
+    law("identity", "|W(x)^-1 W(x) - I|", lambda: (w(x, origin) @ w(origin, x), unit))
+    law("decomposable", inverse, lambda: (w(x, origin) @ w(origin, y), w(origin, between)))
+    return laws | {"unitary": unitary}
 
 
 @torch.no_grad()
@@ -364,19 +361,19 @@ def _direction(probe: _Probe) -> Finding:
 
 
 def _operator(encoding: Encoding, x: Tensor) -> Tensor:
-    """Dense operators ``[h t d' d]`` at positions ``[t c]``: of the last TOKENS, or of fewer."""
+    """Dense operators ``[h t d' d]`` at positions ``[t c]``, for at most the last TOKENS."""
     count = min(len(x), TOKENS)
     return _matrices(encoding(x, torch.float64).last(count), encoding.features, count)
 
 
 def _matrices(rho: TokenMap, features: int, count: int = TOKENS) -> Tensor:
-    """A map of so many tokens as dense matrices ``[h t d' d]``."""
+    """A map of `count` tokens as dense matrices ``[h t d' d]``."""
     unit = torch.eye(features, dtype=torch.float64)[:, None, None].expand(-1, 1, count, -1)
     return rho(unit).permute(1, 2, 3, 0)
 
 
 def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False) -> Tensor:
-    """rho(x)^H rho(y), dense ``[h t d d]``; of real features or of the complex ones whose parts an encoding returns."""
+    """rho(x)^H rho(y), dense ``[h t d d]``; for real features, or for the complex features of the encoding."""
     m_x, m_y = (_operator(encoding, z) for z in (x, y))
     if complex_form and encoding.is_lift:
         m_x, m_y = (torch.complex(*m.chunk(2, -2)) for m in (m_x, m_y))
@@ -386,7 +383,7 @@ def _score(encoding: Encoding, x: Tensor, y: Tensor, complex_form: bool = False)
 
 
 def _inexactness(encoding: Encoding, probe: _Probe) -> float:
-    """Float32 scores far out against float64 ones at the same offsets near zero."""
+    """Error of float32 scores at large positions, compared with float64 scores at the same offsets near zero."""
     q, k = probe.q, probe.k
     errors = []
     for far in (2**20, 2**31 - 2000):
@@ -439,7 +436,7 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
 
 
 def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
-    ways = (True,) if scheme.path else (True, False)  # causal and not
+    ways = (True,) if scheme.phases else (True, False)  # causal and not
 
     @cache
     def layer() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -501,20 +498,20 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
 
 
 def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
-    """Of a scheme whose keys take steps."""
+    """Laws of a scheme with content-dependent phases."""
     content = torch.randn(3, scheme.heads, TOKENS, scheme.encoding.features, generator=generator, dtype=torch.float64)
     q, k, v = content
 
     @torch.no_grad()
     def path() -> Finding:
         """Weights by steps alone, with drawn weights of content, of the tokens in the middle, alone and amid others."""
-        drawn, middle = copy.deepcopy(scheme.path), slice(2, TOKENS - 2)
+        drawn, middle = copy.deepcopy(scheme.phases), slice(2, TOKENS - 2)
         for own in drawn:
             own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
 
         def weights(span: slice) -> Tensor:
             unit = torch.eye(TOKENS, dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
-            return linear_attention(q[:, span], k[:, span], unit, path=drawn, denominator=None, causal=True)[..., middle]
+            return linear_attention(q[:, span], k[:, span], unit, phases=drawn, denominator=None, causal=True)[..., middle]
 
         change = _most(weights(slice(None))[:, middle] - weights(middle))
         return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
@@ -522,7 +519,7 @@ def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Call
     @torch.no_grad()
     def seen() -> Finding:
         without = linear_attention(q, k, v, denominator=None, causal=True)
-        change = _most(linear_attention(q, k, v, path=scheme.path, denominator=None, causal=True) - without)
+        change = _most(linear_attention(q, k, v, phases=scheme.phases, denominator=None, causal=True) - without)
         change = change / _most(without)
         return Finding("seen", change > SEEN, change, "largest change of sums where keys take no steps")
 
@@ -530,7 +527,7 @@ def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Call
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Positions in the order of tokens, as causal decays and clipped terms need them, and a shift."""
+    """Positions in the order that causal decays and clipped terms need, and a shift."""
     shift = _shift(group, generator)
     if not group.is_grid:
         return group.random(tokens, generator=generator), shift
@@ -540,9 +537,9 @@ def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Ten
 
 
 def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) -> list[Tensor]:
-    """Of a layer ``[1 h t e]``, before the division, which blows rounding up near zero.
+    """A layer's sums ``[1 h t e]`` before the division, which would amplify rounding near zero.
 
-    The content of queries, keys and values is that of the last tokens at x, whose first rows may be those of prefixes.
+    Content belongs to the last tokens at x; the first rows may be prefixes.
     """
     extra = len(x) - len(content[0])
     if scheme.embedding is not None:

@@ -193,7 +193,7 @@ class Trunk(nn.Module, ABC):
         scheme = scheme if isinstance(scheme, Scheme | PerLayer) else PerLayer(scheme)
         if isinstance(scheme, PerLayer) and len(scheme.order) != layers:
             raise ValueError(f"scheme: expected one for each of {layers} layers, got {len(scheme.order)}")
-        if scheme.path and not self.causal:
+        if scheme.phases and not self.causal:
             raise ValueError(
                 "scheme: expected positions, since tokens here see later ones, got steps that keys take (decay='forget', "
                 "selective), which need causal attention, that of a Decoder"
@@ -249,7 +249,7 @@ class Trunk(nn.Module, ABC):
 
     def seen(self, scheme: Scheme, positions: Tensor) -> Tensor:
         """What a scheme is given of positions ``[*b t c]``: one of several that sees none takes those of the others."""
-        mixed = isinstance(self.scheme, PerLayer) and scheme.blind
+        mixed = isinstance(self.scheme, PerLayer) and scheme.position_free
         return positions[..., : scheme.group.columns] if mixed else positions
 
     def features(

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from isopos.embeddings import Embedding
-from isopos.paths import Path
+from isopos.phases import ContentPhase
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
@@ -43,7 +43,7 @@ class PerLayer(nn.Module):
             raise ValueError(f"scheme: expected a Scheme, or a list of one for each layer, got {schemes}")
         distinct = list(dict.fromkeys(schemes))
         self.parts, self.order = nn.ModuleList(distinct), tuple(distinct.index(scheme) for scheme in schemes)
-        seeing = [scheme for scheme in schemes if not scheme.blind]
+        seeing = [scheme for scheme in schemes if not scheme.position_free]
         if len(nouns := dict.fromkeys(scheme.group.noun for scheme in seeing)) > 1:
             raise ValueError(f"scheme: expected positions of one kind in all layers, got those of a {', a '.join(nouns)}")
         if any(scheme.embedding is not None and scheme is not schemes[0] for scheme in schemes):
@@ -58,7 +58,7 @@ class PerLayer(nn.Module):
     @property
     def group(self) -> Group:
         """Whose positions all take: where some want whole numbers, those."""
-        groups = [scheme.group for scheme in self.each if not scheme.blind] or [self.each[0].group]
+        groups = [scheme.group for scheme in self.each if not scheme.position_free] or [self.each[0].group]
         return next((group for group in groups if not getattr(group, "real", False)), groups[0])
 
     @property
@@ -67,9 +67,9 @@ class PerLayer(nn.Module):
         return self.each[0].embedding
 
     @property
-    def path(self) -> tuple[Path, ...]:
-        """What reads steps from keys, in any layer."""
-        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.path))
+    def phases(self) -> tuple[ContentPhase, ...]:
+        """Content-dependent phases of all layers."""
+        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.phases))
 
     @property
     def attention(self) -> str:
@@ -99,7 +99,7 @@ class PerLayer(nn.Module):
 
     def extend(self, name: str, **options: Any) -> Self:
         """`Scheme.extend` of each that sees positions, or a ValueError where one of them has no such frequencies."""
-        seeing = [scheme for scheme in dict.fromkeys(self.each) if not scheme.blind] or [self.each[0]]
+        seeing = [scheme for scheme in dict.fromkeys(self.each) if not scheme.position_free] or [self.each[0]]
         for scheme in (*copy.deepcopy(seeing), *seeing):  # where one is refused nothing is changed
             scheme.extend(name, **options)
         vars(self).pop("fingerprint", None)

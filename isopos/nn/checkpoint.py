@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.encodings import Encoding, Exponential, InBasis, Rotary
-from isopos.exact import narrow, wide
+from isopos.exact import cast_down, to_float64
 from isopos.maps import Chain, TokenMap
 from isopos.ops.rotate import half_to_interleaved
 from isopos.scheme import Scheme
@@ -46,7 +46,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         raise ValueError(
             f"scheme: expected none with a bias, whose rows meet queries or keys, got {type(scheme.bias).__name__}"
         )
-    if scheme.path:
+    if scheme.phases:
         raise ValueError("scheme: expected none whose steps read keys, which would be read in another basis, got one")
     if len(set(map(id, projections))) < len(projections):
         raise ValueError("projections: expected each layer once, got one twice")
@@ -59,9 +59,9 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         for layer in projections:
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None:  # heads and features stand where tokens' features do: [m h 1 d]
-                    rows = wide(parameter).view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
+                    rows = to_float64(parameter).view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
                     rotated = basis(rows[..., None, :]).squeeze(-2).permute(1, 2, 0)
-                    parameter.copy_(narrow(rotated.reshape(parameter.shape), parameter.dtype, parameter.device))
+                    parameter.copy_(cast_down(rotated.reshape(parameter.shape), parameter.dtype, parameter.device))
     absorbed = copy.copy(scheme)
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest

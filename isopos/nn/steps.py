@@ -126,7 +126,7 @@ class Steps:
         at = self.scheme.at(place, state=self._state, dtype=torch.promote_types(q.dtype, torch.float32))
         attend: Any = linear_attention if linear else softmax_attention
         out, after = attend(q, k, v, **at | options, causal=True, return_state=True)
-        simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.path or torch.compiler.is_compiling())
+        simple = linear and not (self.scheme.group.refers_to_rows or self.scheme.phases or torch.compiler.is_compiling())
         if simple and self._served and not options and not self._differentiable(q, k, v):
             self._prepare(q, k, v, at, after)  # may warn, and a warning may be an error: the token counts after it
         self._state, self.length = after, self.length + 1
@@ -148,7 +148,7 @@ class Steps:
         """Make tables of the next tokens; not of a scheme that was extended meanwhile."""
         self._state.stamped(self.scheme.fingerprint, None)
         dtype = prepared.sums[0].dtype
-        numbers = sum(rho.numbers_a_token for rho in {self._problem.rho_q, self._problem.rho_k})
+        numbers = sum(rho.numbers_per_token for rho in {self._problem.rho_q, self._problem.rho_k})
         most = max(1, min(AHEAD, MOST // max(1, numbers)))
         self._rows, at = self._ahead(self.length, most, dtype, prepared.inputs[0].device)
         rho, weights = at["isometry"], None
@@ -163,7 +163,7 @@ class Steps:
 
 def _bare(problem: LinearProblem) -> bool:
     """Whether sums and one division are all there is: what is prepared adds and maps nothing else."""
-    other = (problem.window, problem.segments, problem.path, problem.mask, problem.outward)
+    other = (problem.window, problem.segments, problem.phase, problem.mask, problem.outward)
     divided = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
     return divided and not problem.terms and all(x is None for x in other)
 

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.exact import wide, wide_device
+from isopos.exact import float64_device, to_float64
 
 BLOCK = 1 << 18  # elements of prefix sums that the backward pass reads at a time
 SPREAD = 32  # cells of the box of ranks for each key
@@ -48,7 +48,7 @@ def _edges(x: Tensor, reach: int) -> Tensor:
 
 def _exact(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if x.is_floating_point() or y.is_floating_point():
-        return wide(x.detach()), wide(y.detach())
+        return to_float64(x.detach()), to_float64(y.detach())
     return x.detach().long(), y.detach().long()
 
 
@@ -138,7 +138,7 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
     _check(score, v, x, y, reach, outside)
     if score.dtype not in (torch.float32, torch.float64) or v.dtype != score.dtype:
         raise TypeError(f"score, v: expected one dtype, float32 or float64, got {score.dtype} and {v.dtype}; convert them")
-    if (device := wide_device(score.device)) != score.device:
+    if (device := float64_device(score.device)) != score.device:
         there = clipped(score.to(device), v.to(device), x.to(device), y.to(device), reach, outside=outside, causal=causal)
         return there.to(score.device)
     x, y = (position[..., outside:, :] for position in _exact(x, y))

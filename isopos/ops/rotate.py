@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import wide
+from isopos.exact import to_float64
 from isopos.ops import gpu, library
 
 BLOCK = 1 << 14  # tokens whose angles are formed at a time
@@ -17,8 +17,8 @@ def angles(position: Tensor, frequency: Tensor) -> Tensor:
     Products and sums, not a matmul: autocast leaves them alone, and position 2^31 keeps an error below 1e-6. They are on the
     CPU where the positions' device has no float64.
     """
-    x = wide(position)[..., None, :, :, None]
-    return (x * wide(frequency, position.device)[:, None]).sum(-2)
+    x = to_float64(position)[..., None, :, :, None]
+    return (x * to_float64(frequency, position.device)[:, None]).sum(-2)
 
 
 def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
-"""Presets: named choices of encoding, decay, feature map and denominator, a function each, in files by family.
+"""Presets: named combinations of encoding, decay, feature map and denominator, one function per scheme, one file per family.
 
-Every function takes ``(head_dim, heads, **options)``. Besides its own options each takes those of `Choices`, so that the
-encoding, the decay, the denominator, the feature map and the kind of attention stay independent of one another.
-`register` makes a function one of them, in a file of this folder, which needs no mention elsewhere, or in a module of yours.
+Every function takes ``(head_dim, heads, **options)``. Options are those of the scheme and those of `Choices`; encoding,
+decay, denominator, feature map and kind of attention are independent. `register` adds a function, from a file in this
+folder, which is imported automatically, or from a module of yours.
 """
 
 import importlib
@@ -21,7 +21,7 @@ globals().update({function.__name__: function for function in REGISTRY.values()}
 
 
 def __getattr__(name: str) -> Callable[..., Scheme]:
-    """A scheme's function that was registered later."""
+    """The function of a scheme that was registered later."""
     if (function := REGISTRY.get(name.replace("_", "-"))) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return function

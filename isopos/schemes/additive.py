@@ -1,4 +1,4 @@
-"""Absolute positions added to token embeddings, and no positions at all: what the relative schemes are compared with."""
+"""Absolute positions added to token embeddings, and no positions: the baselines of the relative schemes."""
 
 from typing import Unpack
 
@@ -9,7 +9,6 @@ from isopos.schemes.registry import compose, register
 
 
 @register(
-    summary="no position at all: the baseline",
     citation="Tsai et al. 2019, arXiv 1908.11775",
     equation="<q, k>",
     cost="none",
@@ -17,12 +16,14 @@ from isopos.schemes.registry import compose, register
     content=False,
 )
 def none(head_dim: int, heads: int | None = None, **choices: Unpack[Choices]) -> Scheme:
-    """No position at all: with `causal`, order is seen only through what a query may not see."""
+    """No positions; the baseline.
+
+    With `causal`, a model still sees order through the tokens that a query may not see.
+    """
     return compose(encodings.Identity(head_dim), heads, choices)
 
 
 @register(
-    summary="fixed sines and cosines added to the embeddings",
     citation="Vaswani et al. 2017, section 3.5",
     equation="e_x + (sin w_i x, cos w_i x)",
     cost="t d once",
@@ -32,17 +33,16 @@ def none(head_dim: int, heads: int | None = None, **choices: Unpack[Choices]) ->
 def sinusoidal(
     head_dim: int, heads: int, *, model_dim: int | None = None, scale: float = 1.0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """Sines and cosines added to the token embeddings (Vaswani et al. 2017, section 3.5).
+    """Fixed sines and cosines, added to the token embeddings.
 
     Args:
-        scale: Amplitude; 1 beside token embeddings of unit variance, as in the paper, and less beside smaller ones.
+        scale: Amplitude. 1 fits token embeddings of unit variance, as in the paper; use less for smaller ones.
     """
     embedding = Sinusoidal(head_dim * heads if model_dim is None else model_dim, scale=scale)
     return compose(encodings.Identity(head_dim), heads, choices, embedding=embedding)
 
 
 @register(
-    summary="one learned vector a position added to the embeddings",
     citation="Gehring et al. 2017, arXiv 1705.03122",
     equation="e_x + p_x",
     cost="t d once",
@@ -59,7 +59,7 @@ def learned(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """One learned vector a position, added to the token embeddings (Gehring et al. 2017).
+    """One learned vector per position, added to the token embeddings.
 
     Args:
         length: Number of positions; others raise an error.
@@ -69,7 +69,6 @@ def learned(
 
 
 @register(
-    summary="the stack of a node's last branches added to the embeddings",
     citation="Shiv and Quirk 2019",
     equation="e_x + (p^i [branch i steps up is b])",
     cost="t d once",
@@ -86,11 +85,10 @@ def shiv_quirk(
     model_dim: int | None = None,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """The stack of a node's last branches, added to the embeddings of trees (Shiv and Quirk 2019).
+    """The stack of a tree node's last branches, added to the token embeddings.
 
     Args:
-        branches: Children of a node, at most.
-        depth: Steps up that are seen; as many as model_dim / branches, and at most 16, by default.
+        depth: Steps towards the root that are encoded; model_dim / branches by default, and at most 16.
     """
     width = head_dim * heads if model_dim is None else model_dim
     depth = min(16, width // max(branches, 1)) if depth is None else depth

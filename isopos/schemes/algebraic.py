@@ -1,4 +1,4 @@
-"""Algebraic Positional Encodings (Kogkalidis et al. 2024): learned orthogonal matrices of lines, grids, rings and trees."""
+"""Algebraic Positional Encodings (Kogkalidis et al. 2024): learned orthogonal matrices for lines, grids, rings and trees."""
 
 import math
 import typing
@@ -21,7 +21,6 @@ Initial = Literal["rope", "identity"]
 
 
 @register(
-    summary="powers of one learned orthogonal matrix a head",
     citation="Kogkalidis et al. 2024, APE, section 3.1",
     equation="<q, W^t k>",
     cost="d^3 once, t d^2",
@@ -37,17 +36,17 @@ def ape_sequence(
     locality: float | None = None,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Algebraic encoding of sequences: exp(x (A - A^T)) with a learned A a head (APE, sections 3.1 and 4.2).
+    """Powers of one learned orthogonal matrix per head.
 
-    It starts in closed form and learns both angles and basis. With softmax attention it is rope with learned angles, for
-    projections that absorb the basis (APE, Appendix A; `isopos.nn.absorb`).
+    The matrix is exp(A - A^T) with a learned A (sections 3.1 and 4.2). Initial values are in closed form; angles and basis
+    are both learned. With softmax attention this equals rope with learned angles in projections that absorb the basis
+    (Appendix A; `isopos.nn.absorb`).
     """
     encoding = _line(even(head_dim), heads, initial, base)
     return compose(encoding, heads, choices, locality=locality)
 
 
 @register(
-    summary="powers of one learned orthogonal matrix, on keys or queries only",
     citation="Kogkalidis et al. 2024, APE, section 3.4.1",
     equation="<q, W^y k>",
     cost="d^3 once, t d^2",
@@ -63,17 +62,18 @@ def ape_absolute(
     base: float = 10000.0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Algebraic encoding of absolute positions: exp(x (A - A^T)) on queries or on keys only (APE, section 3.4.1).
+    """Powers of one learned orthogonal matrix, on keys only or on queries only.
+
+    Positions are absolute: a shift changes scores.
 
     Args:
-        side: What it acts on.
+        side: "query" or "key", the side that is encoded.
     """
     encoding = _line(even(head_dim), heads, initial, base)
     return compose(couplings.Absolute(encoding, side), heads, choices)
 
 
 @register(
-    summary="powers of a learned orthogonal matrix an axis and head",
     citation="Kogkalidis et al. 2024, APE, section 3.3",
     equation="<q_1, W_1^t1 k_1> + <q_2, W_2^t2 k_2>",
     cost="d^3 once, t d^2",
@@ -91,13 +91,12 @@ def ape_grid(
     metric: Literal["steps", "euclidean"] = "steps",
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Algebraic encoding of grids: the direct sum of one learned orthogonal matrix' powers an axis (APE, section 3.3).
+    """Powers of one learned orthogonal matrix per axis and head.
 
     Args:
         head_dim: d, even, at least 2 for each axis.
-        axes: Of the grid, any number.
-        metric: Distance of the locality: "steps" over all axes, as in the paper, or "euclidean", the straight one rounded
-            down, as in the authors' code for images.
+        metric: Distance for `locality`: "steps" summed over all axes, as in the paper, or "euclidean", the straight distance
+            rounded down, as in the authors' code for images.
     """
     expect("metric", metric, ("steps", "euclidean"))
     widths = split(even(head_dim), axes, 2)
@@ -106,7 +105,6 @@ def ape_grid(
 
 
 @register(
-    summary="rotations of whole turns a period, in a learned basis a head",
     citation="Kogkalidis et al. 2024, APE, section 3.4.2",
     equation="<P q, R(2 pi m t / n) P k>",
     cost="d^3 once, t d^2",
@@ -122,10 +120,10 @@ def ape_ring(
     locality: float | None = None,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Algebraic encoding of a ring: rotations by multiples of 2 pi / period in a learned basis a head (APE, section 3.4.2).
+    """Rotations by whole turns per period, in a learned basis per head.
 
-    Positions are any integers; those that differ by the period are one. Frequencies are fixed, since others would not close
-    the ring, and fall geometrically from half a turn a step to one turn a period.
+    Positions are any integers; positions that differ by the period are equal. Frequencies are multiples of 2 pi / period and
+    fixed, because others would not close the ring. They fall geometrically from half a turn per step to one turn per period.
 
     Args:
         period: n, at least 2.
@@ -135,7 +133,6 @@ def ape_ring(
 
 
 @register(
-    summary="products of a learned orthogonal matrix a branch and head",
     citation="Kogkalidis et al. 2024, APE, section 3.2",
     equation="<q, W_path(x, y) k>",
     cost="t d^3 once, t d^2",
@@ -154,18 +151,16 @@ def ape_tree(
     locality: float | None = None,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Algebraic encoding of trees: products of one learned orthogonal matrix a branch and head (APE, section 3.2).
+    """Products of one learned orthogonal matrix per branch and head.
 
     Args:
-        branches: Children of a node, at most.
-        initial: Angles of each branch at the start, as in `ape_sequence`, in planes of its own.
+        initial: Initial angles of each branch, as in `ape_sequence`, in random planes.
     """
     encoding = _tree(even(head_dim), heads, branches, initial, base, seed)
     return compose(encoding, heads, choices, locality=locality)
 
 
 @register(
-    summary="direct sums for sequences of trees, trees of grids and other products",
     citation="Kogkalidis et al. 2024, APE, section 3.4.3",
     equation="sum over parts of <q_p, W_p k_p>",
     cost="of its parts",
@@ -183,7 +178,7 @@ def ape_product(
     locality: float | None = None,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Algebraic encoding of a product of groups: the direct sum of its parts' encodings (APE, section 3.4.3).
+    """Direct sums, for sequences of trees, trees of grids and other products of groups.
 
     Args:
         head_dim: d, even, at least 2 for each part.
@@ -197,7 +192,7 @@ def ape_product(
 
 
 def _generator(width: int, initial: str, base: float) -> Tensor:
-    """A whose A - A^T has blocks [[0, -w], [w, 0]] with the initial angles w: float64 ``[d d]``."""
+    """A ``[d d]`` in float64, where A - A^T has blocks [[0, -w], [w, 0]] with the initial angles w."""
     expect("initial", initial, typing.get_args(Initial))
     count = width // 2
     angle = rope_frequencies(count, base)
@@ -228,7 +223,7 @@ def _ring(width: int, heads: int, period: int, seed: int) -> Encoding:
 
 
 def _makers(parts: str, heads: int, initial: str, base: float, seed: int) -> list[Callable[[int], Encoding]]:
-    """What makes each part's encoding of a width."""
+    """Functions that build the encoding of each part from its number of features."""
     makers: list[Callable[[int], Encoding]] = []
     for part in read("parts", parts).split("+"):
         name = part.text.rstrip("0123456789")

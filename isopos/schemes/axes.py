@@ -1,4 +1,4 @@
-"""Rotations of feature pairs by frequencies over several axes: axial, mixed, golden, sections of M-RoPE, WIRE of graphs."""
+"""Rotations of feature pairs over several axes: axial, mixed and golden rotary, M-RoPE, and WIRE for graphs."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ Sections = str | Sequence[int] | None
 
 
 @register(
-    summary="rotation of feature pairs, each by one axis",
     citation="Heo et al. 2024, arXiv 2403.13298, axial frequency",
     equation="<q_1, R(w t1) k_1> + <q_2, R(w t2) k_2>",
     cost="t d",
@@ -35,28 +34,26 @@ def rope_axial(
     base: float = 100.0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Axial rotary: pairs of features are divided among the axes, and those of an axis rotate as in rope (Heo et al. 2024).
+    """Rotation of feature pairs, each pair by one axis.
 
-    Pair i of the n of an axis rotates by base^(-i/n) a step along it. Coordinates may be real numbers.
+    Pair i of the n pairs of an axis rotates by base^(-i/n) per step along this axis. Coordinates may be real numbers.
 
     Args:
         head_dim: d, even, at least 2 for each axis.
-        axes: Of the grid, any number.
-        sections: Pairs of each axis, which add up to d/2: [6, 2], or "6+2" as text. As equal as can be by default, the first
-            axes with the larger shares.
-        base: 100 in the paper, for images of a few dozen patches a side.
+        sections: Pairs of each axis, with sum d/2: [6, 2], or "6+2" as text. Equal shares by default; where d/2 does not
+            divide, the first axes have one pair more.
+        base: 100 in the paper, for images of a few dozen patches per side.
     """
     frequency = _axial(even(head_dim) // 2, axes, sections, base)
     return compose(encodings.Rotary(frequency[None]), heads, choices)
 
 
 @register(
-    summary="rotation of feature pairs by learned frequencies over all axes",
     citation="Heo et al. 2024, arXiv 2403.13298, mixed learnable frequency",
     equation="<q, R(w1 t1 + w2 t2) k>",
     cost="t d",
     extends="any number of axes",
-    learns="w, a vector a pair and head",
+    learns="w, one vector per pair and head",
 )
 def rope_mixed(
     head_dim: int,
@@ -68,15 +65,15 @@ def rope_mixed(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """RoPE-Mixed: each pair of each head rotates by <w, x> with a learned vector w, so that diagonals are seen, too.
+    """Rotation of feature pairs by learned frequencies over all axes.
 
-    It starts with the frequencies of `rope_axial`, turned as a whole by a random rotation a head. Coordinates may be real.
+    Each pair of each head rotates by <w, x> with a learned vector w, so that diagonals count, too. Initial frequencies are
+    those of `rope_axial`, rotated as a whole by one random rotation per head. Coordinates may be real numbers.
 
     Args:
         head_dim: d, even, at least 2 for each axis.
-        axes: Of the grid, any number.
         base: 10 in the paper.
-        learned: Learn w, else it stays as it starts.
+        learned: Learn w; otherwise w keeps its initial values.
     """
     frequency = _axial(even(head_dim) // 2, axes, None, base)
     frame, upper = torch.linalg.qr(normal(seed, heads, axes, axes).double())
@@ -86,21 +83,20 @@ def rope_mixed(
 
 
 @register(
-    summary="rotation of feature pairs along directions spread evenly",
     citation="Xiong 2025, On N-dimensional rotary positional embeddings",
     equation="<q, R(w (t1 cos a + t2 sin a)) k>",
     cost="t d",
     extends="any number of axes",
 )
 def rope_golden(head_dim: int, heads: int, *, axes: int = 2, base: float = 100.0, **choices: Unpack[Choices]) -> Scheme:
-    """Golden rotary: pairs rotate by base^(-2i/d) a step along directions that are spread evenly (Xiong 2025).
+    """Rotation of feature pairs along directions that are spread evenly.
 
-    Directions turn by pi (5^(1/2) - 1) / 2 from pair to pair, on through the heads, so that all heads together see every
-    direction and no magnitude has an axis of its own. On more than two axes they are normal quantiles of the additive
-    sequence of phi^-1, phi^-2, ... with phi^(axes + 1) = phi + 1, divided by their length. Coordinates may be real numbers.
+    Pair i rotates by base^(-2i/d) per step along its direction. From pair to pair, and from head to head, directions turn by
+    pi (5^(1/2) - 1) / 2, so that all heads together cover all directions. On more than two axes, directions are normalised
+    normal quantiles of the additive sequence of phi^-1, phi^-2, ... with phi^(axes + 1) = phi + 1. Coordinates may be real.
 
     Args:
-        axes: Of the grid, at least 2.
+        axes: Number of axes of the grid, at least 2.
     """
     count = even(head_dim) // 2
     direction = _directions(heads * count, at_least("axes", axes, 2)).view(heads, count, axes).mT
@@ -108,7 +104,6 @@ def rope_golden(head_dim: int, heads: int, *, axes: int = 2, base: float = 100.0
 
 
 @register(
-    summary="rotation of feature pairs, shared out among time, height and width",
     citation="Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Qwen3-VL",
     equation="<q, R(w_i t_a(i)) k>",
     cost="t d",
@@ -124,18 +119,19 @@ def mrope(
     layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Multimodal rotary: rope's frequencies, each of which turns by one coordinate of (time, height, width).
+    """Rotation of feature pairs, shared out among time, height and width.
 
-    Where the coordinates are equal, as those of text, it is rope. Positions are ``[*b t 3]``, which position ids ``[3 b t]``
-    of transformers are by ``ids.movedim(0, -1)``; they may be real numbers.
+    Each frequency of rope multiplies one coordinate of (time, height, width). Where the coordinates are equal, as for text,
+    this is rope. Positions are ``[*b t 3]``; position ids ``[3 b t]`` of transformers become this by ``ids.movedim(0, -1)``.
+    They may be real numbers.
 
     Args:
-        sections: Pairs of each axis, which add up to d/2: [16, 24, 24], or "16+24+24" as text. A quarter for time and the
-            rest for the plane by default, as in Qwen2-VL, or [24, 20, 20] of 64 if interleaved, as in Qwen3-VL. An axis
-            with none is not seen, as time in a head of 4 features.
-        interleaved: Whether axes take turns, pair by pair while they have any left, and the first has the rest, so that
-            each has fast and slow frequencies; else time has the fastest, and width the slowest.
-        base: 10^6 in Qwen2-VL's checkpoints, whose layout is "half".
+        sections: Pairs of each axis, with sum d/2: [16, 24, 24], or "16+24+24" as text. By default one quarter for time and
+            the rest for height and width, as in Qwen2-VL, or if interleaved [24, 20, 20] of 64, as in Qwen3-VL. An axis with
+            0 pairs is ignored, such as time in a head of 4 features.
+        interleaved: Assign pairs to axes in rotation while an axis has pairs left, and the rest to the first axis, so that
+            each axis has fast and slow frequencies. Otherwise time has the fastest frequencies and width the slowest.
+        base: 10^6 in the checkpoints of Qwen2-VL, whose layout is "half".
     """
     count = even(head_dim) // 2
     if sections is None:
@@ -149,29 +145,28 @@ def mrope(
             if (room := len(range(n, count, len(shares)))) < share:
                 turns = f"where {len(shares)} axes take turns over {count} pairs"
                 raise ValueError(f"sections: expected at most {room} pairs for axis {n}, {turns}, got {_text(sections)}")
-    own = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
-    return compose(laid_out(encodings.Rotary((own * rope_frequencies(count, base))[None]), layout), heads, choices)
+    selected = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
+    return compose(laid_out(encodings.Rotary((selected * rope_frequencies(count, base))[None]), layout), heads, choices)
 
 
 @register(
-    summary="rotation by learned angles over a graph's eigenvectors",
     citation="Reid et al. 2025, WIRE, arXiv 2509.22259",
     equation="<q, R(<w, t>) k>, t = u_y - u_x of eigenvectors u",
     cost="t d, and n^3 once for n nodes",
     extends="any real coordinates",
-    learns="w, a vector a pair and head",
+    learns="w, one vector per pair and head",
 )
 def wire(
     head_dim: int, heads: int, *, axes: int = 8, learned: bool = True, seed: int = 0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """WIRE: rotations by positions of a graph's nodes, the lowest eigenvectors of its Laplacian (Reid et al. 2025).
+    """Rotation by learned angles over the eigenvectors of a graph.
 
-    Positions are `isopos.graph` of edges. Each pair of each head has a frequency on each eigenvector, normal at first; near
-    nodes turn alike. Scores see differences of eigenvectors, which leave their signs, and rotations among those of equal
-    eigenvalues, to chance: see `isopos.graph`.
+    Positions are `isopos.graph` of edges: the lowest eigenvectors of the Laplacian. Each pair of each head has one frequency
+    per eigenvector, drawn from a normal distribution; neighbouring nodes have similar angles. Signs of eigenvectors, and
+    rotations among eigenvectors of equal eigenvalues, are arbitrary and change scores: see `isopos.graph`.
 
     Args:
-        axes: Eigenvectors of a position.
+        axes: Eigenvectors per position.
         learned: Learn the frequencies.
     """
     frequency = normal(seed, heads, at_least("axes", axes), even(head_dim) // 2) / axes**0.5
@@ -179,7 +174,7 @@ def wire(
 
 
 def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
-    """Frequencies ``[c f]`` of f pairs: each is zero but on its own axis."""
+    """Frequencies ``[c f]`` of f pairs; each is zero except on its own axis."""
     shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
     if len(shares) != axes:
         raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
@@ -187,7 +182,7 @@ def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
 
 
 def _shares(sections: str | Sequence[int], count: int, least: int = 1) -> list[int]:
-    """Numbers of pairs, which add up to `count`."""
+    """Numbers of pairs per axis, at least `least` each, with sum `count`; ValueError otherwise."""
     expected = f"numbers of pairs from {least} on that add up to {count}, half of the head size"
     if isinstance(sections, str):
         shares = [part.whole_number(expected) for part in read("sections", sections).split("+")]
@@ -206,7 +201,7 @@ def _text(sections: Sections) -> str:
 
 
 def _directions(count: int, axes: int) -> Tensor:
-    """Unit vectors spread evenly over directions: float64 ``[count axes]``."""
+    """Unit vectors spread evenly over all directions: float64 ``[count axes]``."""
     places = torch.arange(count, device="cpu", dtype=torch.float64)
     if axes == 2:
         angle = places * (math.pi * (5**0.5 - 1) / 2)

@@ -1,4 +1,4 @@
-"""Clocks: rings of the day and of the week, and a line of absolute time."""
+"""Clocks: rings for the day and the week, and a line for absolute time."""
 
 import math
 from typing import Unpack
@@ -13,21 +13,21 @@ from isopos.schemes.registry import compose, even, register, split
 
 
 @register(
-    summary="whole turns a day and a week, beside rope of absolute time",
     citation="composed of RoFormer, Eq. 15, and APE, sections 3.4.2-3",
     equation="<q_1, R(2 pi m t_1 / 24) k_1> + <q_2, R(2 pi m t_2 / 7) k_2> + <q_3, R(w t_3) k_3>",
     cost="t d",
     extends="any product, by direct sum",
 )
 def clock(head_dim: int, heads: int | None = None, *, base: float = 10000.0, **choices: Unpack[Choices]) -> Scheme:
-    """Time of day, time of week and absolute time, of fractional hours and days: a ring by a ring by a line.
+    """Whole turns per day and per week, and rope of absolute time.
 
-    Positions are rows (hours modulo 24, days modulo 7, hours); `isopos.positions.timestamps` reads them. Pair m of a ring
-    turns m times a period, and so is the same a day or a week later; the line, which is rope, tells such times apart.
+    Positions are rows (hours modulo 24, days modulo 7, hours), which may be fractional; `isopos.positions.timestamps` reads
+    them. Pair m of a ring makes m turns per period, so it is the same one day or one week later. The line, which is rope,
+    distinguishes such times.
 
     Args:
-        head_dim: d, even, at least 6; the three parts share it.
-        base: Of the frequencies of absolute time, a step an hour.
+        head_dim: d, even, at least 6; divided among the three parts.
+        base: Base of the frequencies of absolute time, in steps of one hour.
     """
     day, week, line = (width // 2 for width in split(even(head_dim), 3, 2))
     parts: list[Encoding] = [_turns(day, 24), _turns(week, 7), encodings.Rotary(rope_frequencies(line, base)[None, None])]
@@ -35,6 +35,6 @@ def clock(head_dim: int, heads: int | None = None, *, base: float = 10000.0, **c
 
 
 def _turns(count: int, period: int) -> Encoding:
-    """1, 2, ... turns a period."""
+    """A rotation of `count` pairs by 1, 2, ... turns per period."""
     whole = torch.arange(1, count + 1, device="cpu", dtype=torch.float64)
     return encodings.Rotary((2 * math.pi / period * whole)[None, None], group=Ring(period, real=True))

@@ -1,4 +1,4 @@
-"""Rotations by learned generators: STRING, ComRoPE and GRAPE, which commute, and LieRE, which is relative approximately."""
+"""Rotations by learned generators: STRING, ComRoPE and GRAPE, which commute, and LieRE, which is approximately relative."""
 
 from typing import Literal, Unpack
 
@@ -14,7 +14,6 @@ from isopos.schemes.registry import axial, compose, even, register, split
 
 
 @register(
-    summary="rotation by learned angles over all axes, in a learned basis",
     citation="Schenck et al. 2025, STRING, Eq. 9-11",
     equation="<P q, R(<w, t>) P k>",
     cost="d^3 once, t d^2",
@@ -31,16 +30,15 @@ def string(
     learned: bool = True,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """STRING: rotations over real positions of any axes, in a learned orthogonal basis (Schenck et al. 2025, Eq. 9-11).
+    """Rotation by learned angles over all axes, in a learned basis.
 
-    All commuting skew generators are of this kind (Theorem 3.4). It starts as rope on each axis, on pairs of its own, in the
-    basis I or that of the Fourier transform; every pair then learns a frequency on every axis.
+    Every family of commuting skew generators has this form (Theorem 3.4). It starts as rope on each axis, on separate pairs,
+    in the basis I or the Fourier basis; every pair then learns one frequency per axis. Coordinates may be real numbers.
 
     Args:
-        variant: "cayley", P = (I - S) (I + S)^-1 with a learned skew S, or "circulant", generators C - C^T with learned
-            circulant C, whose basis is the Fourier transform and leaves two features as they are.
-        axes: Of the positions.
-        learned: Learn basis and frequencies, else both stay as they start.
+        variant: "cayley": P = (I - S) (I + S)^-1 with a learned skew S. "circulant": generators C - C^T with learned
+            circulant C; the basis is the Fourier transform, and two features pass unchanged.
+        learned: Learn basis and frequencies; otherwise both keep their initial values.
     """
     expect("variant", variant, ("cayley", "circulant"))
     ends = 0 if variant == "cayley" else 2
@@ -57,7 +55,6 @@ def string(
 
 
 @register(
-    summary="exponentials of learned skew blocks, which commute over axes",
     citation="Yu et al. 2025, ComRoPE",
     equation="sum over blocks of <q_n, exp(<w_n, t> A_n) k_n>",
     cost="d b^2 once, t d^2 for blocks of b",
@@ -76,18 +73,17 @@ def comrope(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """ComRoPE: learned skew matrices in blocks, which commute over the axes of a grid (Yu et al. 2025).
+    """Exponentials of learned skew blocks, which commute over axes.
 
-    Blocks start with rope's frequencies. The paper also moves positions by noise while it trains, which is the data's part.
+    Blocks start with rope's frequencies. The paper also adds noise to positions in training; that belongs to the data.
 
     Args:
         head_dim: d, even, a multiple of `block`; with "axial" of axes * block.
-        variant: "linear" (linearly dependent): the axes' matrices are learned multiples of one in each block; or "axial"
-            (axial partition): each block belongs to one axis.
-        axes: Of the positions.
-        block: Features of a block, even: by default 4 where that divides the features, else 2, which is rope with learned
+        variant: "linear" (linearly dependent): in each block, the matrices of all axes are learned multiples of one matrix.
+            "axial" (axial partition): each block belongs to one axis.
+        block: Features per block, even. By default 4 where this divides the features, else 2, which is rope with learned
             frequencies over axes.
-        learned: Learn matrices and multiples, else both stay as they start.
+        learned: Learn matrices and multiples; otherwise both keep their initial values.
     """
     expect("variant", variant, ("linear", "axial"))
     owners = at_least("axes", axes) if variant == "axial" else 1
@@ -107,7 +103,6 @@ def comrope(
 
 
 @register(
-    summary="rotation of learned planes, one a head and axis",
     citation="Zhang et al. 2025, GRAPE, arXiv 2512.07805",
     equation="<q, exp(t (a b^T - b a^T)) k>",
     cost="t d",
@@ -125,32 +120,32 @@ def grape(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Multiplicative GRAPE: exp(t L) of generators L = a b^T - b a^T of rank two, in closed form (Zhang et al. 2025).
+    """Rotation of learned planes, one or more per head and axis.
 
-    A head turns one learned plane, or several in features of their own, which therefore commute; with d/2 of them it is rope
-    with learned frequencies. Speeds start geometric over all planes of all heads of an axis, from 1 to 1 / base.
+    This is multiplicative GRAPE: exp(t L) of generators L = a b^T - b a^T of rank two, in closed form. Several planes of a
+    head act on separate features and so commute; with d/2 planes it is rope with learned frequencies. Initial speeds are
+    geometric over all planes of all heads of an axis, from 1 to 1 / base.
 
     Args:
         head_dim: d, at least 2 for each plane.
-        axes: Of the positions; each has features of its own.
-        planes: Of each axis and head.
-        learned: Learn planes and speeds, else both stay as they start.
+        axes: Number of axes of positions; each has separate features.
+        planes: Planes per axis and head.
+        learned: Learn planes and speeds; otherwise both keep their initial values.
     """
     at_least("planes", planes)
     widths = split(head_dim, at_least("axes", axes) * planes, 2)
     speed = rope_frequencies(planes * heads, base).view(planes, heads)
     parts: list[Encoding] = []
     for axis in range(axes):
-        own = [
+        rotations = [
             _plane(width, turn, learned, seed + axis * planes + n)
             for n, (width, turn) in enumerate(zip(widths[axis * planes :][:planes], speed, strict=True))
         ]
-        parts.append(own[0] if planes == 1 else encodings.DirectSum(own, shared=True))
+        parts.append(rotations[0] if planes == 1 else encodings.DirectSum(rotations, shared=True))
     return compose(parts[0] if axes == 1 else encodings.DirectSum(parts), heads, choices)
 
 
 @register(
-    summary="exponentials of generators that do not commute: approximate",
     citation="Ostmeier et al. 2024, LieRE, arXiv 2406.10322",
     equation="<exp(sum x_c A_c) q, exp(sum y_c A_c) k>",
     cost="t d^3",
@@ -167,14 +162,13 @@ def liere(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """LieRE: exponentials of learned skew matrices, linear in the coordinates (Ostmeier et al. 2024). Approximate.
+    """Exponentials of learned generators that do not commute; approximate.
 
-    Relative along lines through the origin only, since generators do not commute; `isopos check liere` measures the error.
-    Each head and axis starts with rope's frequencies in random planes.
+    Exponents are linear in the coordinates. Scores are relative only along lines through the origin, because generators do
+    not commute; `isopos check liere` measures the error. Each head and axis starts with rope's frequencies in random planes.
 
     Args:
-        axes: Of the positions.
-        learned: Learn the matrices, else they stay as they start.
+        learned: Learn the matrices; otherwise they keep their initial values.
     """
     angle = rope_frequencies(even(head_dim) // 2, base)
     lower = torch.stack((angle, torch.zeros_like(angle)), -1).flatten()[:-1]
@@ -183,7 +177,7 @@ def liere(
 
 
 def _plane(width: int, speed: Tensor, learned: bool, seed: int) -> Encoding:
-    """A random plane a head, of so many radians a step ``[h]``."""
+    """A rotation in a random plane per head, by `speed` ``[h]`` radians per step."""
     a, b = torch.linalg.qr(normal(seed, len(speed), width, 2).double()).Q.unbind(-1)
     root = speed.sqrt()[:, None]
     return generators.RankTwo(root * a, root * b, learned=learned)

@@ -1,16 +1,15 @@
-"""Paths that depend on content: tokens say how far apart two of them are. Causal."""
+"""Content-dependent positions: forget gates and selective rotation, read from keys. Causal."""
 
 from typing import Unpack
 
 from isopos import encodings
 from isopos.encodings import rope_frequencies
-from isopos.paths import Turn
+from isopos.phases import SelectiveRotation
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
 
 @register(
-    summary="forget gates: a decay a head that tokens decide; causal",
     citation="Lin et al. 2025, FoX, arXiv 2503.02130",
     equation="<q, k> + sum log f_m; linear: <q, k> prod f_m, f_m = sigmoid(<w, k_m> + b)",
     cost="t d",
@@ -18,16 +17,16 @@ from isopos.schemes.registry import PairLayout, compose, even, laid_out, registe
     learns="w and b",
 )
 def fox(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
-    """FoX: no encoding but forget gates, one a token between key and query, read from its key (Lin et al. 2025). Causal.
+    """Forget gates: a content-dependent log decay per head; causal.
 
-    Every scheme has them with ``decay="forget"``; ``rope`` with them is the paper's variant with RoPE. With
-    ``attention="softmax"`` it is the paper's; linear attention forgets its state, as gated linear attention does.
+    There is no encoding of positions. Between a key and a query, each token's gate, read from its key, reduces the weight.
+    Every scheme takes such gates with ``decay="forget"``; ``rope`` with them is the paper's variant with RoPE. The paper's
+    attention is ``attention="softmax"``; in linear attention the gates decay the state, as in gated linear attention.
     """
     return compose(encodings.Identity(head_dim), heads, choices, {"decay": "forget"})
 
 
 @register(
-    summary="rotation of feature pairs by angles that tokens decide; causal",
     citation="Movahedi et al. 2025, Selective RoPE, arXiv 2511.17388",
     equation="<q, R(sum w_i (<a_i, k_m> + b_i)) k>",
     cost="t d^2",
@@ -37,10 +36,11 @@ def fox(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
 def selective(
     head_dim: int, heads: int, *, base: float = 10000.0, layout: PairLayout = "interleaved", **choices: Unpack[Choices]
 ) -> Scheme:
-    """Selective RoPE: each token turns those after it by angles read from its key (Movahedi et al. 2025). Causal.
+    """Rotation of feature pairs by content-dependent angles; causal.
 
-    At the start every token turns by rope's angles, so that it is rope at consecutive positions; positions that are given
-    are not looked at. ``decay="forget"`` adds forget gates, as the paper does.
+    Each token rotates later tokens relative to earlier ones by angles that are read from its key. At the start every token
+    has rope's angles, so this is rope at consecutive positions. The positions that a caller passes are ignored.
+    ``decay="forget"`` adds forget gates, as the paper does.
     """
-    turn = Turn(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
+    turn = SelectiveRotation(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
     return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=turn)

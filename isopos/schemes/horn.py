@@ -10,7 +10,6 @@ from isopos.schemes.registry import compose, register
 
 
 @register(
-    summary="sinusoids in further channels with a constrained projection",
     citation="Horn et al. 2021, scheme 1",
     equation="<q, k> + sum a_m cos w_m t - b_m sin w_m t",
     cost="t m further features",
@@ -30,15 +29,16 @@ def horn_constrained(
     base: float = 10000.0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Horn's scheme 1: sinusoids in further channels, their projection constrained to a relative term (Horn et al. 2021).
+    """Sinusoids in additional channels, with a constrained projection.
 
-    The term may be negative, and so may "encoded" denominators, which contain it.
+    The constraint makes the added term relative. The term may be negative, and so may "encoded" denominators, which contain
+    it.
 
     Args:
-        axes: Of the positions, each with sinusoids of its own.
-        sinusoids: Of each axis, with frequencies base^(-i/n), at first where they are learned.
-        outside: Number of first tokens outside the grid, such as class tokens: the term does not see them.
-        inside: Put the channels ahead of the feature map, as with the random features of the paper: with
+        axes: Number of axes of positions; each has separate sinusoids.
+        sinusoids: Number per axis; their frequencies are base^(-i/n), initially where they are learned.
+        outside: Number of leading tokens without a position, such as class tokens, for which the term is zero.
+        inside: Put the channels ahead of the feature map, as the paper does with random features. With
             ``feature_map="favor"`` the result is relative in expectation only.
     """
     frequency = rope_frequencies(at_least("sinusoids", sinusoids), base).expand(at_least("axes", axes), -1)
@@ -47,7 +47,6 @@ def horn_constrained(
 
 
 @register(
-    summary="learned vectors of clipped offsets beside keys, in linear time",
     citation="Horn et al. 2021, scheme 2",
     equation="<q, k + a_clip(t)>",
     cost="t n d",
@@ -65,17 +64,17 @@ def horn_clipped(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Horn's scheme 2: learned vectors of clipped offsets beside keys, in linear time (Horn et al. 2021).
+    """Learned vectors of clipped offsets, added to keys, in linear time.
 
-    With softmax attention it is Shaw's scheme without values, each head its own vectors, on any number of axes. Linear
-    attention adds weights of positions, which see no content, to those of content: at first they are half of all, most of
-    it far away. The authors' code adds them in no head: half of the heads see content alone, the others positions alone.
+    With softmax attention this is Shaw's scheme without values, with separate vectors per head and any number of axes.
+    Linear attention adds weights of positions alone to weights of content; initially they are half of the sum, mostly at far
+    keys. The authors' code does not add them: half of its heads use content alone, the other half positions alone.
 
     Args:
-        axes: Of the positions; offsets are clipped on each.
-        reach: R: (2 R + 1)^axes vectors; 8 on a line and 2 on a grid by default.
-        outside: Number of first tokens outside the grid, such as class tokens, which have vectors of their own.
-        mean: Of the numbers in initial vectors; -4 lets linear attention with 1 + elu begin as without positions.
+        axes: Number of axes of positions; offsets are clipped on each axis.
+        reach: R: (2 R + 1)^axes vectors; by default 8 on a line and 2 on a grid.
+        outside: Number of leading tokens without a position, such as class tokens; they have two separate vectors.
+        mean: Mean of the initial vectors. With -4, linear attention with 1 + elu starts nearly position-free.
     """
     reach = (8 if at_least("axes", axes) == 1 else 2) if reach is None else reach
     bias = biases.ClippedKeys(heads, head_dim, reach=reach, axes=axes, outside=outside, mean=mean, seed=seed)

@@ -1,4 +1,4 @@
-"""Terms of logits, for softmax: Shaw, Transformer-XL, T5, DeBERTa, KERPLE, FIRE; and ALiBi, a decay of either kind."""
+"""Terms added to logits of softmax attention: Shaw, Transformer-XL, T5, DeBERTa, KERPLE, FIRE; and ALiBi, a decay."""
 
 from typing import Any, Literal, Unpack
 
@@ -8,7 +8,6 @@ from isopos.schemes.registry import compose, register
 
 
 @register(
-    summary="learned vectors of clipped offsets added to keys and values",
     citation="Shaw et al. 2018; RoFormer, Eq. 5",
     equation="<q, k + a_clip(t)>, v + b_clip(t)",
     cost="t n d + t^2",
@@ -16,17 +15,16 @@ from isopos.schemes.registry import compose, register
     learns="vectors of keys and values, shared by heads",
 )
 def shaw(head_dim: int, heads: int, *, reach: int = 16, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
-    """Learned vectors of clipped offsets, added to keys and values (Shaw et al. 2018; RoFormer, Eq. 5). Softmax.
+    """Learned vectors of clipped offsets, added to keys and values. Softmax.
 
     Args:
-        heads: h, which share the vectors.
-        reach: Offsets beyond it share the last vector.
+        heads: h; all heads share the vectors.
+        reach: Larger offsets share the last vector.
     """
     return _with_bias("shaw", biases.Shaw(head_dim, reach=reach, seed=seed), head_dim, heads, choices)
 
 
 @register(
-    summary="content and relative sinusoids with two learned vectors",
     citation="Dai et al. 2019, section 3.3; RoFormer, Eq. 7",
     equation="<q + u, k> + <q + v, W p_t>",
     cost="t d m + t^2 m for m sinusoids",
@@ -36,10 +34,10 @@ def shaw(head_dim: int, heads: int, *, reach: int = 16, seed: int = 0, **choices
 def transformer_xl(
     head_dim: int, heads: int, *, model_dim: int | None = None, seed: int = 0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """Content and relative sinusoids with two learned vectors (Dai et al. 2019, section 3.3; RoFormer, Eq. 7). Softmax.
+    """Content and relative sinusoids, with two learned vectors. Softmax.
 
     Args:
-        model_dim: Width of the sinusoids, even; head_dim * heads (and one more if odd) by default.
+        model_dim: Number of sinusoids, even; head_dim * heads by default, plus one if odd.
     """
     width = head_dim * heads if model_dim is None else model_dim
     width = width + width % 2 if model_dim is None else width
@@ -48,7 +46,6 @@ def transformer_xl(
 
 
 @register(
-    summary="a learned number a head and bucket of offsets",
     citation="Raffel et al. 2020, section 2.1",
     equation="<q, k> + b_bucket(t)",
     cost="t^2",
@@ -65,21 +62,20 @@ def t5(
     bidirectional: bool = True,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """A learned number a head and bucket of offsets, added to logits (Raffel et al. 2020, section 2.1). Softmax.
+    """One learned number per head and bucket of offsets, added to logits. Softmax.
 
-    T5 itself does not scale its logits by d^-1/2; this scheme does, as its neighbours.
+    T5 does not scale its logits by d^-1/2; this scheme does, as the other schemes do.
 
     Args:
         buckets: Number of buckets.
-        max_distance: From there on offsets share the last bucket.
-        bidirectional: Whether keys after the query have buckets of their own.
+        max_distance: Larger offsets share the last bucket.
+        bidirectional: Whether keys after the query have separate buckets.
     """
     bias = biases.T5(heads, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
     return _with_bias("t5", bias, head_dim, heads, choices)
 
 
 @register(
-    summary="content to position and position to content",
     citation="He et al. 2021, Eq. 4; RoFormer, Eq. 10",
     equation="<q, k> + <q, K_t> + <Q_-t, k>",
     cost="t n d + t^2",
@@ -96,19 +92,21 @@ def deberta(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Content to position and position to content, scaled by (3 d)^-1/2 (He et al. 2021, Eq. 4; RoFormer, Eq. 10). Softmax.
+    """Content to position and position to content. Softmax.
+
+    Logits are scaled by (3 d)^-1/2.
 
     Args:
-        buckets: Rows of either direction.
-        max_distance: Far offsets share rows by logarithm up to this one; none clips them, as in version 1.
-        released: Position to content reads the row of t, not of -t, as the authors' code does: for released weights.
+        buckets: Rows per direction.
+        max_distance: Far offsets share rows logarithmically up to this distance; with None offsets are clipped, as in
+            version 1.
+        released: Position to content reads row t instead of row -t, as in the authors' code: for released weights.
     """
     bias = biases.DeBERTa(heads, head_dim, buckets=buckets, max_distance=max_distance, released=released, seed=seed)
     return _with_bias("deberta", bias, head_dim, heads, choices, scale=(3 * head_dim) ** -0.5)
 
 
 @register(
-    summary="a learned kernel a head of the distance",
     citation="Chi et al. 2022, KERPLE",
     equation="<q, k> - r1 log(1 + r2 |t|); power: <q, k> - r1 |t|^r2",
     cost="t^2",
@@ -119,9 +117,9 @@ def deberta(
 def kerple(
     head_dim: int, heads: int, *, kernel: Literal["log", "power"] = "log", seed: int = 0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """A learned kernel of the distance, subtracted from logits (Chi et al. 2022, KERPLE). Softmax.
+    """A learned kernel of the distance per head, subtracted from logits. Softmax.
 
-    It is direction-blind. With kernel="power" and r2 = 1 it is ALiBi with learned slopes.
+    Scores are symmetric in the direction. With kernel="power" and r2 = 1 it is ALiBi with learned slopes.
 
     Args:
         kernel: "log", r1 log(1 + r2 |t|), or "power", r1 |t|^r2.
@@ -130,7 +128,6 @@ def kerple(
 
 
 @register(
-    summary="a learned network of distances, shares of the query's position",
     citation="Li et al. 2024, FIRE, arXiv 2310.04418",
     equation="<q, k> + f(psi(|t|) / psi(max(L, x))), psi(n) = log(c n + 1)",
     cost="t^2 n for n hidden units",
@@ -141,20 +138,19 @@ def kerple(
 def fire(
     head_dim: int, heads: int, *, width: int = 32, length: float = 512.0, seed: int = 0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """A learned network of log distances as shares of the query's position (Li et al. 2024, FIRE). Softmax.
+    """A learned network of distances relative to the query's position. Softmax.
 
-    Relative for queries at positions up to L only, which is learned; direction-blind.
+    Scores are relative only for queries at positions up to L, which is learned, and symmetric in the direction.
 
     Args:
         width: Hidden units of f.
-        length: L at the start.
+        length: Initial L.
     """
     bias = biases.Fire(heads, width=width, length=length, seed=seed)
     return _with_bias("fire", bias, head_dim, heads, choices)
 
 
 @register(
-    summary="no encoding, a decay a head with geometric slopes",
     citation="Press et al. 2022, ALiBi, section 3",
     equation="<q, k> - slope |t|; linear: <q, k> exp(-slope |t|)",
     cost="t",
@@ -162,9 +158,10 @@ def fire(
     content=False,
 )
 def alibi(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
-    """ALiBi: no encoding but a decay a head, logits minus slope times distance (Press et al. 2022, section 3).
+    """No encoding; a decay per head with geometric slopes.
 
-    With ``attention="softmax"`` it is the paper's; linear attention multiplies its weights by exp(-slope * distance).
+    With ``attention="softmax"`` it is the paper's: logits minus slope times distance. Linear attention multiplies its
+    weights by exp(-slope * distance).
     """
     return compose(encodings.Identity(head_dim), heads, choices, {"decay": "alibi"})
 

@@ -20,7 +20,6 @@ Theta = Literal["a", "b", "c"]
 
 
 @register(
-    summary="learned phases, direction-blind on real features in a real basis",
     citation="Qin et al. 2023, LRPE, Eq. 22",
     equation="Re q^H P^H diag(e^(i a t)) P k",
     cost="t d, twice the features on real vectors",
@@ -41,20 +40,21 @@ def lrpe_unitary(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """LRPE's unitary type: learned phases e^{i angle x} of complex features in the basis P (LRPE, Eq. 22 and D.1).
+    """Learned phases; symmetric in the direction on real features in a real basis.
 
-    On real vectors it takes the real part of each score. With a real P it is a sum of cosines: score(i, j) = score(j, i), so
-    that without `causal` a model cannot tell left from right; with "dft", a complex one, it can. With `complex` the d
-    features are d/2 complex ones, pairs (2i, 2i+1) as in rope: queries, keys and denominator are complex, and the output is
-    the real part (Eq. 38); scores are rope's in basis P.
+    This is LRPE's unitary type: phases e^{i angle x} of complex features in the basis P (Eq. 22 and D.1). On real vectors,
+    scores are real parts. With a real P they are sums of cosines, score(i, j) = score(j, i), so without `causal` a model
+    cannot distinguish left from right; with the complex basis "dft" it can. With `complex`, the d features are d/2 complex
+    ones, pairs (2i, 2i+1) as in rope; queries, keys and denominator are complex, the output is the real part (Eq. 38), and
+    scores are those of rope in the basis P.
 
     Args:
         head_dim: d; even if complex.
-        basis: P; "fourier" is the real transform on real vectors and the complex one on complex ones, "dft" the complex one
-            on real vectors, as in the paper's listing.
+        basis: P. "fourier" is the real transform on real vectors and the complex one on complex vectors. "dft" is the
+            complex one on real vectors, as in the paper's listing.
         complex: Whether queries and keys are complex.
         length: Reference length of theta "b" and "c".
-        learned: Learn the angles, each head its own, as the paper says (Appendix D.1); its listing has "b" and "c" fixed.
+        learned: Learn the angles, separately per head, as the paper says (Appendix D.1); its listing has "b" and "c" fixed.
     """
     count = even(head_dim) // 2 if complex else head_dim
     angle = rope_frequencies(count, base) if complex else rope_frequencies(count, base).square()
@@ -68,7 +68,6 @@ def lrpe_unitary(
 
 
 @register(
-    summary="rotation of feature pairs by learned angles in an orthogonal basis",
     citation="Qin et al. 2023, LRPE, Eq. 23",
     equation="<P q, R(a t) P k>",
     cost="t d",
@@ -89,16 +88,16 @@ def lrpe_orthogonal(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """LRPE's orthogonal type: rotations by learned angles, at first base^(-2t/d), in the basis P (LRPE, Eq. 23 and D.1).
+    """Rotation of feature pairs by learned angles, in an orthogonal basis P.
 
-    With fixed angles and P = I, ``learned=False, basis="identity"``, it is rope.
+    Initial angles are base^(-2t/d). With ``learned=False, basis="identity"`` this is rope.
 
     Args:
         head_dim: d; d - identity is even.
         basis: P.
         identity: q, features of P's image that do not rotate: the paper's identity block, "mixed" in its listing.
         length: Reference length of theta "b" and "c".
-        learned: Learn the angles, each head its own, as the paper says (Appendix D.1); its listing has "b" and "c" fixed.
+        learned: Learn the angles, separately per head, as the paper says (Appendix D.1); its listing has "b" and "c" fixed.
     """
     if not 0 <= identity < head_dim:
         raise ValueError(f"identity: expected 0 to {head_dim - 1} features that do not rotate, got {identity}")
@@ -110,7 +109,6 @@ def lrpe_orthogonal(
 
 
 @register(
-    summary="powers of a permutation in an orthogonal basis",
     citation="Qin et al. 2023, LRPE, Eq. 24",
     equation="<P q, pi^t P k>",
     cost="t d",
@@ -125,17 +123,18 @@ def lrpe_permutation(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """LRPE's permutation type: powers of a random permutation a head, in the basis P (LRPE, Eq. 24).
+    """Powers of a random permutation per head, in an orthogonal basis P.
 
     Args:
-        basis: P. With "identity" or "odd-even" scores of positive features stay and so may "encoded" denominators.
+        basis: P. "identity" and "odd-even" keep positive features positive; other bases may make "encoded" denominators
+            negative.
     """
     encoding = encodings.Permutation(random_permutations(head_dim, heads, seed))
     return compose(_in_basis(encoding, basis, heads, learned_basis, seed), heads, choices)
 
 
 def _thetas(theta: str, count: int, length: int, first: Tensor) -> Tensor:
-    """LRPE's angles of a type, float64 ``[count]``; `first` are those of type a."""
+    """LRPE's angles of a type, float64 ``[count]``; `first` are the angles of type a."""
     expect("theta", theta, typing.get_args(Theta))
     at_least("length", length)
     order = torch.arange(1, count + 1, device="cpu", dtype=torch.float64)

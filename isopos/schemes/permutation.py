@@ -13,7 +13,6 @@ from isopos.schemes.registry import compose, even, register, split
 
 
 @register(
-    summary="powers of a permutation a head, with decay",
     citation="Chen 2021, PermuteFormer, Eq. 11",
     equation="<q, pi^t k>",
     cost="t d",
@@ -30,18 +29,19 @@ def permuteformer(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """PermuteFormer: powers of a permutation a head, ReLU features, decay r in [0.88, 0.99] (PermuteFormer, Eq. 11).
+    """Powers of a permutation per head, with decay.
 
-    The paper has r = 1 in bidirectional models: ``decay="none"``. The authors' code has r = sigmoid(2 + 3 h / H) of head h,
-    ``decay="permuteformer-released"``, and divides by nothing. `scheme.encoding.orders` tells how many positions each head
-    tells apart, and `common_order` how many all do.
+    Features are ReLU and the decay is r in [0.88, 0.99] (Eq. 11). The paper has r = 1 in bidirectional models:
+    ``decay="none"``. The authors' code has r = sigmoid(2 + 3 h / H) for head h, ``decay="permuteformer-released"``, and no
+    denominator. `scheme.encoding.orders` is the number of positions that each head distinguishes, `common_order` that of all
+    heads together.
 
     Args:
-        width: Features of queries and keys are width * d, by wider projections; 4 in the paper (section 4.1).
-        matrix: What takes powers: a permutation, nothing (the ablation without permutation) or a random orthogonal matrix,
-            whose "encoded" denominators may be negative.
-        orders: Random permutations as in the paper, or ones of large orders, up to 2,042,040 for 64 features.
-        length: Longest sequence; a common order below it is warned of.
+        width: Queries and keys have width * d features, by wider projections; 4 in the paper (section 4.1).
+        matrix: The matrix whose powers are taken: "permutation", "identity" (the ablation without permutation) or
+            "orthogonal", a random one, whose "encoded" denominators may be negative.
+        orders: Random permutations as in the paper, or permutations of large orders, up to 2,042,040 for 64 features.
+        length: Longest sequence; a smaller common order raises a warning.
     """
     expect("matrix", matrix, ("permutation", "identity", "orthogonal"))
     if matrix != "permutation" and (orders, length) != ("random", None):
@@ -59,7 +59,6 @@ def permuteformer(
 
 
 @register(
-    summary="powers of commuting permutations on a grid",
     citation="Chen 2021, PermuteFormer, Eq. 14",
     equation="<q, pi_1^t1 pi_2^t2 k>",
     cost="t d",
@@ -75,18 +74,19 @@ def permuteformer_2d(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """PermuteFormer on a grid: a permutation an axis, which act on features of their own and so commute (Eq. 14).
+    """Powers of commuting permutations on a grid, one per axis.
+
+    The permutations act on separate features and so commute (Eq. 14).
 
     Args:
         head_dim: d, at least 2 for each axis.
-        axes: Of the grid.
-        orders: Random permutations as in the paper, or ones of large orders.
-        length: Longest axis; an axis whose common order is below it is warned of.
+        orders: Random permutations as in the paper, or permutations of large orders.
+        length: Longest axis; a smaller common order of an axis raises a warning.
     """
     widths = split(head_dim, axes, 1)
-    own = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
+    per_axis = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
     maps = torch.arange(head_dim, device="cpu").expand(heads, axes, -1).clone()
-    for n, (axis, first) in enumerate(zip(own, (sum(widths[:n]) for n in range(axes)), strict=True)):
+    for n, (axis, first) in enumerate(zip(per_axis, (sum(widths[:n]) for n in range(axes)), strict=True)):
         maps[:, n, first : first + axis.shape[-1]] = axis + first
     defaults = {"feature_map": "relu", "denominator": "encoded"}
     return compose(encodings.Permutation(maps, length=length), heads, choices, defaults)

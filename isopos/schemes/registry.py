@@ -1,4 +1,4 @@
-"""What makes a function a named scheme, and what finds one by its name and options as text."""
+"""Registration of scheme functions, construction of schemes from names and text options, and helpers for presets."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isopos import bases, encodings
-from isopos.catalog import CATALOG, Entry, at_least, closest, expect, own_module
+from isopos.catalog import CATALOG, Entry, at_least, closest, entry_of, expect, own_module
 from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.kinds import FIELDS, Linear, Softmax, kind_of
@@ -38,50 +38,55 @@ PairLayout = Literal["interleaved", "half"]
 REGISTRY: dict[str, Callable[..., Scheme]] = {}
 ARGUMENTS = {
     "head_dim": "d; even where pairs of features rotate.",
-    "gated": "Learn how much of each feature of a head ignores positions, the paper's gated variant.",
+    "gated": "Learn, per head and feature, which part ignores positions: the paper's gated variant.",
     "heads": "h.",
-    "base": "Of geometric frequencies or angles.",
-    "initial": 'Angles at the start: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
-    "layout": 'Where pairs come from, "interleaved" (2i, 2i+1) or "half" (i, i + d/2), as in checkpoints of transformers; '
-    "rotated features\n        come out interleaved.",
-    "learned": "Learn the frequencies or angles, each head its own.",
+    "axes": "Number of axes of positions.",
+    "base": "Base of geometric frequencies or angles.",
+    "branches": "Largest number of children of a node.",
+    "initial": 'Initial angles: "rope", base^(-2i/d), or "identity", many small and progressively fewer large ones.',
+    "layout": 'Input layout of pairs: "interleaved" (2i, 2i+1), or "half" (i, i + d/2), as in checkpoints of transformers. '
+    "Rotated\n        features are interleaved.",
+    "learned": "Learn the frequencies or angles, separately per head.",
     "learned_basis": "Learn the normal of the Householder basis.",
-    "locality": "Factor of softmax logits for each step of distance; 0.98 in the paper.",
+    "locality": "Factor of softmax logits per step of distance; 0.98 in the paper.",
     "model_dim": "Width of the token embeddings; head_dim * heads by default.",
-    "noise_per_head": "Draw noise for each head, as in the authors' code; otherwise heads share one draw.",
+    "noise_per_head": "Draw noise separately per head, as in the authors' code; otherwise heads share one draw.",
     "realizations": "Features of queries and keys; d by default.",
-    "seed": "Of what is drawn at random.",
+    "seed": "Seed of random initial values.",
     "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'
     "\n        in the paper's listing, whose length is that of each input; here it is fixed: a prefix keeps its outputs.",
     "choices": "See `isopos.scheme.Choices`.",
-}  # what several schemes have, where they say nothing else
+}  # descriptions of common options, unless a scheme's docstring describes them
 
 Function = TypeVar("Function", bound=Callable[..., Scheme])
 
 
-def register(**said: Any) -> Callable[[Function], Function]:
-    """Make a function ``(head_dim, heads, *, options, **choices) -> Scheme`` a scheme of that name, `-` standing for `_`.
+def register(**fields: Any) -> Callable[[Function], Function]:
+    """Register a function ``(head_dim, heads, *, options, **choices) -> Scheme`` under its name, with `-` for `_`.
 
-    `build`, the command line, laws and documents know it from then on. Annotations of its options say how text is read; its
-    docstring describes them, and those that all schemes have are added.
+    `build`, the command line, laws and documents then know the scheme. Annotations of its options define how text is parsed;
+    its docstring describes them, and common options are added to it.
 
     Args:
-        said: Fields of `isopos.catalog.Entry`: summary, citation and equation at least.
+        fields: Fields of `isopos.catalog.Entry`, at least citation and equation. The summary is the docstring's first line.
 
     Raises:
-        ValueError: Where there is a scheme of that name.
+        ValueError: If the name is registered already.
 
     Examples:
         >>> import isopos
         >>> from isopos.scheme import Scheme
-        >>> @register(summary="rotation by whole turns", citation="me", equation="<q, k>")
+        >>> @register(citation="this example", equation="<q, k>")
         ... def whole_turns(head_dim, heads=1, **choices):
+        ...     '''Rotation by whole turns.'''
         ...     return Scheme(isopos.encodings.Identity(head_dim), heads, **choices)
+        >>> isopos.catalog.CATALOG["whole-turns"].summary
+        'Rotation by whole turns'
         >>> build("whole-turns", 8, 2, {"attention": "softmax"}).attention
         'softmax'
         >>> del REGISTRY["whole-turns"], isopos.catalog.CATALOG["whole-turns"]
     """
-    entry = Entry(**said)
+    Entry(**{"summary": "", **fields})  # a missing field is an error here, not at the function
 
     def add(function: Function) -> Function:
         name = function.__name__.replace("_", "-")
@@ -105,29 +110,31 @@ def register(**said: Any) -> Callable[[Function], Function]:
             if isinstance(kind := options.get("attention"), Linear | Softmax):
                 options |= {"attention": kind.name, **kind.chosen}
             bound = signature.bind(*arguments, **options)
-            given = bound.arguments
-            at_least("head_dim", given["head_dim"])
-            at_least("heads", 1 if given.get("heads") is None else given["heads"])
+            values = bound.arguments
+            at_least("head_dim", values["head_dim"])
+            at_least("heads", 1 if values.get("heads") is None else values["heads"])
             scheme = function(*arguments, **options)
             bound.apply_defaults()
             scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in known()}
             return scheme
 
-        checked.__doc__ = _described(function)
+        entry = entry_of(inspect.getdoc(function), fields)
+        checked.__doc__ = _described(function, entry)
         REGISTRY[name], CATALOG[name] = checked, entry
         return typing.cast(Function, checked)
 
     return add
 
 
-def _described(function: Callable[..., Scheme]) -> str:
-    """The docstring, with those of `ARGUMENTS` that it does not describe itself."""
-    text, _, own = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    own, *rest = own.split("\n\n", 1)
+def _described(function: Callable[..., Scheme], entry: Entry) -> str:
+    """The docstring, completed by the source and by `ARGUMENTS`."""
+    text, _, described = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    described, *rest = described.split("\n\n", 1)
     lines = {name: f"    {name}: {what}" for name, what in ARGUMENTS.items()}
-    lines |= {part.split(":")[0].strip(): part.rstrip() for part in re.split(r"^(?=    \w+:)", own, flags=re.M) if part}
+    parts = re.split(r"^(?=    \w+:)", described, flags=re.M)
+    lines |= {part.split(":")[0].strip(): part.rstrip() for part in parts if part}
     arguments = [lines[name] for name in inspect.signature(function).parameters if name in lines]
-    return "\n\n".join([text, "\n".join(["Args:", *arguments]), *rest])
+    return "\n\n".join([text, f"Source: {entry.citation}.", "\n".join(["Args:", *arguments]), *rest])
 
 
 def build(
@@ -138,20 +145,19 @@ def build(
     *,
     model: Mapping[str, object] | None = None,
 ) -> Scheme:
-    """A scheme from its name and options: as text, as the command line has them, or as values.
+    """A scheme from its name and options, as text from the command line or as values.
 
     Args:
-        name: As `resolve` takes it.
+        name: Name, as in `resolve`.
         head_dim: d.
         heads: h.
-        options: Values by option, or their text.
-        model: What is known of the model around it: "length", the longest sequence in training; "reach", the longest that
-            will be evaluated; "branches", children of a node at most; "depth", that of a usual tree; "scale", the standard
-            deviation of token embeddings; "seed". Options that `Entry.fits` names, and any seed, follow them where `options`
-            says nothing.
+        options: Value of each option, or its text.
+        model: Known facts about the model: "length", the longest sequence in training; "reach", the longest in evaluation;
+            "branches", largest number of children of a node; "depth" of a typical tree; "scale", the standard deviation of
+            token embeddings; "seed". They determine options in `Entry.fits`, and seeds, that `options` does not contain.
 
     Raises:
-        ValueError: For an unknown scheme, option or value, naming those that exist.
+        ValueError: For an unknown scheme, option or value; the message lists the valid ones.
 
     Examples:
         >>> build("rope", 64, 8, {"decay": "retnet", "base": "500000"}).choices["decay"]
@@ -172,33 +178,33 @@ def build(
 
 
 def resolve(name: str) -> str:
-    """The name in `REGISTRY` of a scheme: that name itself, or ``module.name`` of one that a module of yours registers.
+    """The key in `REGISTRY` for a scheme: its name, or ``module.name`` for a scheme that your module registers.
 
-    The module is imported, from the working folder or as it is installed.
+    The module is imported from the working folder or from installed packages.
 
     Raises:
         ValueError: For an unknown name, a module that cannot be imported, or one that registers no such scheme.
     """
-    module, dot, own = name.rpartition(".")
+    module, dot, scheme = name.rpartition(".")
     if dot:
         own_module(module, f"scheme {name}")
-        if own not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
-            found = ", ".join(known) or "none"
+        if scheme not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
+            names = ", ".join(known) or "none"
             raise ValueError(
-                f"scheme {name}: expected a scheme that {module} registers by @register, got {own!r} of {found}"
+                f"scheme {name}: expected a scheme that {module} registers by @register, got {scheme!r} of {names}"
             )
     elif name not in REGISTRY:
         raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
-    return own
+    return scheme
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a scheme and their types, or the names to choose from."""
+    """Options of a scheme with their types, or with the valid names."""
     hints = typing.get_type_hints(REGISTRY[name])
     parameters = inspect.signature(REGISTRY[name]).parameters.values()
-    own = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    kinds = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
     return {
-        o: typing.get_args(kind) if typing.get_origin(kind) is Literal else kind for o, kind in own.items()
+        o: typing.get_args(kind) if typing.get_origin(kind) is Literal else kind for o, kind in kinds.items()
     } | choices_of()
 
 
@@ -224,9 +230,9 @@ def _parse(what: str, text: str, kind: Any) -> Any:
 def compose(
     encoding: Coupling, heads: int | None, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
 ) -> Scheme:
-    """A scheme of these parts with a preset's defaults, where they have a meaning and the user has not chosen.
+    """A scheme of these parts, with a preset's defaults where the user has not chosen and they apply.
 
-    Fields of `Linear` and `Softmax` stand beside the name of the kind: the short form, which users type.
+    Fields of `Linear` and `Softmax` may be passed beside the name of the kind, the short form for users.
     """
     defaults = defaults or {}
     if heads is None and choices.get("decay", "none") != "none":
@@ -243,7 +249,7 @@ def compose(
 
 
 def even(width: int) -> int:
-    """The width; ValueError where it has no pairs of features."""
+    """The width; ValueError unless it is a positive even number."""
     if width % 2 or width < 2:
         raise ValueError(f"head size: expected an even number of features for a rotation of pairs, got {width}")
     return width
@@ -256,12 +262,12 @@ def laid_out(rotary: Encoding, layout: str) -> Encoding:
 
 
 def axial(shares: Sequence[int], base: float) -> Tensor:
-    """Rope's frequencies of each axis on so many pairs of its own, float64 ``[c f]``: each is zero but on its own axis."""
+    """Rope's frequencies for each axis on separate pairs, float64 ``[c f]``; each is zero except on its axis."""
     return torch.block_diag(*(rope_frequencies(share, base) for share in shares))
 
 
 def split(width: int, parts: int, step: int) -> list[int]:
-    """Widths of parts, as equal as multiples of `step` allow, larger ones first."""
+    """Widths of parts: multiples of `step`, as equal as possible, larger ones first."""
     if width < step * at_least("axes", parts):
         raise ValueError(f"head size: expected at least {step * parts} features for {parts} parts, got {width}")
     share, rest = divmod(width // step, parts)

@@ -1,4 +1,4 @@
-"""Rotations of feature pairs with fixed frequencies: RoPE, p-RoPE, RetNet, xPos, Jordan blocks, cosFormer's single angle."""
+"""Rotations of feature pairs by fixed frequencies: RoPE, p-RoPE, RetNet, xPos, Jordan blocks, and cosFormer."""
 
 import math
 from typing import Literal, Unpack
@@ -7,14 +7,13 @@ import torch
 
 from isopos import encodings
 from isopos.catalog import at_least, expect
-from isopos.contragredient import Beside, Jordan
+from isopos.contragredient import ContragredientSum, Jordan
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
 
 @register(
-    summary="rotation of feature pairs",
     citation="Su et al. 2021, RoFormer, Eq. 14-16",
     equation="<q, R(w t) k>",
     cost="t d",
@@ -30,15 +29,17 @@ def rope(
     layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Rotary position embedding: pairs of features rotate by base^(-2i/d) a step (RoFormer, Eq. 14-16; linear: Eq. 19).
+    """Rotary position embedding: rotation of feature pairs.
+
+    Pair i rotates by base^(-2i/d) per step. In linear attention the default denominator is Eq. 19's.
 
     Args:
-        heads: h; without it any number of heads is served alike, learned frequencies shared.
-        rotary_dim: Features that rotate, even; the others pass unchanged (partial rotary). All by default.
-        layout: Where pairs come from; rotated features come out interleaved, as pairs (2i, 2i+1), in either layout.
-            "interleaved" takes them from there, as in the paper, "half" from (i, i + rotary_dim / 2), as in Llama's
-            checkpoints: scores are Llama's, but keys that Llama's code rotated and cached, in half order, fit no query of
-            ours. A stream of one layout is refused by the other. `isopos.nn.convert_layout` converts weights.
+        heads: h; by default any number of heads, which share learned frequencies.
+        rotary_dim: Features that rotate, even; the rest pass unchanged (partial rotary). All by default.
+        layout: Input layout of pairs; the rotated features are interleaved, pairs (2i, 2i+1), in both. "interleaved" reads
+            pairs (2i, 2i+1), as in the paper; "half" reads pairs (i, i + rotary_dim / 2), as in Llama's checkpoints. With
+            "half" scores equal Llama's, but keys that Llama's code rotated and cached do not match our queries, and streams
+            of one layout are refused by the other. `isopos.nn.convert_layout` converts weights.
     """
     width = head_dim if rotary_dim is None else rotary_dim
     if not 0 < width <= head_dim:
@@ -48,7 +49,6 @@ def rope(
 
 
 @register(
-    summary="rotation of feature pairs, none of the slowest ones",
     citation="Barbero et al. 2024, arXiv 2410.06205, section 6",
     equation="<q, R(w t) k>, w = 0 but for the fastest",
     cost="t d",
@@ -63,12 +63,13 @@ def p_rope(
     layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """p-RoPE: the slowest frequencies of rope are zero, so that their features carry content alone (Barbero et al. 2024).
+    """Rotation of feature pairs, except the slowest ones.
 
-    Partial rotary (``rope(..., rotary_dim=...)``) rotates as many pairs by frequencies down to the slowest instead.
+    The slowest frequencies of rope are set to zero, so that their features carry content alone. Partial rotary
+    (``rope(..., rotary_dim=...)``) instead spreads all of rope's frequencies over as many pairs.
 
     Args:
-        p: Share of pairs that rotate, above 0 and up to 1, which is rope; their number, int(p d / 2), is at least 1.
+        p: Fraction of pairs that rotate, above 0 and up to 1, which is rope. At least one pair, int(p d / 2), must rotate.
     """
     if not 0 < p <= 1 or (kept := int(p * even(head_dim) // 2)) < 1:
         raise ValueError(f"p: expected a share up to 1 that rotates at least one of {head_dim // 2} pairs, got {p}")
@@ -78,7 +79,6 @@ def p_rope(
 
 
 @register(
-    summary="RetNet's rotation of feature pairs and decay a head",
     citation="Sun et al. 2023, RetNet, Eq. 5 and 8",
     equation="<q, R(w t) k> gamma^|t|",
     cost="t d",
@@ -93,15 +93,15 @@ def retnet(
     base: float = 10000.0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """RetNet's rotary with a decay a head, gamma = 1 - 2^(-5-h) (RetNet, Sun et al. 2023, Eq. 5 and 8).
+    """Rotation of feature pairs, and RetNet's decay per head.
 
-    By default on the feature map and denominator of its neighbours, so that only the decay differs from rope.
-    TransNormerLLM's LRPE-d is of this family. RetNet's swish gate belongs to the layer, not to a scheme, and `isopos.models`
-    have none; so does the norm of heads, a layer norm in `Attention` and an RMS norm in the authors' code.
+    The decay is gamma = 1 - 2^(-5-h). Feature map and denominator default to those of rope, so that the two schemes differ
+    in the decay alone. TransNormerLLM's LRPE-d belongs to this family. RetNet's swish gate is part of its layer, and
+    `isopos.models` do not have it; the norm of heads is a layer norm in `Attention` and an RMS norm in the authors' code.
 
     Args:
         original: RetNet's retention: identity feature map, no denominator, a norm of each head's output.
-        frequencies: "rope", base^(-2i/d), or "torchscale", those of the authors' code, from 1 to 1/base with both ends.
+        frequencies: "rope", base^(-2i/d), or "torchscale", the frequencies of the authors' code, from 1 to 1/base inclusive.
     """
     expect("frequencies", frequencies, ("rope", "torchscale"))
     defaults = {"feature_map": "identity", "denominator": "none"} if original else {}
@@ -115,7 +115,6 @@ def retnet(
 
 
 @register(
-    summary="rotation of feature pairs that shrink with distance; causal",
     citation="Sun et al. 2022, arXiv 2212.10554, Algorithm 1",
     equation="<q, zeta^(-t / 512) R(w t) k>",
     cost="t d",
@@ -124,13 +123,13 @@ def retnet(
 def xpos(
     head_dim: int, heads: int | None = None, *, base: float = 10000.0, length: float = 512.0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """xPos: rotations whose pairs shrink with distance, fast ones more (Sun et al. 2022, Algorithm 1). Causal.
+    """Rotation of feature pairs that shrink with distance; causal.
 
-    A scale is a power of the position about a fixed zero, so cached keys stay valid; positions are limited to some 16,000
-    at the default length. RetNet's decay a head, without a limit, is the scheme retnet.
+    Fast pairs shrink more. Scales are powers of the position relative to a fixed zero, so cached keys stay valid; positions
+    are limited to about 16,000 at the default length. The scheme retnet has a decay per head without this limit.
 
     Args:
-        length: Steps in which pair i shrinks by (2i/d + 0.4) / 1.4.
+        length: Number of steps in which pair i shrinks by (2i/d + 0.4) / 1.4.
     """
     frequency = rope_frequencies(even(head_dim) // 2, base)
     if not length > 0:
@@ -141,7 +140,6 @@ def xpos(
 
 
 @register(
-    summary="Jordan blocks: rotations with powers of the offset",
     citation="real Jordan forms, which hold Sun et al. 2022 and Press et al. 2022",
     equation="<q, exp(t A) k>, A of Jordan blocks: t^n / n! e^((g + i w) t)",
     cost="t d m for blocks of order m",
@@ -158,18 +156,19 @@ def jordan(
     length: float = 1024.0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """exp(t A) of real Jordan blocks, of one order, growth and rope's frequencies: every kind of relative score of a line.
+    """Jordan blocks: rotations multiplied by powers of the offset.
 
-    It is relative exactly, and no isometry: rope is order 1, xpos order 1 with a growth of each pair, ALiBi's term order 2
-    without a rotation (see `isopos.contragredient.Jordan`). Features of a block see powers of the offset up to order - 1, in
-    units of `length`, which RetNet's decay a head outgrows by default. Float32 is exact to 2e-6 up to 8 times the length
-    from zero, for order 2; positions beyond are refused.
+    exp(t A) for real Jordan blocks of one order, one growth rate and rope's frequencies gives every kind of relative score
+    on a line. It is exactly relative, but not an isometry. Order 1 is rope, or xpos with one growth rate per pair; order 2
+    without a rotation contains ALiBi's term (see `isopos.contragredient.Jordan`). Scores of a block contain powers of the
+    offset up to order - 1, in units of `length`; the default decay, RetNet's, outweighs them. For order 2, float32 is exact
+    to 2e-6 up to 8 times the length from zero; positions beyond are refused.
 
     Args:
-        order: m, pairs of a block; those that are left over only turn.
-        growth: Nats in `length` steps by which weights of earlier keys shrink, and those of later ones grow: for causal
-            attention. A decay does the first at any length, and either way.
-        length: Steps in which the offset counts one: of the longest sequence, about.
+        order: m, pairs per block; pairs that are left over rotate only.
+        growth: Growth rate in nats per `length` steps: weights of earlier keys shrink and weights of later keys grow, so it
+            needs causal attention. A decay shrinks weights at any length and in both directions.
+        length: Unit of the offset in steps; about the length of the longest sequence.
     """
     count, rest = divmod(even(head_dim) // 2, at_least("order", order))
     if not count:
@@ -180,12 +179,11 @@ def jordan(
     rate = torch.full_like(frequency, growth / length)
     encoding = Jordan(rate[:count], frequency[:count], order=order, length=length)
     if rest:
-        encoding = Beside([encoding, Jordan(rate[count:], frequency[count:])], shared=True)
+        encoding = ContragredientSum([encoding, Jordan(rate[count:], frequency[count:])], shared=True)
     return compose(encoding, heads, choices, {"decay": "retnet"})
 
 
 @register(
-    summary="weights times a cosine of the offset, direction-blind",
     citation="cosFormer (2022); LRPE, Eq. 35",
     equation="cos(pi t / 2 M) <q, k>",
     cost="t d, twice the features",
@@ -194,13 +192,13 @@ def jordan(
     fits={"length": "reach"},
 )
 def cosformer(head_dim: int, heads: int | None = None, *, length: int = 2048, **choices: Unpack[Choices]) -> Scheme:
-    """cosFormer: ReLU features, weights times cos(pi / 2 * offset / length) (Qin et al. 2022; LRPE, Eq. 35).
+    """Weights multiplied by a cosine of the offset; symmetric in the direction.
 
-    One angle for all features, as LRPE's unitary type: direction-blind. Weights are positive for offsets below `length`;
-    features here are max(x, 0) + 0.001.
+    Weights are multiplied by cos(pi / 2 * offset / length), with one angle for all features, as in LRPE's unitary type. They
+    are positive for offsets below `length`. The feature map is max(x, 0) + 0.001.
 
     Args:
-        length: M, the offset whose weight is zero: at least the longest sequence.
+        length: M, the offset of weight zero: at least the longest sequence.
     """
     angle = torch.full((1, 1, head_dim), math.pi / 2 / at_least("length", length), device="cpu", dtype=torch.float64)
     encoding = encodings.Rotary(angle, lift=True, max_length=length)

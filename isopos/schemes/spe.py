@@ -8,7 +8,6 @@ from isopos.schemes.registry import compose, register
 
 
 @register(
-    summary="random features of sinusoidal covariances, relative in expectation",
     citation="Liutkus et al. 2021, sineSPE",
     equation="E = sum_d q_d k_d sum_k l_dk^2 cos(w_dk t - phi_dk)",
     cost="t d r (2 k + 1) for r realizations",
@@ -26,10 +25,12 @@ def spe_sine(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Stochastic encoding by sines, ahead of the feature map: relative in expectation (Liutkus et al. 2021, sineSPE).
+    """Random features with sinusoidal covariance; relative in expectation.
+
+    The encoding acts ahead of the feature map.
 
     Args:
-        sines: Of each feature.
+        sines: Number of sinusoids per feature.
     """
     coupling = couplings.SineSPE(
         head_dim, heads, sines=sines, realizations=realizations, gated=gated, noise_per_head=noise_per_head, seed=seed
@@ -38,7 +39,6 @@ def spe_sine(
 
 
 @register(
-    summary="random features of filtered noise, relative in expectation",
     citation="Liutkus et al. 2021, convSPE",
     equation="E = sum_d q_d k_d (f_d * g_d)(t)",
     cost="t d r n for n steps of the filters",
@@ -56,10 +56,12 @@ def spe_conv(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Stochastic encoding by filtered noise ahead of the feature map, relative in expectation (Liutkus 2021, convSPE).
+    """Random features of filtered noise; relative in expectation.
+
+    The encoding acts ahead of the feature map.
 
     Args:
-        reach: Steps of the filters; offsets beyond it are not told apart.
+        reach: Length of the filters in steps; larger offsets are not distinguished.
     """
     coupling = couplings.ConvSPE(
         head_dim, heads, reach=reach, realizations=realizations, gated=gated, noise_per_head=noise_per_head, seed=seed

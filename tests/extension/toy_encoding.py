@@ -1,4 +1,4 @@
-"""An encoding of one's own, and a scheme with it: a mirror a head, in which every other token is seen."""
+"""A custom encoding and its scheme: one reflection per head, applied to every other token."""
 
 from typing import Unpack
 
@@ -28,7 +28,7 @@ class Mirror(Encoding):
         return Operators((torch.eye(self.features, device=x.device) - 2 * odd * n[..., None] * n[..., None, :]).to(dtype))
 
 
-@register(summary="reflections", citation="a toy", equation="<q, (I - 2 n n^T)^t k>", learns="the normal n")
+@register(citation="a toy", equation="<q, (I - 2 n n^T)^t k>", learns="the normal n")
 def mirror(head_dim: int, heads: int = 1, *, seed: int = 0, **choices: Unpack[Choices]) -> Scheme:
-    """Every other token is seen in a mirror."""
+    """Reflection of every other token."""
     return compose(Mirror(normal(seed, heads, head_dim)), heads, choices)

@@ -136,7 +136,7 @@ def head_dim(config: Any) -> int:
 
 def is_rotation(scheme: Scheme) -> bool:
     """Whether cosines and sines, for all heads, are all of it but what it adds to embeddings."""
-    plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None and not scheme.path
+    plain = scheme.decay is scheme.bias is scheme.locality is scheme.scale is None and not scheme.phases
     parts = rotations(scheme.encoding)
     passing = scheme.sharpness != 1 and any(isinstance(part, int) for part in parts or ())  # by no cosine made sharper
     return plain and parts is not None and not passing
@@ -194,7 +194,7 @@ def _check(
     encoding, group = scheme.encoding, scheme.group
     if scheme.attention != "softmax":
         raise ValueError("scheme: expected attention='softmax', which the model has, got linear; build it with that option")
-    if scheme.path:
+    if scheme.phases:
         raise ValueError(
             "scheme: expected one of positions, got one whose keys take steps (decay='forget', selective), for which the "
             "model's cache of keys has no place"

@@ -131,7 +131,7 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
     name, texts = split_spec(spec, "extend")
     values = {option: _value(option, text) for option, text in texts.items()}
     every = [module for module in model.modules() if isinstance(module, Scheme)]
-    for scheme in [scheme for scheme in every if not scheme.blind] or every:
+    for scheme in [scheme for scheme in every if not scheme.position_free] or every:
         extent = task.extent(view, scheme.group.columns)
         if extent is None:
             raise ValueError(

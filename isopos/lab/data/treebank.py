@@ -188,7 +188,7 @@ def _tree(row: Row, inner: bool) -> Read:
             raise Unread(f"expected an s-expression or nested lists, got {str(value)[:40]}", 0)
         rows, labels = read(value)
     except Unread as error:
-        raise wrong(row.file, row.line, error.said.partition(";")[0], error.at + row.start) from None
+        raise wrong(row.file, row.line, error.message.partition(";")[0], error.at + row.start) from None
     rows = np.array(rows)
     if row.label:
         return Read(row._replace(values=(value if isinstance(value, str) else text(labels, rows),)), rows, labels)

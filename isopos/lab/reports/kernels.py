@@ -87,19 +87,19 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
             )
         q, k = (a + scheme.embedding(x, torch.float64) for a in (q, k))
     q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in (q, k))
-    at: dict[str, Any] = {**scheme.at(x, dtype=torch.float64), "causal": bool(scheme.path)}
+    at: dict[str, Any] = {**scheme.at(x, dtype=torch.float64), "causal": bool(scheme.phases)}
     at.pop("transport", None)  # values here are not a model's
     v = torch.eye(len(x), dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     if scheme.attention == "linear":
         at["denominator"] = None
         score = linear_attention(q, k, v, **at)[0, :, outside:, outside:]
         score = score / score.diagonal(dim1=1, dim2=2).square().mean().sqrt()
-        return _mirrored(score) if scheme.path else score
+        return _mirrored(score) if scheme.phases else score
     at["terms"] = [term for term in at.get("terms", ()) if term.side != "value"]
     weight = softmax_attention(q, k, v, **at)[0, :, outside:, outside:]
     logit = weight.clamp_min(torch.finfo(weight.dtype).tiny).log()  # up to a constant of the row
     score = logit - logit.diagonal(dim1=1, dim2=2)[..., None]
-    return _mirrored(score) if scheme.path else score
+    return _mirrored(score) if scheme.phases else score
 
 
 def _mirrored(score: Tensor) -> Tensor:

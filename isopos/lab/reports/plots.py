@@ -76,8 +76,8 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
         *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
-        *(["direction-blind"] if not (scheme.path or any(panel.directional for panel in shown)) else []),
-        *(["causal, later keys mirror earlier ones"] if scheme.path else []),
+        *(["direction-blind"] if not (scheme.phases or any(panel.directional for panel in shown)) else []),
+        *(["causal, later keys mirror earlier ones"] if scheme.phases else []),
         *(["no relative kernel: scores depend on the positions themselves"] * (not all(panel.relative for panel in shown))),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]

@@ -172,7 +172,7 @@ def absence(spec: str) -> str:
 
 def check_other(name: str, scheme: Scheme, spec: str) -> None:
     """ValueError where one of `OTHERS` does not fit the scheme of a specification, or its package is missing."""
-    if not scheme.blind or scheme.width > 1:
+    if not scheme.position_free or scheme.width > 1:
         raise ValueError(
             f"schemes: expected positions that are added to embeddings, as of sinusoidal and learned, or none, with "
             f"attention={name}, got {spec}"

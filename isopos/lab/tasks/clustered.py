@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention.checks import IsometryPair, Layout, check_tensor
+from isopos.attention.checks import AxisOrder, IsometryPair, check_tensor
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, restored
 from isopos.catalog import at_least
 from isopos.exact import full_precision
@@ -26,7 +26,7 @@ def clustered_attention(
     scale: float | None = None,
     mask: Tensor | None = None,
     query_mask: Tensor | None = None,
-    layout: Layout = "bhtd",
+    layout: AxisOrder = "bhtd",
     **others: Any,
 ) -> Tensor:
     """Attention both ways in which near queries share weights, but for those of the keys that matter most to them.

@@ -13,7 +13,7 @@ causal sum, and one over j > i that walks from the last token to the first. The 
 The words. Inputs are q, k and v as they come; their *features* are phi of them, then a map of positions (`Features` says
 which, as data). A *mask* says which keys take part. The *log decay* g weighs the past. The *denominator* is what sums are
 divided by. A *chunk* is some tokens whose weights are formed explicitly; a *chunk group* is a few of them, of a few heads,
-that go through one operation; a *walk* visits the groups of some heads (a `Place`). A *state* is the sum of k v^T over the
+that go through one operation; a *walk* visits the groups of some heads (a `Slices`). A *state* is the sum of k v^T over the
 tokens before. *Buffers* are memory that is used again. A *stream* is a sequence that comes in pieces, a *step* one token of
 it. `Sums` is a problem, checked and complete; a *backend* serves it or says why not, and one with passes of its own is a
 *kernel*.

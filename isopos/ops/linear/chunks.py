@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import narrow
+from isopos.exact import cast_down
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
 from isopos.ops.linear.walk import Groups, Layout, Operand, Plan, Span, Upstream, Walk, Walking
@@ -121,17 +121,17 @@ class Fading(Weights):
         ends = key[..., 0] if reverse else key[..., -1]
         outside = torch.zeros_like(ends[..., :1])
         starts = torch.cat((ends[..., 1:], outside) if reverse else (outside, ends[..., :-1]), -1)[..., None]
-        inside = narrow(query[..., :, None] - key[..., None, :], dtype, like.device).exp_()
+        inside = cast_down(query[..., :, None] - key[..., None, :], dtype, like.device).exp_()
         self.inside = inside.triu_(1) if reverse else inside.tril_()
         exponents = query - starts, ends[..., None] - key, ends[..., None] - starts
-        self.before, self.after, across = (narrow(x, dtype, like.device).exp_()[..., None] for x in exponents)
+        self.before, self.after, across = (cast_down(x, dtype, like.device).exp_()[..., None] for x in exponents)
         self.across = across[..., 0]
         far = starts - ends[..., None, :]
-        far = narrow(far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1), dtype, like.device)
+        far = cast_down(far.triu(1).exp().triu(1) if reverse else far.tril(-1).exp().tril(-1), dtype, like.device)
         self.earlier = far.expand(*layout.leading, layout.count, layout.count).reshape(-1, layout.count, layout.count)
         first, final = (starts[..., -1:, :], ends[..., :1]) if reverse else (starts[..., :1, :], ends[..., -1:])
         self.onward, self.backward = (
-            narrow(x.exp(), dtype, like.device) for x in (starts - first, (final - ends)[..., None])
+            cast_down(x.exp(), dtype, like.device) for x in (starts - first, (final - ends)[..., None])
         )
 
     def serves(self, g: Sequence[Tensor]) -> bool:

@@ -21,7 +21,7 @@ from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import EPS, count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking, operands_of
-from isopos.ops.place import Place
+from isopos.ops.slices import Slices
 
 PHI = {phi: n for n, phi in enumerate(COMPILED)}
 ROWS = ("favor",)  # feature maps that the C kernel does not know, but whose features it sums up
@@ -91,7 +91,7 @@ def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[
         return (known.doubled, x.shape[-1]), [known.doubled * x.shape[-1]]
     if features.ready(x):
         return (1, x.shape[-1]), [x.shape[-1]]
-    place = Place((ONE,) * (x.ndim - 3), ONE, ONE)
+    place = Slices((ONE,) * (x.ndim - 3), ONE, ONE)
     with torch.no_grad():
         found = [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
     return (1, found[0]), found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.feature_maps import FeatureMap, Phi, identity
-from isopos.ops.place import ALL, Place
+from isopos.ops.slices import ALL, Slices
 
 Decays = tuple[Tensor, Tensor] | None
 
@@ -62,7 +62,7 @@ class Map(Protocol):
         """The same with other tensors, in that order; some may be left over."""
         ...
 
-    def part(self, place: Place) -> Self:
+    def part(self, slices: Slices) -> Self:
         """That for some tokens of some heads and samples."""
         ...
 
@@ -134,12 +134,12 @@ class Features(NamedTuple):
         own, mask = self.map, None if self.mask is None else tensors[-1]
         return self._replace(map=None if own is None else own.replace(tensors), mask=mask)
 
-    def part(self, place: Place) -> "Features":
+    def part(self, slices: Slices) -> "Features":
         """Those of some tokens of some heads and samples."""
-        if place is ALL:
+        if slices is ALL:
             return self
-        own = None if self.map is None else self.map.part(place)
-        return self._replace(map=own, mask=None if self.mask is None else place.of(self.mask, -3, -2))
+        own = None if self.map is None else self.map.part(slices)
+        return self._replace(map=own, mask=None if self.mask is None else slices.of(self.mask, -3, -2))
 
     def without_idle_mask(self) -> "Features":
         """Without a mask where it lets every token take part; on a CPU, where looking costs little."""

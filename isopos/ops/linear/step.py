@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from isopos.exact import broadcast, narrow
+from isopos.exact import broadcast, cast_down
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Stream, Sums, with_ones
 
@@ -50,7 +50,7 @@ def _carried(
         last = key[..., -1:]
         start = last if stream.before is None else stream.before[..., None]
         exponents = last - key, last - start, query - last, query - start
-        to_end, across, from_end, from_start = (narrow(x.exp(), k.dtype, k.device)[..., None] for x in exponents)
+        to_end, across, from_end, from_start = (cast_down(x.exp(), k.dtype, k.device)[..., None] for x in exponents)
     if q.shape[-2] == 1:
         if state is None:
             after = k.mT @ v

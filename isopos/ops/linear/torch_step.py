@@ -11,7 +11,7 @@ from isopos.exact import full_precision
 from isopos.ops.library import watched
 from isopos.ops.linear.division import clamp, divide
 from isopos.ops.linear.features import Features, Sums
-from isopos.ops.place import Place
+from isopos.ops.slices import Slices
 
 __all__ = ["Prepared"]
 
@@ -78,7 +78,7 @@ class Prepared:
 
     def _features(self, q: Tensor, k: Tensor, n: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Those of queries and of keys; where both have one map, made together."""
-        own, query, key = Place((), slice(None), slice(n, n + 1)), *self.features
+        own, query, key = Slices((), slice(None), slice(n, n + 1)), *self.features
         if not self.alike:
             return query.part(own)(q), key.part(own)(k)
         both = query.part(own)(torch.stack((q, k)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from isopos.ops.linear.autograd import Kernel
 from isopos.ops.linear.division import EPS, clamp, count
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.place import ALL, Place
+from isopos.ops.slices import ALL, Slices
 
 CHUNK = 64  # tokens whose weights are formed explicitly
 LEAST, MOST = 4, 16  # chunks of a group: states before a group are saved for the backward pass
@@ -30,9 +30,9 @@ class Span(NamedTuple):
     chunk: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Slices:
         """These tokens of all heads and samples."""
-        return Place((), slice(None), slice(self.start, self.stop))
+        return Slices((), slice(None), slice(self.start, self.stop))
 
 
 class Plan:
@@ -52,7 +52,7 @@ class Plan:
             self.spans, self.sizes, self.places = [Span(0, x.shape[-2], CHUNK)], [x.shape[-2]], [ALL]
             if not self.whole:
                 samples = itertools.product(*(_slices(n, 1) for n in x.shape[:-4]))
-                self.places = [Place((*part, slice(None)), slice(None), slice(None)) for part in samples]
+                self.places = [Slices((*part, slice(None)), slice(None), slice(None)) for part in samples]
             return
         *batch, heads, length, width = x.shape
         whole, chunk = length - length % CHUNK, CHUNK * width
@@ -62,7 +62,7 @@ class Plan:
         per_head = -(-heads // -(-heads // min(heads, some)))
         steps = [*(1 for _ in batch[:-1]), min(batch[-1], max(1, some // per_head)), per_head]
         parts = itertools.product(*(_slices(n, step) for n, step in zip((*batch, heads), steps, strict=True)))
-        self.places = [Place(part[:-1], part[-1], slice(None)) for part in parts]
+        self.places = [Slices(part[:-1], part[-1], slice(None)) for part in parts]
         count = min(most, max(LEAST, size // (steps[-1] * steps[-2])))
         self.spans = [Span(part.start, part.stop, CHUNK) for part in _slices(whole, count * CHUNK)]
         self.spans += [Span(whole, length, length - whole)] if whole < length else []
@@ -119,7 +119,7 @@ class Operand:
         pairs = zip(self.features.tensors, self.needs, strict=True)
         self.grads = [torch.zeros_like(tensor) if need else None for tensor, need in pairs]
 
-    def at(self, place: Place) -> "Operand":
+    def at(self, place: Slices) -> "Operand":
         """That of some heads and samples."""
         if place is ALL:
             return self
@@ -128,7 +128,7 @@ class Operand:
         part.grad = None if self.grad is None else place.of(self.grad, -3, -2)
         return part
 
-    def _grads(self, place: Place) -> list[Tensor | None]:
+    def _grads(self, place: Slices) -> list[Tensor | None]:
         """The buffers for some tokens of some heads and samples."""
         if not any(self.needs):
             return [None] * len(self.needs)
@@ -202,7 +202,7 @@ class Upstream:
     def __init__(self, grad: Tensor, out: Tensor | None = None, denominator: Tensor | None = None):
         self.all = (grad, out, denominator)
 
-    def at(self, place: Place) -> "Upstream":
+    def at(self, place: Slices) -> "Upstream":
         """That of some heads and samples."""
         grad, *rest = self.all
         return Upstream(place.of(grad, -3, -2), *(None if x is None else place.of(x, -3, -2) for x in rest))
@@ -285,7 +285,7 @@ class Walking(Kernel, ABC):
         """How the operands are cut."""
         return Plan(sums.q)
 
-    def _places(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Place, list[Walk]]]:
+    def _places(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Slices, list[Walk]]]:
         plan = self.plan(sums, operands)
         for place in plan.places:
             g = None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import narrow
+from isopos.exact import cast_down
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Sums, with_ones
 from isopos.ops.linear.graph import aligned
@@ -76,7 +76,7 @@ def _beside(
     if g is not None:
         g_q, g_k = g[0][..., rows, :], g[1][..., columns, :]
         edge = g_k[..., border, None]
-        of_q, of_k = (narrow((-(x - edge).abs()).exp(), q.dtype, q.device)[..., None] for x in (g_q, g_k))
+        of_q, of_k = (cast_down((-(x - edge).abs()).exp(), q.dtype, q.device)[..., None] for x in (g_q, g_k))
         q, k, v = weighed(q, of_q), weighed(k, of_k), torch.where(of_k == 0, 0, v)
     if border:
         q, k, v = (x.flip(-2) for x in (q, k, v))

@@ -16,7 +16,7 @@ from isopos.bases import OddEven
 from isopos.decays import Decay
 from isopos.encodings import rope_frequencies
 from isopos.nn import Steps, absorb
-from isopos.paths import Forget, Path, Turn
+from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 
@@ -91,7 +91,7 @@ def test_gates_and_positions_are_independent(kind):
     x = 3 * sequence(T) + 5
     g = F.logsigmoid(content[1] @ scheme.forget.weight.mT + scheme.forget.bias.weight[:, None])[..., 0].cumsum(-1)
     at = scheme.at(x, dtype=torch.float64)
-    given = {name: value for name, value in at.items() if name != "path"} | {"decay": g}
+    given = {name: value for name, value in at.items() if name != "phases"} | {"decay": g}
     close(ATTENTION[kind](*content, **at, causal=True), ATTENTION[kind](*content, **given, causal=True))
 
 
@@ -211,7 +211,7 @@ def test_steps_go_the_long_way_in_float32():
 # What they are, and what is refused
 
 
-class _Mean(Path):
+class _Mean(ContentPhase):
     """Steps that all tokens of a sequence decide: no path."""
 
     def steps(self, content):
@@ -224,7 +224,7 @@ def test_a_path_that_sees_other_tokens_breaks_its_law():
         scheme.forget = gate(HEAD_DIM, torch.zeros(HEADS, 1)) if gate is _Mean else gate(HEAD_DIM, HEADS)
         return scheme
 
-    assert laws.check(subject(Forget)).holds
+    assert laws.check(subject(ForgetGate)).holds
     report = laws.check(subject(_Mean))
     assert "path" in report.broken
     assert report["path"].figure > 1e-3
@@ -234,10 +234,10 @@ def test_a_path_that_sees_other_tokens_breaks_its_law():
 @every
 def test_both_ways_are_refused_before_any_work(name, kind, monkeypatch):
     scheme, content = made(name, kind), inputs(2, t=T)
-    monkeypatch.setattr(Path, "forward", None)
-    with pytest.raises(ValueError, match="causal: expected True beside a path that tokens make"):
+    monkeypatch.setattr(ContentPhase, "forward", None)
+    with pytest.raises(ValueError, match="causal: expected True with content-dependent phases"):
         scheme(*content, sequence(T))
-    with pytest.raises(ValueError, match="path: expected no more queries than keys"):
+    with pytest.raises(ValueError, match="phases: expected no more queries than keys"):
         scheme(content[0], *(a[..., 1:, :] for a in content[1:]), sequence(T), sequence(T - 1), causal=True)
     for model in (models.Encoder, lambda *more: models.Seq2Seq(5, *more)):
         with pytest.raises(ValueError, match="scheme: expected positions, since tokens here see later ones"):
@@ -247,22 +247,22 @@ def test_both_ways_are_refused_before_any_work(name, kind, monkeypatch):
 def test_what_does_not_fit_is_refused():
     q, k, v = inputs(1, t=3)
     for path, error in (
-        (Forget(4, 2), r"path: expected one of 8 features and 2 heads, .* got one of 4 and 2"),
-        (Forget(8, 3), r"path: expected one of 8 features and 2 heads, .* got one of 8 and 3"),
+        (ForgetGate(4, 2), r"phases: expected one of 8 features and 2 heads, .* got one of 4 and 2"),
+        (ForgetGate(8, 3), r"phases: expected one of 8 features and 2 heads, .* got one of 8 and 3"),
     ):
         with pytest.raises(ValueError, match=error):
-            isopos.linear_attention(q, k, v, path=(path,), causal=True)
-    with pytest.raises(TypeError, match=r"path: expected those of isopos\.paths, got str"):
-        isopos.softmax_attention(q, k, v, path="fox", causal=True)
-    turn = Turn(8, 2, rope_frequencies(4))
+            isopos.linear_attention(q, k, v, phases=(path,), causal=True)
+    with pytest.raises(TypeError, match=r"phases: expected those of isopos\.phases, got str"):
+        isopos.softmax_attention(q, k, v, phases="fox", causal=True)
+    turn = SelectiveRotation(8, 2, rope_frequencies(4))
     with pytest.raises(ValueError, match="turn: expected none beside Rotary, with whose maps"):
         Scheme(schemes.rope(8).encoding, 2, turn=turn)
     with pytest.raises(ValueError, match="turn: expected steps read from keys of 8 features and 4 heads, got 8 and 2"):
         Scheme(encodings.Identity(8), 4, turn=turn)
     with pytest.raises(ValueError, match="frequency: expected one of each pair of 8 features, got 3"):
-        Turn(8, 2, rope_frequencies(3))
-    with pytest.raises(TypeError, match=r"path: expected those of isopos\.paths, got Tensor"):
-        isopos.linear_attention(q, k, v, path=torch.ones(1), causal=True)
+        SelectiveRotation(8, 2, rope_frequencies(3))
+    with pytest.raises(TypeError, match=r"phases: expected those of isopos\.phases, got Tensor"):
+        isopos.linear_attention(q, k, v, phases=torch.ones(1), causal=True)
     basis = encodings.InBasis(schemes.rope(8).encoding, OddEven(8))
     with pytest.raises(ValueError, match="scheme: expected none whose steps read keys"):
         absorb(Scheme(basis, 2, attention="softmax", decay="forget"), torch.nn.Linear(16, 16))
@@ -273,10 +273,10 @@ def test_what_does_not_fit_is_refused():
     scheme, state = schemes.selective(8, 2), isopos.State()
     _, state = scheme(q, k, v, sequence(3), state=state, causal=True)
     with pytest.raises(ValueError, match="state: expected one of 1 paths, got one of 4"):
-        isopos.linear_attention(q, k, v, path=(Forget(8, 2),), causal=True, state=state)
+        isopos.linear_attention(q, k, v, phases=(ForgetGate(8, 2),), causal=True, state=state)
 
 
 def test_paths_know_what_they_are():
-    assert [type(own) for own in schemes.selective(8, 2, decay="forget").path] == [Forget, Turn]
-    assert schemes.rope(8, 2, decay="retnet").path == ()
-    assert "path" not in schemes.rope(8, 2).at(sequence(3))
+    assert [type(own) for own in schemes.selective(8, 2, decay="forget").phases] == [ForgetGate, SelectiveRotation]
+    assert schemes.rope(8, 2, decay="retnet").phases == ()
+    assert "phases" not in schemes.rope(8, 2).at(sequence(3))

@@ -1,0 +1,151 @@
+"""Content-dependent phases: every token takes a step read from its key; a weight depends on the steps after its key.
+
+    p_t = step(k_1) + ... + step(k_t),    weight_ts depends on p_t - p_s = step(k_{s+1}) + ... + step(k_t)
+
+Steps are log gates (`ForgetGate`) or angles (`SelectiveRotation`): the real and the imaginary part of one exponent,
+exp(p_t - p_s). They replace positions in causal attention. Products are float32 or wider, steps and their sums float64.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.catalog import at_least
+from isopos.exact import ExactModule, Weight, constant, full_precision, to_float64
+from isopos.maps import Composed, Identity, Rotation, TokenMap
+from isopos.ops.linear.features import Decays
+from isopos.ops.rotate import rotation_table
+
+__all__ = ["ContentPhase", "ForgetGate", "SelectiveRotation", "cumulative", "with_phases"]
+
+LEAST = -1000.0  # smallest log gate: exp(-1000) is zero in every dtype, and long sums keep precision
+
+
+class ContentPhase(ExactModule, ABC):
+    """Base class: steps computed from <w, k> + b by `steps`, with parameters w ``[h c d]`` and b ``[h c]``.
+
+    k is the head's key before feature map and encoding, so that layers that share a scheme have different steps. A key is k
+    = W x for a layer's input x, and <w, k> = <W^T w, x> is a linear function of it, as in the papers. w is initially zero.
+
+    Args:
+        features: d of keys.
+        bias: Initial b ``[h c]``.
+    """
+
+    def __init__(self, features: int, bias: Tensor):
+        super().__init__()
+        heads, columns = bias.shape
+        self.features, self.heads, self.columns = at_least("features", features), heads, columns
+        self.parametrise("weight", torch.zeros(heads, columns, features, device="cpu", dtype=torch.float64), learned=True)
+        self.bias = Weight(bias)
+
+    def forward(self, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Steps float64 ``[*b h t c]`` for keys ``[*b h t d]``; zero where a mask ``[*b t]`` is False."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        k = torch.where(k.isfinite(), k, 0).to(dtype)  # NaN containment
+        with full_precision(k.device):
+            content = k @ self.parameter.to(dtype).mT + self.bias.parameter.to(dtype)[:, None]
+            steps = self.steps(to_float64(content))
+        return steps if mask is None else torch.where(mask[..., None, :, None].to(steps.device), steps, 0)
+
+    @abstractmethod
+    def steps(self, content: Tensor) -> Tensor:
+        """Steps for <w, k> + b, float64 ``[*b h t c]``."""
+
+
+class ForgetGate(ContentPhase):
+    """Forget gates: a content-dependent log decay, log f = log sigmoid(<w, k> + b), one per head and token.
+
+    softmax attention:  logit_ts = <q_t, k_s> + sum_{s < m <= t} log f_m
+    linear attention:   state_t = f_t state_{t-1} + k_t v_t^T
+
+    b is initially zero, as in the authors' code, and f is 1/2.
+
+    Args:
+        features: d of keys.
+        heads: h.
+
+    References:
+        - Forgetting Transformer: Softmax Attention with a Forget Gate (Lin et al. 2025), section 3, where gates read the
+          layer's input. https://arxiv.org/abs/2503.02130
+        - Gated Linear Attention Transformers with Hardware-Efficient Training (Yang et al. 2024) and Mamba-2 (Dao and Gu
+          2024) for linear attention. https://arxiv.org/abs/2312.06635
+
+    Examples:
+        >>> forget = ForgetGate(4, 1)
+        >>> forget(torch.randn(1, 3, 4)).exp().flatten().tolist()
+        [0.5, 0.5, 0.5]
+    """
+
+    def __init__(self, features: int, heads: int):
+        super().__init__(features, torch.zeros(heads, 1, device="cpu", dtype=torch.float64))
+
+    def steps(self, content: Tensor) -> Tensor:
+        return F.logsigmoid(content).clamp_min(LEAST)
+
+
+class SelectiveRotation(ContentPhase):
+    """Selective rotation: the angle of a pair of features is a sum of content-dependent angles over the tokens so far.
+
+    angle_t = sum_{m <= t} frequency (<w, k_m> + b)
+
+    b is initially one, so that it starts as rope at consecutive positions.
+
+    Args:
+        features: d of queries and keys, even.
+        heads: h.
+        frequency: ``[d/2]``, radians.
+
+    References:
+        Selective Rotary Position Embedding (Movahedi et al. 2025). The authors' code, whose temperatures are the frequencies
+        here, reads the layer's input with length one, through a matrix of low rank and a convolution over four tokens.
+        https://arxiv.org/abs/2511.17388
+
+    Examples:
+        >>> turn = SelectiveRotation(4, 1, torch.tensor([1.0, 0.1], dtype=torch.float64))
+        >>> turn(torch.randn(1, 3, 4)).cumsum(-2).tolist()
+        [[[1.0, 0.1], [2.0, 0.2], [3.0, 0.30000000000000004]]]
+    """
+
+    def __init__(self, features: int, heads: int, frequency: Tensor):
+        if 2 * len(frequency) != features:
+            raise ValueError(f"frequency: expected one of each pair of {features} features, got {len(frequency)}")
+        super().__init__(features, torch.ones(heads, len(frequency), device="cpu", dtype=torch.float64))
+        self.frequency = constant(frequency)
+
+    def steps(self, content: Tensor) -> Tensor:
+        return to_float64(self.frequency, content.device) * content
+
+
+def cumulative(
+    phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None = None, before: Tensor | None = None
+) -> Tensor:
+    """Content-dependent phases of tokens: float64 ``[*b h t c]``, cumulative sums starting from `before` ``[*b h c]``."""
+    total = torch.cat([phase(k, mask) for phase in phases], -1).cumsum(-2)
+    return total if before is None else before.unsqueeze(-2) + total
+
+
+def with_phases(
+    phases: Sequence[ContentPhase], total: Tensor, maps: tuple[TokenMap, TokenMap], decay: Decays, q: Tensor
+) -> tuple[tuple[TokenMap, TokenMap], Decays]:
+    """Maps and log decays of queries and keys with content-dependent phases, at `total` ``[*b h s c]``, included.
+
+    Queries are the last tokens; they determine device and dtype.
+    """
+    t, s, angle = q.shape[-2], total.shape[-2], None
+    for phase, part in zip(phases, total.split([phase.columns for phase in phases], -1), strict=True):
+        if isinstance(phase, ForgetGate):
+            g, pair = part[..., 0], decay or (0, 0)
+            decay = pair[0] + g[..., s - t :], pair[1] + g
+        else:
+            angle = part if angle is None else angle + part
+    if angle is None:
+        return maps, decay
+    rotation = Rotation(rotation_table(angle, torch.promote_types(q.dtype, torch.float32)).to(q.device))
+    rotations = rotation if t == s else rotation.last(t), rotation  # a compiler treats the length of a slice as a constant
+    pairs = zip(maps, rotations, strict=True)
+    rho_q, rho_k = (rotated if isinstance(rho, Identity) else Composed(rho, rotated) for rho, rotated in pairs)
+    return (rho_q, rho_k), decay
