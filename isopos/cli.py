@@ -15,7 +15,6 @@ from typing import Annotated, Any, Union
 __all__ = ["main"]
 
 COMMANDS = ("compare", "table", "train", "list", "check", "show", "eval", "report", "runs", "generate", "export", "bench")
-FOLLOWING = ("compare", "train")  # commands whose options depend on what is named
 SAVING = (
     "compare",
     "table",
@@ -88,8 +87,8 @@ def _run(arguments: list[str]) -> int:
         kinds = []
         for name in COMMANDS:
             module, more = importlib.import_module(f"isopos.lab.commands.{name}"), {}
-            if name == arguments[0] and name in FOLLOWING:
-                more["default"] = module.default(arguments)
+            if name == arguments[0] and hasattr(module, "default"):
+                more["default"] = module.default(arguments)  # the task or recipe on the command line adds its options
             kinds.append(Annotated[module.Options, tyro.conf.subcommand(name, **more)])
         choice: Any = Union[tuple(kinds)]  # noqa: UP007
         options = tyro.cli(choice, prog="isopos", args=arguments, description="Positional encodings as isometries.")

@@ -10,12 +10,12 @@ No torch here, so that help is instant.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from isopos.catalog import CATALOG
 
-__all__ = ["Piece", "arguments_of", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
+__all__ = ["Piece", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
 
 MOST_LAYERS = 100_000
 
@@ -190,20 +190,3 @@ def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:
 def join_spec(name: str, options: Mapping[str, str]) -> str:
     """The inverse of `split_spec`."""
     return name + (":" if options else "") + ",".join(f"{k}={v}" for k, v in options.items())
-
-
-def arguments_of(words: Sequence[str]) -> dict[str, str]:
-    """Options by name that a command line gives, as ``--name value`` or ``--name=value``; the last of each.
-
-    What follows a name is its value, also where it is a flag that takes none.
-
-    Examples:
-        >>> arguments_of(["train", "lrpe-alm", "--scale=tiny", "--model-dim", "64", "--no-tied"])
-        {'scale': 'tiny', 'model_dim': '64', 'no_tied': ''}
-    """
-    found = {}
-    for word, after in itertools.pairwise([*words, ""]):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name.replace("-", "_")] = value if equals else after * (not after.startswith("--"))
-    return found

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isopos.lab import tasks
-from isopos.lab.commands import bounded
+from isopos.lab.commands import bounded, parse_known
 from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Model, Recipe, Training
 from isopos.lab.reports import grids
@@ -27,9 +27,7 @@ from isopos.lab.runs.locks import check_free, holder, locked, try_lock
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, require
-from isopos.spec import arguments_of, join_spec, map_spec, parse_schemes, split_spec
-
-__all__ = ["Options", "default", "run"]
+from isopos.spec import join_spec, map_spec, parse_schemes, split_spec
 
 ROUNDS = 9
 
@@ -77,9 +75,14 @@ class Options:
         return join_spec(name, options)
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    task: str = "language"
+
+
 def default(arguments: Sequence[str]) -> Options:
-    """What the options are where no others are given: those of the task that the arguments name."""
-    name = arguments_of(arguments).get("task") or "language"
+    """Default options of the task that a command line names."""
+    name = parse_known(_Chosen, arguments).task
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
     recipe.check_names(Options.__dataclass_fields__)

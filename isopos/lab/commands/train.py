@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from isopos.catalog import expect
+from isopos.lab.commands import parse_known
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, recipe_function
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
-from isopos.spec import arguments_of
-
-__all__ = ["Options", "default", "run"]
 
 
 def _recipes() -> str:
@@ -39,18 +36,21 @@ class Options:
     named: tyro.conf.Suppress[str] = recipe  # The recipe whose fields these are.
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    scale: str = ""
+
+
 def default(arguments: Sequence[str]) -> Options:
-    """What the options are where no others are given: the recipe and scale that the arguments name."""
-    given = arguments_of(arguments)
+    """Default options of the recipe and the scale that a command line names."""
+    chosen = parse_known(_Chosen, arguments).scale
     recipe = arguments[1] if len(arguments) > 1 and not arguments[1].startswith("-") else Options.recipe
-    scale = given["scale"] if given.get("scale") in SCALES else Options.scale
-    if "scale" in given and recipe not in RECIPES:
+    scale: Any = chosen if chosen in SCALES else Options.scale
+    if chosen and recipe not in RECIPES:
         raise ValueError(f"scale: expected none beside a task, which has one recipe of its own, got one for {recipe}")
-    change, own = preset(recipe, scale), Options.__dataclass_fields__
-    change.check_names(own)
-    for name in given:
-        expect("field of a recipe", name.removeprefix("no_"), (*change.names, *own, "help"))
-    return Options(recipe, scale, change=change, named=recipe)  # pyright: ignore[reportArgumentType]
+    change = preset(recipe, scale)
+    change.check_names(Options.__dataclass_fields__)
+    return Options(recipe, scale, change=change, named=recipe)
 
 
 def run(options: Options, console: Console) -> int:
