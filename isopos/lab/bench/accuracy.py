@@ -16,8 +16,6 @@ from isopos.lab.reports import grids
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["FAR", "LIBRARIES", "SETTINGS", "Setting", "absent", "accuracy", "errors", "pairs", "scores"]
-
 HEAD_DIM, LENGTH = 64, 8192
 
 

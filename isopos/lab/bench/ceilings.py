@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["COPY", "FRESH", "PRODUCT", "ROOFLINE", "WORKS", "measured", "operations", "scaled"]
-
 PRODUCT = "matrix products of as many operations"
 COPY = "copies of as many bytes"
 ZEROS = "zeros where results go"

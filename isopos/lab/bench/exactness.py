@@ -22,8 +22,6 @@ from isopos.positions import Group, Line, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State
 
-__all__ = ["ATTENTIONS", "DTYPES", "SETTINGS", "Table", "beside", "console", "definition", "measure", "tables"]
-
 BATCH, HEADS, HEAD_DIM, LENGTH = 2, 2, 16, 130  # two chunks of the causal sums, and two tokens
 PADDING = (37, 5)  # tokens of each sample
 FAR = 2**31

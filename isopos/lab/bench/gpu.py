@@ -12,8 +12,6 @@ from isopos.lab.bench.races import BOTH, CLONES, FORWARD, PREPARED, STEP, Race, 
 from isopos.lab.bench.timing import Goal, at_least, at_most
 from isopos.ops.gpu import SWITCH
 
-__all__ = ["KERNELS", "LIMIT", "RACES"]
-
 KERNELS = {"triton": {SWITCH: "1"}, "pytorch": {SWITCH: "0"}}
 LIMIT = 10.0  # seconds
 PLAIN, EVERY = "causal, no features", "both ways, no features"  # without a denominator: what the others compute

@@ -8,8 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PEERS", "Peer", "Work"]
-
 Work = Callable[..., Any]  # of queries, keys and, if it is attention, values ``[b h t d]``
 
 

@@ -24,8 +24,6 @@ from isopos.lab.bench.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["ALLOCATORS", "SECTIONS", "call", "construction", "in_states", "memory", "section", "states_of", "stream"]
-
 SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
 SMALL_PAGES, HUGE_PAGES = ({"THP_MEM_ALLOC_ENABLE": choice} for choice in "01")  # PyTorch's switch, for large tensors
 ALLOCATORS: dict[str, Mapping[str, str]] = {

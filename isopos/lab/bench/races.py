@@ -29,21 +29,6 @@ from isopos.schemes import build
 from isopos.spec import split_spec
 from isopos.state import State
 
-__all__ = [
-    "LENGTHS",
-    "RACES",
-    "WORKS",
-    "Race",
-    "Shape",
-    "growth",
-    "load",
-    "once",
-    "race",
-    "scheme_of",
-    "threads",
-]
-__all__ += ["work_of"]
-
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
 

@@ -22,8 +22,6 @@ from isopos.lab.bench.timing import Row
 from isopos.lab.runs.files import replacing, write_json
 from isopos.ops.library import libraries
 
-__all__ = ["CHART", "DATA", "chart", "draw", "heading", "machine", "merged", "read", "target", "write"]
-
 DATA, CHART = "bench.json", "bench.svg"
 COLORS = ("#0072b2", "#d55e00", "#009e73")  # of states
 

@@ -13,8 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-__all__ = ["TITLES", "Goal", "Row", "Spread", "at_least", "at_most", "rounds_of", "seconds_of", "swept", "turns"]
-
 TITLES = ("work", "beside", "state", "ours", "other", "ratio (quartiles)", "goal", "verdict")
 SHORT, LONG = 5e-3, 1.0  # seconds: a shorter work is repeated for so long; a longer one is not called off the clock
 FEWEST = 3  # rounds, whatever their time

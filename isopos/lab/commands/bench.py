@@ -10,8 +10,6 @@ from rich.console import Console
 
 from isopos.lab.commands import bounded
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
 
-__all__ = ["UNMEASURED", "Options", "run"]
-
 UNMEASURED = 3  # the exit status where the user's own code raises
 
 

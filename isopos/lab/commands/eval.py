@@ -15,8 +15,6 @@ from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
 from isopos.spec import read, split_spec
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

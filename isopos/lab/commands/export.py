@@ -10,8 +10,6 @@ from rich.console import Console
 from isopos.lab.runs.files import printable
 from isopos.lab.tasks import spec
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

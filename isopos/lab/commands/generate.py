@@ -12,8 +12,6 @@ from isopos.lab.commands import bounded
 from isopos.lab.tasks import spec
 from isopos.lab.tasks.task import require
 
-__all__ = ["Options", "generate", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

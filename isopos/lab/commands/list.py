@@ -8,8 +8,6 @@ from rich.console import Console
 
 from isopos.catalog import CATALOG
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

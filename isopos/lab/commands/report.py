@@ -10,8 +10,6 @@ from rich.console import Console
 from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
 
-__all__ = ["Options", "run", "show"]
-
 
 @dataclass(frozen=True)
 class Options:

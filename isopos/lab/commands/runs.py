@@ -11,8 +11,6 @@ from rich.console import Console
 from isopos.lab.reports import grids
 from isopos.lab.runs.folders import read_ended, recipe_of
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

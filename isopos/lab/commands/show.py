@@ -9,8 +9,6 @@ from rich.console import Console
 from isopos.lab.commands import bounded
 from isopos.lab.runs.files import printable
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

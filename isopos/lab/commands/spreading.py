@@ -11,8 +11,6 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.cluster import Failed, Job, spread
 
-__all__ = ["do_jobs"]
-
 SEEN = 60.0  # seconds until what another machine wrote is seen here, on a network's file system
 
 

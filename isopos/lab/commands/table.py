@@ -46,8 +46,6 @@ from isopos.lab.tables.loader import (
 from isopos.lab.tasks.task import Data, Scored, View, require
 from isopos.spec import read
 
-__all__ = ["ROUNDS", "Options", "run"]
-
 ROUNDS = 21
 PATIENCE = 10.0  # seconds for about.json
 

@@ -18,17 +18,6 @@ from isopos.lab.tasks.pathfinder import Pathfinder
 from isopos.lab.tasks.task import Recipe, Task
 from isopos.lab.tasks.text import TextClasses
 
-__all__ = [
-    "lra_listops",
-    "lra_pathfinder",
-    "lra_retrieval",
-    "lra_text",
-    "permuteformer_image",
-    "permuteformer_pathfinder",
-    "permuteformer_retrieval",
-    "permuteformer_text",
-]
-
 TEXT = {"data": "aclImdb_v1.tar.gz", "longest": 4000}
 RETRIEVAL = {"data": "lra_release/tsv_data", "label": "1", "column": "4", "pair": "5", "pairs": "towers", "longest": 4000}
 LISTOPS = {"depth": 9, "arguments": 10, "shortest": 501, "longest": 1999, "expressions": 100_000}

@@ -3,8 +3,6 @@
 from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["cct", "deit"]
-
 EPOCH = {
     "cct": 45_000 // 128,
     "deit": 1_281_167 // 1600,

@@ -2,8 +2,6 @@
 
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["lrpe_alm", "permuteformer_lm", "quickstart"]
-
 
 def quickstart(scale: str) -> Recipe:
     """A byte-level model of the Python language reference, or of your text: a minute on 2 cores."""

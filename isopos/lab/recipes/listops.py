@@ -3,8 +3,6 @@
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["listops"]
-
 
 def listops(scale: str) -> Recipe:
     """ListOps; at the scale paper as the Long Range Arena trains its transformer (Tay et al. 2020; base_listops_config.py).

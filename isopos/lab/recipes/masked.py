@@ -6,8 +6,6 @@ from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["lrpe_blm", "lrpe_glue"]
-
 
 def lrpe_blm(scale: str) -> Recipe:
     """LRPE's bidirectional language model (Table 8, column BLM): RoBERTa's architecture, 23,000 updates of 512 windows.

@@ -4,8 +4,6 @@ from isopos.lab.tasks.task import Recipe
 from isopos.lab.tasks.transduction import Transduction
 from isopos.lab.tasks.tree_transduction import TreeTransduction
 
-__all__ = ["transduction", "tree_transduction"]
-
 PAPER = {  # of all models of Algebraic Positional Encodings that transduce
     "batch": 64,
     "layers": 2,

@@ -18,8 +18,6 @@ from isopos.lab.runs.folders import Result, fingerprint, read_ended, recipe_of
 from isopos.lab.tasks.task import Task
 from isopos.spec import join_spec, of_layers, split_spec
 
-__all__ = ["FILE", "Ranking", "Row", "Run", "about", "ranking", "read_runs"]
-
 FILE = "comparison.json"
 WORDS = {"attention": "attention", "decay": "decay", "denominator": "denominator", "feature_map": "features"}
 

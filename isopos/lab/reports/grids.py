@@ -9,8 +9,6 @@ from rich.text import Text
 
 from isopos.lab.runs.files import printable
 
-__all__ = ["console", "markdown", "say", "warn"]
-
 RULES, SIDES = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
 
 

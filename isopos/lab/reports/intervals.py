@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["LEAST", "NOTE", "SHARE", "UNSHOWN", "Difference", "student"]
-
 SHARE = 0.95
 LEAST = 3  # seeds of an interval: Student's t of two has one degree of freedom, and its interval says next to nothing
 PANELS = 200  # of Simpson's rule, whose error is below 1e-6

@@ -17,8 +17,6 @@ from isopos.poses import Projective
 from isopos.positions import Group, Product, Ring, Tree, depths, grid, sequence
 from isopos.schemes import Scheme
 
-__all__ = ["REACH", "Panel", "fill_zeros", "panels", "paths", "scores"]
-
 REACH, LONGEST_RING, SIDE, NODES = 64, 1024, 12, 40  # steps of a line, elements of a ring, steps of a map, nodes of a tree
 
 

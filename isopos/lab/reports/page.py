@@ -22,8 +22,6 @@ from isopos.positions import Line
 from isopos.scheme import Scheme
 from isopos.spec import of_layers
 
-__all__ = ["write"]
-
 SMOOTH = 10  # steps
 PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
 STYLE = """

@@ -32,8 +32,6 @@ from isopos.lab.tables.loader import (
 from isopos.lab.tasks.language import TextTask
 from isopos.lab.tasks.task import Metric
 
-__all__ = ["FIGURES", "PAIRED", "differences", "spearman", "write"]
-
 # Fields that make no difference to a model or are told elsewhere:
 SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
 FIGURES = "figures.json"  # ours: by column, row and seed

@@ -21,8 +21,6 @@ from isopos.positions import Ring
 from isopos.schemes import Scheme, build, resolve
 from isopos.spec import join_spec, split_spec
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "draw_tree", "line_style", "literal", "plain", "show"]
-
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
 WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"

@@ -9,8 +9,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isopos.lab.runs.files import printable
 
-__all__ = ["Bars"]
-
 PARTS = 10  # lines of a run, after its first
 Show = Callable[..., None]
 

@@ -24,22 +24,6 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.runs.files import Damaged, check_plain, damaged, flush_folder, mismatch, read_json, replacing, write_json
 from isopos.lab.runs.folders import REMEDY, recipe_of
 
-__all__ = [
-    "KEEP",
-    "WEIGHTS",
-    "Checkpoint",
-    "begin_with",
-    "best",
-    "build",
-    "complete",
-    "fill",
-    "load_run",
-    "newest",
-    "read",
-    "read_weights",
-    "save",
-]
-
 KEEP = 2  # the last ones, beside the best
 STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
 MARKED = {"step": int, "sha256": str, "validation": float | None, "better": Literal["lower", "higher"], "ended": bool}

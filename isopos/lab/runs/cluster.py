@@ -21,8 +21,6 @@ from typing import Any
 import isopos
 from isopos.lab.runs import signals
 
-__all__ = ["LEASE", "Failed", "Job", "check_cluster", "spread"]
-
 ANSWER = 5.0  # seconds for a connection
 LEASE = 120.0  # seconds for the locks of a machine that went away
 ENDING = 60.0  # seconds for a checkpoint of jobs that are interrupted

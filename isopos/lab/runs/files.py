@@ -15,21 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-__all__ = [
-    "Damaged",
-    "check_plain",
-    "damaged",
-    "flush_folder",
-    "mismatch",
-    "parse_json",
-    "printable",
-    "read_json",
-    "read_text",
-    "replacing",
-    "write_json",
-    "write_text",
-]
-
 MOST = 256 << 20  # bytes of a file that is read at once
 LEFT = 3600.0  # seconds after which what a killed process was writing is removed
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "named values", list: "a list"}

@@ -15,26 +15,6 @@ from typing import Any, get_type_hints
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
-__all__ = [
-    "EXAMPLES",
-    "RESULT",
-    "Interrupted",
-    "Log",
-    "Result",
-    "aside",
-    "begin",
-    "check_vacant",
-    "create",
-    "fingerprint",
-    "put_back",
-    "read_ended",
-    "read_rows",
-    "recipe_of",
-    "remove",
-    "run_place",
-    "same_recipe",
-]
-
 RESULT, EXAMPLES = "result.json", "examples.json"
 ROWS = 1 << 30  # bytes of metrics.jsonl
 ROW_START = '{"step": '  # how its rows begin

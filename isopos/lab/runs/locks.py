@@ -17,8 +17,6 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-__all__ = ["check_free", "holder", "lock_path", "locked", "try_lock"]
-
 
 @contextlib.contextmanager
 def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:

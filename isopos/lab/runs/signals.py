@@ -12,8 +12,6 @@ from typing import Any
 
 from isopos.lab.runs.folders import Interrupted
 
-__all__ = ["heed", "keep", "kept", "raising", "status", "unchanged", "waiting"]
-
 ENDING = (signal.SIGINT, signal.SIGTERM)
 _kept: list[int] = []
 

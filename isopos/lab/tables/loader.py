@@ -17,25 +17,6 @@ from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
 from isopos.spec import of_layers, split_spec
 
-__all__ = [
-    "ABOUT",
-    "ASK",
-    "SCORES",
-    "TABLES",
-    "TIMED",
-    "Cell",
-    "Column",
-    "Corpus",
-    "PaperTable",
-    "TableRow",
-    "cell_name",
-    "load_table",
-    "read_about",
-    "read_scores",
-    "speed_rounds",
-    "timing",
-]
-
 __getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
 FOLDER = Path(__file__).parent

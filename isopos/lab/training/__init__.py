@@ -2,7 +2,5 @@
 
 from collections.abc import Callable
 
-__all__ = ["OnStep"]
-
 OnStep = Callable[[int, float, float], None]
 """Hears of a step, its loss as the task shows it, and the task's units a second, on the first process."""

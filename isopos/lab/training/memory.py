@@ -6,8 +6,6 @@ import torch
 
 from isopos.lab.recipes import Recipe
 
-__all__ = ["check_memory"]
-
 
 def check_memory(recipe: Recipe) -> None:
     """Raise a ValueError where what the blocks leave for the backward pass is more than there is memory."""

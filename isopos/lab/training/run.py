@@ -29,8 +29,6 @@ from isopos.scheme import Scheme
 if TYPE_CHECKING:
     from isopos.lab.training.trainer import Fitted
 
-__all__ = ["answer_times", "check_recipe", "is_first_process", "step_times", "train", "usable_device"]
-
 SHOWN = 5  # examples in a report
 
 

@@ -36,8 +36,6 @@ from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
 
-__all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
-
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BESIDE = 1 << 20  # bytes of results, examples and metrics
