@@ -53,7 +53,7 @@ GPU = {
 
 
 def join() -> None:
-    """Run these races, and no others, with other libraries' works; in processes of their own, too."""
+    """Run these races, and no others, with other libraries' workloads; in processes of their own, too."""
     peers.PEERS.update(PEERS)
     accuracy.LIBRARIES.update(ROTARY)
     for known, own in ((races.RACES, RACES), (gpu.RACES, GPU)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from isopos.lab.bench.processes import ALLOCATORS
 from isopos.lab.bench.results import merged
-from isopos.lab.bench.timing import TITLES, Row
+from isopos.lab.bench.timing import Row, titles
 from isopos.lab.reports.grids import markdown
 
 __all__ = ["page"]
@@ -33,7 +33,7 @@ and fast-transformers' kernel where a compiler builds it.
 **Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}.
 
 **What is measured.** Works of one row, and of all rows of the same size, take turns in one process: {rounds} rounds after
-one call to warm up, every other round in the opposite order, garbage collection off while the clock runs, works under 5
+one call to warm up, every other round in the opposite order, garbage collection off while the clock runs, workloads under 5
 ms repeated. Times are medians. A ratio is taken within each round, and shown as the median with its quartiles; "speed" is
 the other's time by ours, "time" is ours by the other's. Goals are judged by the median. Nothing is called faster, or
 slower, where the quartiles are on both sides of 1: that is "within the spread".
@@ -63,7 +63,7 @@ def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
     for section, title in SECTIONS.items():
         own = [row for row in rows if row.section == section]
         if own:
-            parts.append(f"## {title}\n\n{markdown(TITLES, (row.cells() for row in own))}")
+            parts.append(f"## {title}\n\n{markdown(titles(content['device']), (row.cells() for row in own))}")
     return "\n\n".join(parts) + "\n"
 
 

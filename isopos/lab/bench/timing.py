@@ -1,4 +1,4 @@
-"""Works take turns; what is measured is a row, with every round's seconds, as a table and as JSON."""
+"""Interleaved timing of workloads, and one measurement as a row: every round's seconds, as a table and as JSON."""
 
 import dataclasses
 import gc
@@ -13,9 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-TITLES = ("work", "beside", "state", "ours", "other", "ratio (quartiles)", "goal", "verdict")
-SHORT, LONG = 5e-3, 1.0  # seconds: a shorter work is repeated for so long; a longer one is not called off the clock
-FEWEST = 3  # rounds, whatever their time
+OLD = {"work": "workload", "other": "baseline", "state": "variant", "other_seconds": "baseline_seconds"}
+"""Fields of a row in bench.json of version 0.1, and their names now."""
+SHORT, LONG = (
+    5e-3,
+    1.0,
+)  # seconds: shorter workloads are repeated; longer ones are not warmed up each round
+FEWEST = 3  # rounds before a time limit counts
 
 
 class Spread(NamedTuple):
@@ -38,7 +42,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should be. A ratio to be reached says how many times as fast ours is, one to be kept, what it costs.
+    """A target for a figure: a speed to reach ("at least"), or a cost to stay below ("at most").
 
     Examples:
         >>> print(at_least(2.6), at_most(1.05), at_least(2.6).met(2.7), at_most(1.05).met(1.1))
@@ -52,47 +56,47 @@ class Goal:
         return f"{'>=' if self.sense == 'at least' else '<='} {self.value:g}"
 
     def met(self, figure: float) -> bool:
-        """Whether a figure is what it should be."""
+        """Whether a figure reaches the target."""
         return figure >= self.value if self.sense == "at least" else figure <= self.value
 
 
-at_least, at_most = partial(Goal, "at least"), partial(Goal, "at most")  # of a speed, and of a cost
+at_least, at_most = partial(Goal, "at least"), partial(Goal, "at most")  # for speeds, and for costs
 
 
 @dataclass(frozen=True)
 class Row:
-    """Ours beside another's in the same rounds, or a figure by itself; a note says why there is neither."""
+    """One measurement: our seconds and a baseline's from the same rounds, or a figure, or a note on why there is neither."""
 
     section: str
-    work: str
-    other: str = ""
+    workload: str
+    baseline: str = ""  # what it is compared with
     goal: Goal | None = None
     ours_seconds: Sequence[float] = field(default_factory=list, repr=False)
-    other_seconds: Sequence[float] = field(default_factory=list, repr=False)
+    baseline_seconds: Sequence[float] = field(default_factory=list, repr=False)
     figure: float | None = None
     unit: str = ""
     note: str = ""
-    state: str = ""  # of the allocator, or whose kernels
+    variant: str = ""  # the allocator on a CPU, the backend on a GPU
 
     @property
     def raced(self) -> bool:
-        """Whether ours and another's were timed."""
-        return bool(self.ours_seconds and self.other_seconds)
+        """Whether both our workload and the baseline were timed."""
+        return bool(self.ours_seconds and self.baseline_seconds)
 
     @property
     def cost(self) -> bool:
-        """Whether the ratio is our time in units of the other's."""
+        """Whether the ratio is our time divided by the baseline's, not our speed."""
         return self.goal is not None and self.goal.sense == "at most"
 
     @property
     def spread(self) -> Spread:
-        """Our speed in units of the other's, round by round; where the goal is a cost, our time in units of the other's."""
-        times = zip(self.ours_seconds, self.other_seconds, strict=True)
+        """Per-round ratios: the baseline's time / ours, or ours / the baseline's where the goal is a cost."""
+        times = zip(self.ours_seconds, self.baseline_seconds, strict=True)
         return Spread.of([ours / other if self.cost else other / ours for ours, other in times])
 
     @property
     def verdict(self) -> str:
-        """What the figures say: a goal is judged by the median, and nothing is faster unless all quartiles are beyond 1."""
+        """Judge the row: goals by the median ratio; "faster" or "slower" only where both quartiles agree."""
         goal = self.goal
         if not self.raced:
             return "" if self.figure is None or goal is None else "met" if goal.met(self.figure) else "not met"
@@ -105,27 +109,34 @@ class Row:
         return "within the spread" if not self.cost and goal.value > 1 and level else "met"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values of all fields, with the ratio and the verdict."""
+        """All fields as plain values, with the ratio and the verdict."""
         return dataclasses.asdict(self) | {"ratio": self.spread._asdict() if self.raced else None, "verdict": self.verdict}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Row":
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; also reads the field names and workload names of version 0.1."""
+        content = {OLD.get(name, name): value for name, value in content.items()}
         fields = {field.name: content[field.name] for field in dataclasses.fields(cls)}
-        fields["goal"] = fields["goal"] and Goal(**fields["goal"])
-        return cls(**fields)
+        names = {name: fields[name].replace("both ways", "bidirectional") for name in ("workload", "baseline")}
+        return cls(**fields | names | {"goal": fields["goal"] and Goal(**fields["goal"])})
 
     def cells(self) -> tuple[str, ...]:
-        """Of the table: work, other, state, ours, the other's, ratio, goal, verdict."""
+        """The cells of the row below `titles`."""
         goal = "" if self.goal is None else str(self.goal)
         if not self.raced and self.figure is None:
-            return self.work, self.note, self.state, _time(self.ours_seconds), "", "", goal, ""
+            return self.workload, self.note, self.variant, _time(self.ours_seconds), "", "", goal, ""
         if not self.raced:
-            return self.work, self.unit, self.state, f"{self.figure:.3g}", "", "", goal, self.verdict
+            return self.workload, self.unit, self.variant, f"{self.figure:.3g}", "", "", goal, self.verdict
         spread = self.spread
         ratio = f"{spread.median:.3g}x {'time' if self.cost else 'speed'} ({spread.low:.3g} to {spread.high:.3g})"
-        times = _time(self.ours_seconds), _time(self.other_seconds)
-        return self.work, self.other, self.state, *times, ratio, goal, self.verdict
+        times = _time(self.ours_seconds), _time(self.baseline_seconds)
+        return self.workload, self.baseline, self.variant, *times, ratio, goal, self.verdict
+
+
+def titles(device: str = "cpu") -> tuple[str, ...]:
+    """Titles of a table of rows measured on a device."""
+    variant = "allocator" if device == "cpu" else "backend"
+    return ("workload", "compared with", variant, "ours", "baseline", "ratio (quartiles)", "goal", "verdict")
 
 
 def _time(seconds: Sequence[float]) -> str:
@@ -142,70 +153,70 @@ def _time(seconds: Sequence[float]) -> str:
     return f"{median * scale:.3g} {unit}"
 
 
-def turns(
-    works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
+def interleave(
+    workloads: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
 ) -> Iterator[dict[str, float]]:
-    """Seconds of each work, round by round, after a call to warm up; short works are repeated within a round.
+    """Time workloads in interleaved rounds, after a warm-up call; yield the seconds per call of each workload, by round.
 
-    Works take turns, every other round in the opposite order, so that none always follows the same. The clock stops when
-    the device has finished. Elsewhere than on a CPU a work is called as often before the clock starts, unless it is long:
-    it then finds memory in the pieces that it left itself, and not as another one did.
+    Every other round has the opposite order, so that no workload always follows the same one. The clock stops when a device
+    has finished. Short workloads are repeated within a round. On a GPU a workload is also called as often before the clock
+    starts, unless it is long, so that it finds the memory blocks that it left itself.
 
     Args:
-        works: By name.
-        rounds: At most.
+        workloads: By name.
+        rounds: Largest number of rounds.
         device: Where they run.
-        limit: Seconds after which no round begins, once there are FEWEST.
+        limit: Seconds after which no further round starts, once there are `FEWEST`.
     """
-    paces = {name: _pace(work, device) for name, work in works.items()}
-    begun = time.perf_counter()
+    calls = {name: _calls(workload, device) for name, workload in workloads.items()}
+    start = time.perf_counter()
     for n in range(rounds):
-        if n >= FEWEST and time.perf_counter() - begun > limit:
+        if n >= FEWEST and time.perf_counter() - start > limit:
             return
-        order = list(works)[:: -1 if n % 2 else 1]
-        seconds = {name: seconds_of(works[name], device, *paces[name]) for name in order}
-        yield {name: seconds[name] for name in works}
+        order = list(workloads)[:: -1 if n % 2 else 1]
+        seconds = {name: seconds_of(workloads[name], device, *calls[name]) for name in order}
+        yield {name: seconds[name] for name in workloads}
 
 
 def rounds_of(
-    works: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
+    workloads: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
 ) -> dict[str, list[float]]:
-    """The seconds of `turns` by work."""
-    measured = list(turns(works, rounds, device, limit))
-    return {name: [seconds[name] for seconds in measured] for name in works}
+    """Seconds per call by workload, a value per round; see `interleave`."""
+    measured = list(interleave(workloads, rounds, device, limit))
+    return {name: [seconds[name] for seconds in measured] for name in workloads}
 
 
-def _pace(work: Callable[[], object], device: str) -> tuple[int, int]:
-    """How often to call a work on the clock, and before; its first calls warm it up."""
-    first = seconds_of(work, device)
-    while device != "cpu" and (now := seconds_of(work, device)) < first / 2:  # that one may have compiled a kernel
+def _calls(workload: Callable[[], object], device: str) -> tuple[int, int]:
+    """Calls on the clock per round, and calls before it. The first calls warm up."""
+    first = seconds_of(workload, device)
+    while device != "cpu" and (now := seconds_of(workload, device)) < first / 2:  # the first may have compiled a kernel
         first = now
-    repeats = 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(seconds_of(work, device), 1e-9)))
+    repeats = 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(seconds_of(workload, device), 1e-9)))
     return repeats, 0 if device == "cpu" or first > LONG else repeats
 
 
-def seconds_of(work: Callable[[], object], device: str, repeats: int = 1, before: int = 0) -> float:
-    """Seconds of one call, without collections of garbage; a GPU has finished all calls by then."""
+def seconds_of(workload: Callable[[], object], device: str, repeats: int = 1, before: int = 0) -> float:
+    """Seconds per call of a workload, with garbage collection off; waits until a GPU has finished."""
     synchronize = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
     if device != "cpu":
-        gc.collect()  # no number of bytes there makes Python collect what others have left
+        gc.collect()  # memory on a GPU does not trigger Python's collector
     gc.disable()
     try:
         for _ in range(before):
-            work()
+            workload()
         synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(repeats):
-            work()
+            workload()
         synchronize()
-        return (time.perf_counter() - begun) / repeats
+        return (time.perf_counter() - start) / repeats
     finally:
         gc.enable()
 
 
 @contextmanager
 def swept() -> Iterator[None]:
-    """Within it collections of garbage look at what is new alone: the libraries' own objects would take them 0.1 s each."""
+    """Freeze existing objects, so that garbage collections within the context look at new ones only (saves 0.1 s each)."""
     gc.collect()
     gc.freeze()
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from isopos import laws
-from isopos.lab.bench.timing import turns
+from isopos.lab.bench.timing import interleave
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.files import write_json
@@ -176,14 +176,14 @@ def _finish(recipe: Recipe, data: Data, folder: Path, fitted: "Fitted | None") -
 
 def step_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
     """Seconds of forward and backward of the same samples by the names of `schemes`, a round; one before warms up."""
-    works = {name: _step(recipe.edit(scheme=scheme), data) for name, scheme in schemes.items()}
-    yield from turns(works, rounds, recipe.training.device)
+    workloads = {name: _step(recipe.edit(scheme=scheme), data) for name, scheme in schemes.items()}
+    yield from interleave(workloads, rounds, recipe.training.device)
 
 
 def answer_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
     """Seconds of the forward pass of one sample, the same for all, by the names of `schemes`, a round, as `step_times`."""
-    works = {name: _answer(recipe.edit(scheme=scheme, batch=1), data) for name, scheme in schemes.items()}
-    yield from turns(works, rounds, recipe.training.device)
+    workloads = {name: _answer(recipe.edit(scheme=scheme, batch=1), data) for name, scheme in schemes.items()}
+    yield from interleave(workloads, rounds, recipe.training.device)
 
 
 def _answer(recipe: Recipe, data: Data) -> Callable[[], None]:
