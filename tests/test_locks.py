@@ -140,7 +140,7 @@ def test_a_folder_that_is_removed_or_replaced_stays_locked(tmp_path):
             pass
     other.end()
     with locked(run):
-        folders.remove(run)
+        folders.remove_folder(run)
         assert not Other(run).end()
     assert not run.exists()
     check_free(run)

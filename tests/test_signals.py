@@ -35,9 +35,9 @@ def test_a_signal_raises_and_handlers_are_as_before(number):
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as stop, signals.raising():
         send(number)
-    assert signals.status(stop.value) == 128 + number
+    assert signals.exit_status(stop.value) == 128 + number
     assert signal.getsignal(number) == before
-    assert not signals.kept()
+    assert not signals.pending()
 
 
 @BOTH
@@ -46,22 +46,22 @@ def test_one_that_is_lost_on_its_way_is_heeded_later(number):
     with signals.raising():
         Dropping(number)
         with pytest.raises(Interrupted) as stop:
-            signals.heed()
+            signals.raise_pending()
     assert stop.value.code == 128 + number
-    signals.heed()
+    signals.raise_pending()
 
 
 @BOTH
 def test_what_must_not_be_left_half_done_is_done_first(number):
     with signals.raising():
-        with signals.waiting():
+        with signals.deferred():
             send(number)
-        assert signals.kept() == number
+        assert signals.pending() == number
 
 
 def test_outside_of_commands_none_is_kept():
-    signals.keep(signal.SIGINT)
-    assert not signals.kept()
+    signals.remember(signal.SIGINT)
+    assert not signals.pending()
 
 
 def _before_the_second(monkeypatch, act):

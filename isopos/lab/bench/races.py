@@ -401,9 +401,9 @@ def under_load(rounds: int, most: int) -> Iterator[Row]:
         for count in (1, 2):
             with busy(count):
                 for row, alone in zip(race("load", contest, rounds), idle, strict=True):
-                    work = f"{row.workload}, {count} busy"
-                    yield replace(row, work=work)
-                    yield Row("load", work, "itself, none busy", IDLE, row.ours_seconds, alone.ours_seconds)
+                    workload = f"{row.workload}, {count} busy"
+                    yield replace(row, workload=workload)
+                    yield Row("load", workload, "itself, none busy", IDLE, row.ours_seconds, alone.ours_seconds)
 
 
 @contextmanager

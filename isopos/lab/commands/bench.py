@@ -51,7 +51,7 @@ class Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Print the rows of a section, or of all but exactness, and write them if a folder is given."""
+    """Print the rows of a section, or of all but exactness; write them to a folder if one is given."""
     from isopos.lab.bench import accuracy, exactness, gpu, processes, results
     from isopos.lab.bench.timing import titles
     from isopos.lab.reports import grids

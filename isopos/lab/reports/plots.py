@@ -1,4 +1,4 @@
-"""Pictures of relative kernels: curves, maps and matrices, in colours that colour-blind readers tell apart."""
+"""Pictures of relative kernels: curves, maps and matrices, in colours for colour-blind readers."""
 
 import itertools
 import os
@@ -29,10 +29,10 @@ WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
 def show(
     scheme: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
 ) -> Path:
-    """Draw the relative kernel of a scheme with options into a file, by default named after it, and return its path.
+    """Draw the relative kernel of a scheme with options into a file, by default named after it; return its path.
 
     Raises:
-        ValueError: Before any work, where the scheme or the file do not fit.
+        ValueError: Before any work, if the scheme or the file name does not fit.
     """
     name, options = split_spec(scheme)
     spec, built = join_spec(name, options), build(name, head_dim, heads, options)
@@ -83,7 +83,7 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
 
 
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
-    """The curve of a line or ring, the map of a grid, the matrix of a tree; not alone, its title says of what."""
+    """Draw a panel: a curve for a line or ring, a map for a grid, a matrix for a tree; with a title unless `alone`."""
     if not alone:
         axes.set_title(f"along the {panel.group.noun}, the rest at the origin", fontsize=10)
     offset, row = panel.row()
@@ -105,7 +105,7 @@ def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
 
 
 def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> None:
-    """The mean over heads of scores ``[h t]`` by offset ``[t 1]``, its even and odd part, and each head faintly."""
+    """Draw scores ``[h t]`` by offset ``[t 1]``: their mean over heads, its even and odd part, and each head faintly."""
     steps, heads, mean = (x.numpy() for x in (offset[:, 0], score, score.mean(0)))
     for n, head in enumerate(heads if len(heads) > 1 else ()):
         axes.plot(steps, head, color=HEAD, alpha=0.35, linewidth=0.8, label="each head" if n == 0 else None)
@@ -121,7 +121,7 @@ def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> Non
 
 
 def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ...] | None = None) -> None:
-    """A table of scores, query by key; colours diverge from zero where there are scores of both signs."""
+    """Draw a matrix of scores, query by key; colours diverge from zero if there are both signs."""
     image = axes.imshow(score.numpy(), extent=extent, **_colours(score))  # pyright: ignore[reportArgumentType]
     axes.set(xlabel="key position", ylabel="query position")
     for axis in (axes.xaxis, axes.yaxis):
@@ -132,7 +132,7 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
 
 
 def _colours(score: Tensor) -> dict[str, Any]:
-    """Colours that diverge from zero where there are scores of both signs."""
+    """Colours that diverge from zero if there are scores of both signs."""
     low, high = score.min().item(), score.max().item()
     most = max(-low, high)
     return (
@@ -141,7 +141,7 @@ def _colours(score: Tensor) -> dict[str, Any]:
 
 
 def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
-    """The tree of a panel, each node in the colour of its score as a key of one node, which has a ring; means over heads."""
+    """Draw the tree of a panel, each node coloured by its mean score as a key of the node with a ring."""
     parents, branches = panel.position.T.tolist()
     children = [[n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))]
     across, down, leaves = [0.0] * len(parents), [0] * len(parents), itertools.count()
@@ -164,17 +164,17 @@ def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
 
 
 def line_style(n: int) -> dict[str, Any]:
-    """Of the n-th line of a picture: ten colours, then the same with dashes."""
+    """Style of the n-th line of a picture: ten colours, then the same with dashes."""
     return {"color": colormaps["tab10"](n % 10), "linestyle": ("-", (0, (6, 2)), (0, (1, 2)))[n // 10 % 3]}
 
 
 def literal(name: str) -> str:
-    """A name as a picture shows it, never as mathematics."""
+    """A name with its $ escaped, so that matplotlib does not read it as mathematics."""
     return printable(name).replace("$", r"\$")
 
 
 def plain(axes: Axes) -> None:
-    """Without a frame at the top and the right, on a faint grid; ticks are whole numbers where those of the lines are."""
+    """Remove the frame's top and right, add a faint grid; ticks are integers if all x values are."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     if all((np.asarray(line.get_xdata(), float) % 1 == 0).all() for line in axes.get_lines()):
