@@ -16,17 +16,7 @@ from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = [
-    "TOKEN_STD",
-    "Block",
-    "BlockOptions",
-    "Context",
-    "Options",
-    "Schemes",
-    "Trunk",
-    "depth_rates",
-    "embedding",
-]
+__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Schemes", "Trunk", "depth_rates", "embedding"]
 
 Schemes = Scheme | PerLayer | Sequence[Scheme]
 """A scheme for all layers of a model, or one per layer."""
@@ -254,10 +244,8 @@ class Trunk(nn.Module, ABC):
         dtype = torch.promote_types(x.dtype, torch.float32)
         if states is None:
             return self.per_layer(lambda n, scheme: scheme.at(self.positions_for(scheme, positions), dtype=dtype))
-        each = self.per_layer(
-            lambda n, scheme: scheme.at(self.positions_for(scheme, positions), state=states[n], dtype=dtype)
-        )
-        return tuple(at.of(state) for at, state in zip(each, states, strict=True))
+        at = self.per_layer(lambda n, scheme: scheme.at(self.positions_for(scheme, positions), state=states[n], dtype=dtype))
+        return tuple(arguments.of(state) for arguments, state in zip(at, states, strict=True))
 
     def positions_for(self, scheme: Scheme, positions: Tensor) -> Tensor:
         """The positions ``[*b t c]`` that a scheme takes; a position-free scheme among others takes the first columns."""

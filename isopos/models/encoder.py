@@ -56,8 +56,8 @@ class Encoder(Trunk):
     ) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens ``[b t]`` at positions ``[t c]`` or ``[b t c]`` (0 to t - 1).
 
-        The mask ``[b t]`` is False for padding, which changes nothing. Padding has positions, too: on a line the next ones, in
-        a tree roots. With places ``[b n]``, indices of tokens, only their logits ``[b n vocabulary]`` are computed.
+        The mask ``[b t]`` is False for padding, which changes nothing. Padding has positions, too: on a line the next ones,
+        in a tree roots. With places ``[b n]``, indices of tokens, only their logits ``[b n vocabulary]`` are computed.
         """
         x = self.features(tokens, positions, mask=mask)
         if places is not None:

@@ -73,7 +73,7 @@ class PerLayer(nn.Module):
 
     @property
     def attention(self) -> str:
-        """ "softmax" if any layer has it, else "linear"."""
+        """The kind of attention: "softmax" if any layer has it, else "linear"."""
         return "softmax" if any(scheme.attention == "softmax" for scheme in self.each) else "linear"
 
     @property
