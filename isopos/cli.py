@@ -55,25 +55,25 @@ def _status(arguments: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else bool(stop.code)
     except KeyboardInterrupt as stop:
-        said, code = str(stop), getattr(stop, "code", 130)
+        message, code = str(stop), getattr(stop, "code", 130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "isopos":
             raise
-        said = f'the command line needs {error.name}: pip install "isopos[lab]"'
+        message = f'the command line needs {error.name}: pip install "isopos[lab]"'
     except OSError as error:
-        said = _sentence(error)
+        message = _sentence(error)
     except OverflowError as error:
-        said = f"expected numbers that a computer can count with, got one beyond: {error}"
+        message = f"expected numbers that a computer can count with, got one beyond: {error}"
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in MEMORY):
             raise
-        said = f"expected sizes that fit into memory; choose smaller ones: {str(error) or 'MemoryError'}"
-    if said:
+        message = f"expected sizes that fit into memory; choose smaller ones: {str(error) or 'MemoryError'}"
+    if message:
         from isopos.lab.runs.files import printable
 
-        print(f"isopos: {printable(said)}", file=sys.stderr)
+        print(f"isopos: {printable(message)}", file=sys.stderr)
     return code
 
 

@@ -137,15 +137,15 @@ def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
             raise piece.wrong("the name of a scheme")
         else:
             joined.append(piece)
-    found = []
+    counted = []
     for layer in joined:
         *schemes, count = layer.split("*")
         if schemes:
             number = count.whole_number(f"a number of layers after *, at most {MOST_LAYERS:,}", 1, MOST_LAYERS)
-            found.append((layer.part(layer.start, schemes[-1].stop), number))
+            counted.append((layer.part(layer.start, schemes[-1].stop), number))
         else:
-            found.append((layer, 1))
-    return found
+            counted.append((layer, 1))
+    return counted
 
 
 def _continues(before: str, text: str) -> bool:

@@ -69,7 +69,7 @@ class PerLayer(nn.Module):
     @property
     def path(self) -> tuple[Path, ...]:
         """Maps from keys to content-dependent positions, in any layer."""
-        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.path))
+        return tuple(dict.fromkeys(path for scheme in self.each for path in scheme.path))
 
     @property
     def attention(self) -> str:

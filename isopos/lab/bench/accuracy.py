@@ -28,8 +28,8 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         power = "2^31" if self.start == 2**31 else f"10^{len(str(self.start)) - 1}"
-        place = f"at {power}" if self.start else f"L = {LENGTH}"
-        return f"{place}, {str(self.dtype).removeprefix('torch.')}{' module' * self.cast}"
+        where = f"at {power}" if self.start else f"L = {LENGTH}"
+        return f"{where}, {str(self.dtype).removeprefix('torch.')}{' module' * self.cast}"
 
 
 SETTINGS = tuple(Setting(start, dtype) for dtype in (torch.float32, torch.float64) for start in (0, 10**6))

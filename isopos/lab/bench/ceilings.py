@@ -48,11 +48,11 @@ def scaled(
     moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
     share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * SIDES[torch.device(device).type] ** 3)
     factors = {PRODUCT: share, COPY: moved / 2, ZEROS: 4 if gradients else 1}
-    found = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
+    ceilings = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
     for name, join in ((ROOFLINE, max), (FRESH, lambda *x: sum(x))):
-        if all(part in found for part in PARTS[name]):
-            found[name] = [*map(join, *(found[part] for part in PARTS[name]))]
-    return found
+        if all(part in ceilings for part in PARTS[name]):
+            ceilings[name] = [*map(join, *(ceilings[part] for part in PARTS[name]))]
+    return ceilings
 
 
 def operations(d: int, *, gradients: bool, causal: bool = True) -> int:

@@ -192,12 +192,12 @@ def measure(
 
     Largest |output - reference| over max(1, largest |reference|), both of the same rounded inputs.
     """
-    found: dict[Key, Error] = {}
+    errors: dict[Key, Error] = {}
     for dtype, name, attention in itertools.product(dtypes, schemes, ATTENTIONS):
         try:
             scheme = REGISTRY[name](HEAD_DIM, HEADS, attention=attention)
         except ValueError as error:
-            found |= {(dtype, name, attention, setting): f"{error}".replace(name, "it") for setting in settings}
+            errors |= {(dtype, name, attention, setting): f"{error}".replace(name, "it") for setting in settings}
             continue
         fill_zeros(scheme)
         trial = Trial(scheme, DTYPES[dtype])
@@ -205,10 +205,10 @@ def measure(
             try:
                 out, expected = SETTINGS[setting].run(trial)
                 worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
-                found[dtype, name, attention, setting] = worst.item()
+                errors[dtype, name, attention, setting] = worst.item()
             except ValueError as error:
-                found[dtype, name, attention, setting] = f"{error}"
-    return found
+                errors[dtype, name, attention, setting] = f"{error}"
+    return errors
 
 
 class Table(NamedTuple):
@@ -226,18 +226,18 @@ class Table(NamedTuple):
         return grids.console(titles, self.rows, align, title=self.title, **look)
 
 
-def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
+def tables(errors: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
     """Tables of worst errors: by setting, by scheme, and by both for each dtype. Appends reasons of refusals to `notes`."""
-    dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*found, strict=True))
+    dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*errors, strict=True))
     pairs = [(attention, dtype) for attention in attentions for dtype in dtypes]
     heads = [f"{attention} {dtype.replace('float', 'f')}" for attention, dtype in pairs]
 
     def worst(dtype: str, names: Iterable[str], kinds: Iterable[str], ways: Iterable[str]) -> str:
         keys = itertools.product([dtype], names, kinds, ways)
-        return _figure([error for key in keys if isinstance(error := found[key], float)])
+        return _figure([error for key in keys if isinstance(error := errors[key], float)])
 
     def reasons(dtype: str, name: str, way: str) -> set[str]:
-        refused = {a: error for a in attentions if isinstance(error := found[dtype, name, a, way], str)}
+        refused = {a: error for a in attentions if isinstance(error := errors[dtype, name, a, way], str)}
         alike = len(refused) == len(attentions) and len({*refused.values()}) == 1
         return {error if alike else f"{attention}: {error}" for attention, error in refused.items()}
 
@@ -280,8 +280,8 @@ def other_libraries() -> Iterator[Table]:
 def console(out: Console, *, compiled: bool = False) -> None:
     """Print the tables; with `compiled` also the setting "graph", which takes minutes."""
     notes: list[str] = []
-    found = measure(settings=[setting for setting in SETTINGS if compiled or setting != "graph"])
-    for table in (*tables(found, notes), *other_libraries()):
+    errors = measure(settings=[setting for setting in SETTINGS if compiled or setting != "graph"])
+    for table in (*tables(errors, notes), *other_libraries()):
         out.print(table.rich())
     for n, note in enumerate(notes, 1):
         out.print(f"[{n}] {note}", markup=False, highlight=False)

@@ -15,7 +15,7 @@ from isopos.ops.gpu import SWITCH
 KERNELS = {"triton": {SWITCH: "1"}, "pytorch": {SWITCH: "0"}}
 LIMIT = 10.0  # seconds
 PLAIN, EVERY = "causal, no features", "bidirectional, no features"  # without a denominator, as the baselines compute
-BESIDE = {"rotary": at_least(0.97), "permutation": at_least(0.97), "householder + rotary": at_least(0.97)}
+POSITIONS = {"rotary": at_least(0.97), "permutation": at_least(0.97), "householder + rotary": at_least(0.97)}
 NONE = "attention function, no positions"
 Passing = Literal["forward", "forward + backward"]
 
@@ -28,8 +28,8 @@ def _attention(passing: Passing, length: int, head_dim: int) -> Race:
         (PLAIN, ROOFLINE): at_least(0.7) if long else None,
         ("causal", "softmax (SDPA)"): soft if passing == BOTH else None,
     }
-    beside = {(f"attention function, {name}", NONE): goal for name, goal in BESIDE.items()}
-    return Race("attention", passing, Shape(length, 8, 16, head_dim), pairs | beside)
+    positions = {(f"attention function, {name}", NONE): goal for name, goal in POSITIONS.items()}
+    return Race("attention", passing, Shape(length, 8, 16, head_dim), pairs | positions)
 
 
 def _bidirectional(passing: Passing, length: int, head_dim: int) -> Race:

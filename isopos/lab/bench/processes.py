@@ -205,9 +205,9 @@ def tree(nodes: int) -> dict[str, float]:
     encoding = REGISTRY["ape-tree"](64, 1).encoding
     with torch.no_grad():
         encoding(positions[:3])
-        before, begun = _high_water(), time.perf_counter()
+        before, start = _high_water(), time.perf_counter()
         rho = encoding(positions)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     result = sum(tensor.nbytes for tensor in rho.tensors())
     return {"seconds": seconds, "bytes": _high_water() - before, "result": result}
 
@@ -230,8 +230,8 @@ FUNCTIONS = {
 
 def main(function: str, arguments: str) -> None:
     """Run a function of `FUNCTIONS` in this process, and print each result as a line of JSON."""
-    for found in FUNCTIONS[function](**json.loads(arguments)):
-        print(MARK + json.dumps(found), flush=True)
+    for result in FUNCTIONS[function](**json.loads(arguments)):
+        print(MARK + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -131,14 +131,14 @@ def _stacked(shape: Shape):
 
 def _stream(shape: Shape, spec: str = ""):
     """Decoding steps that return a new state; with a scheme whose positions advance, or without."""
-    scheme, state, place = scheme_of(spec, shape) if spec else None, State(), 0
+    scheme, state, position = scheme_of(spec, shape) if spec else None, State(), 0
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        nonlocal state, place
+        nonlocal state, position
         none = {"feature_map": elu1, "state": state}
-        at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
+        at = none if scheme is None else scheme.at(torch.tensor([[position]]), state=state)
         out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
-        place += 1
+        position += 1
         return out
 
     return step

@@ -136,14 +136,14 @@ def chart(rows: Sequence[Row]) -> Figure:
     colors = dict(zip(dict.fromkeys(row.variant for row in rows), itertools.cycle(COLORS), strict=False))
     figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         low, middle, high = row.spread if not row.cost else (1 / ratio for ratio in reversed(row.spread))
         spread = [[middle - low], [high - middle]]
         style = {"color": colors[row.variant], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
-        axes.barh(place, middle - 1, left=1, **style)
+        axes.barh(y, middle - 1, left=1, **style)
         if row.goal is not None:
             goal = 1 / row.goal.value if row.cost else row.goal.value
-            axes.plot([goal, goal], [place - 0.45, place + 0.45], color="black", lw=2)
+            axes.plot([goal, goal], [y - 0.45, y + 0.45], color="black", lw=2)
     axes.set_xscale("log")
     axes.axvline(1, color="black", lw=0.8)
     axes.set_yticks(range(len(rows)), [f"{row.workload}  vs  {row.baseline}" for row in rows], fontsize=7)

@@ -28,9 +28,9 @@ class Options:
 
 def run(options: Options, console: Console) -> int:
     """Print the prompt and its continuation."""
-    found = generate(options)
+    text = generate(options)
     print(options.prompt, end="", flush=True)
-    for piece in found:
+    for piece in text:
         print(piece, end="", flush=True)
     print()
     return 0

@@ -22,8 +22,8 @@ class Options:
 def run(options: Options, console: Console) -> int:
     """Print a table of all runs below a folder, latest last."""
     folder = Path(options.folder)
-    found = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
-    runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # not hidden ones
+    paths = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
+    runs = [path.parent for path in paths if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # not hidden ones
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
     rows = [_cells(one, one.relative_to(folder).as_posix()) for one in runs]

@@ -56,9 +56,9 @@ def panels(scheme: Scheme, *, reach: int = REACH, seed: int = 0) -> Iterator[Pan
     for first, group in _parts(scheme.group):
         position = _positions(group, reach, scheme.max_length)
         cameras = isinstance(group, Projective)
-        places = group.arrange(len(position)) if cameras else position
+        elements = group.arrange(len(position)) if cameras else position
         x = scheme.group.origin(len(position))
-        x[:, first : first + places.shape[1]] = places
+        x[:, first : first + elements.shape[1]] = elements
         yield Panel(Ring(len(position)) if cameras else group, position, scores(scheme, x, seed))
 
 
@@ -116,10 +116,10 @@ def fill_zeros(scheme: Scheme) -> bool:
 
 def paths(position: Tensor) -> list[str]:
     """Branches from the root to each node of a tree ``[n 2]``, whose rows follow their parents'."""
-    found: list[str] = []
+    branches: list[str] = []
     for parent, branch in position.tolist():
-        found.append("" if parent < 0 else found[parent] + (str(branch) if branch < 10 else f"({branch})"))
-    return found
+        branches.append("" if parent < 0 else branches[parent] + (str(branch) if branch < 10 else f"({branch})"))
+    return branches
 
 
 def _parts(group: Group) -> Iterator[tuple[int, Group]]:

@@ -162,11 +162,11 @@ def _curves(runs: list[Run], ranked: Ranking) -> Figure:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     order, task = [row.scheme for row in ranked.rows], ranked.task
-    for place, scheme in enumerate(order + sorted({run.recipe.scheme for run in runs} - set(order))):
+    for index, scheme in enumerate(order + sorted({run.recipe.scheme for run in runs} - set(order))):
         for n, run in enumerate(run for run in runs if run.recipe.scheme == scheme):
             points = [(step, loss * task.loss_scale) for step, loss in _smooth(run.training)]
             xy, label = zip(*points, strict=True) if points else ([], []), None if n else literal(scheme)
-            axes.plot(*xy, label=label, gid=f"curve-{scheme}-seed{run.recipe.seed}", **line_style(place))
+            axes.plot(*xy, label=label, gid=f"curve-{scheme}-seed{run.recipe.seed}", **line_style(index))
     axes.set(xlabel="step", ylabel=f"training loss, {task.loss_unit}")
     if runs:
         axes.legend(fontsize=8, frameon=False)

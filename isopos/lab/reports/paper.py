@@ -165,8 +165,8 @@ def _grid(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any
 
 def _trained_from_scratch(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
     """Corpora without a warm start, with the names of their data here."""
-    begun = {corpus.name for corpus in table.corpora if corpus.start}
-    return {name: text for name, text in about["corpora"].items() if name not in begun}
+    warm_started = {corpus.name for corpus in table.corpora if corpus.start}
+    return {name: text for name, text in about["corpora"].items() if name not in warm_started}
 
 
 def _papers(row: TableRow, at: int) -> float | None:

@@ -40,11 +40,11 @@ def show(
         raise ValueError(f"reach: expected at least 1 step, got {reach}")
     path = _target(Path(out or spec.replace(":", "+").replace("/", "-") + ".png"), overwrite)
     drawn = fill_zeros(built)
-    shown = list(panels(built, reach=reach))
-    figure = Figure(figsize=(7.5 if len(shown) == 1 else 6.2 * len(shown), 5.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        draw(axes, panel, built, alone=len(shown) == 1)
-    figure.suptitle("\n".join(_title(spec, built, shown, drawn)), fontsize=11)
+    every_panel = list(panels(built, reach=reach))
+    figure = Figure(figsize=(7.5 if len(every_panel) == 1 else 6.2 * len(every_panel), 5.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
+        draw(axes, panel, built, alone=len(every_panel) == 1)
+    figure.suptitle("\n".join(_title(spec, built, every_panel, drawn)), fontsize=11)
     try:
         with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
@@ -65,7 +65,7 @@ def _target(path: Path, overwrite: bool) -> Path:
     return path
 
 
-def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[str]:
+def _title(spec: str, scheme: Scheme, every_panel: list[Panel], drawn: bool) -> list[str]:
     choices = dict(scheme.choices)
     attention = choices.pop("attention")
     sums = [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
@@ -74,9 +74,12 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
         *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
-        *(["direction-blind"] if not (scheme.path or any(panel.directional for panel in shown)) else []),
+        *(["direction-blind"] if not (scheme.path or any(panel.directional for panel in every_panel)) else []),
         *(["causal, later keys mirror earlier ones"] if scheme.path else []),
-        *(["no relative kernel: scores depend on the positions themselves"] * (not all(panel.relative for panel in shown))),
+        *(
+            ["no relative kernel: scores depend on the positions themselves"]
+            * (not all(panel.relative for panel in every_panel))
+        ),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]
     return [spec, ", ".join(words), CATALOG[resolve(split_spec(spec)[0])].citation, *filter(None, ["; ".join(notes)])]

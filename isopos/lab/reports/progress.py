@@ -62,12 +62,12 @@ class Bars:
 
         def show(step: int, loss: float | None = None, rate: float | None = None) -> None:
             nonlocal printed, start
-            shown = "" if loss is None else f"{loss:.3f} {unit}"
-            speed = "" if rate is None else f"{rate:,.0f} {rate_unit}"
-            self.progress.update(task, completed=before + step, loss=shown, rate=speed)
+            loss_text = "" if loss is None else f"{loss:.3f} {unit}"
+            rate_text = "" if rate is None else f"{rate:,.0f} {rate_unit}"
+            self.progress.update(task, completed=before + step, loss=loss_text, rate=rate_text)
             start = start or (step, time.monotonic())  # a resumed run does not start at 0
-            left = _left(start, step, (self.total or steps) - before)
-            self._line = ", ".join(filter(None, (f"{title}: {step}/{steps}", shown, speed, left)))
+            remaining = _left(start, step, (self.total or steps) - before)
+            self._line = ", ".join(filter(None, (f"{title}: {step}/{steps}", loss_text, rate_text, remaining)))
             if step * PARTS // steps > printed:
                 printed = step * PARTS // steps
                 self._print()

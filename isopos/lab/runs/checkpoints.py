@@ -41,14 +41,14 @@ class Checkpoint(NamedTuple):
 
 def complete(run: Path) -> list[Checkpoint]:
     """The complete checkpoints of a run, oldest first; ValueError if a mark is damaged."""
-    found = []
+    checkpoints = []
     for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
         remedy = f"remove {mark.parent} to go on without it"
         values = _read_mark(mark, remedy)
         if values["validation"] is not None and not math.isfinite(values["validation"]):
             damaged(mark, f"validation: expected a finite number, got {values['validation']}", remedy)
-        found.append(Checkpoint(mark.parent, *(values[name] for name in Checkpoint._fields[1:])))
-    return found
+        checkpoints.append(Checkpoint(mark.parent, *(values[name] for name in Checkpoint._fields[1:])))
+    return checkpoints
 
 
 def _read_mark(mark: Path, remedy: str) -> dict[str, Any]:

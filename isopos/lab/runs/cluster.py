@@ -95,7 +95,7 @@ def spread(
         threads: As in `check_cluster`.
         shared: A file in the working folder; a machine that sees it shares the folder.
     """
-    place = (os.getcwd(), str(shared), isopos.__version__, threads)
+    environment = (os.getcwd(), str(shared), isopos.__version__, threads)
     waiting, running, lost = [*jobs], {}, Counter()
     with _connected(address) as ray:
         begin = ray.remote(num_cpus=threads, num_gpus=int(device == "cuda"), max_retries=0)(_call)
@@ -104,7 +104,7 @@ def spread(
                 for job in [job for job in waiting if job.ready()]:
                     waiting.remove(job)
                     seconds = LEASE if lost[job.name] else 0.0
-                    running[begin.remote(*place, pickle.dumps((job.call, (*job.arguments, seconds))))] = job
+                    running[begin.remote(*environment, pickle.dumps((job.call, (*job.arguments, seconds))))] = job
                 if not running:
                     return
                 signals.raise_pending()

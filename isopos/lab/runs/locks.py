@@ -65,7 +65,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             mine = held.enter_context(try_lock(folder))
         except OSError as error:
-            raise ValueError(f"name: cannot write beside {folder}: {error.strerror}") from None
+            raise ValueError(f"name: cannot write next to {folder}: {error.strerror}") from None
         if not mine:
             raise ValueError(f"name: {folder} is in use by {holder(folder)}; wait for it or choose another --name")
         yield

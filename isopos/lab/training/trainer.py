@@ -90,12 +90,12 @@ def learning_rate_factor(t: Training, step: int) -> float:
     warm = max(1, t.steps // 10) if t.warmup < 0 else t.warmup
     if step <= warm:
         return step / warm
-    left = 1 - (step - 1 - warm) / max(1, t.steps - warm)
+    remaining = 1 - (step - 1 - warm) / max(1, t.steps - warm)
     match t.schedule:
         case "cosine":
-            return 0.5 + 0.5 * math.cos(math.pi * (1 - left))
+            return 0.5 + 0.5 * math.cos(math.pi * (1 - remaining))
         case "polynomial":
-            return left**t.power
+            return remaining**t.power
         case "inverse-sqrt":
             return math.sqrt(max(1, warm) / step)
         case "constant":
