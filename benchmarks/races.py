@@ -3,7 +3,7 @@
 from benchmarks.peers import PEERS, ROTARY
 from isopos.lab.bench import accuracy, gpu, peers, processes, races
 from isopos.lab.bench.races import BOTH, FORWARD, Race, Shape
-from isopos.lab.bench.timing import Goal, at_least
+from isopos.lab.timing import Goal, at_least
 
 __all__ = ["GPU", "RACES", "join"]
 

@@ -17,9 +17,10 @@ from rich.console import Console
 
 import benchmarks.races as others
 from benchmarks.peers import PEERS
-from isopos.lab.bench import accuracy, ceilings, gpu, peers, processes, races, results, timing
-from isopos.lab.bench.timing import Row, at_least, at_most, rounds_of
+from isopos.lab import timing
+from isopos.lab.bench import accuracy, ceilings, gpu, peers, processes, races, results
 from isopos.lab.commands import bench
+from isopos.lab.timing import Row, at_least, at_most, rounds_of
 from isopos.lab.training import run
 from tools import performance_page as page
 

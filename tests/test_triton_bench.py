@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import races as others
 from benchmarks.peers import PEERS
-from isopos.lab.bench import gpu, processes, races, timing
+from isopos.lab import timing
+from isopos.lab.bench import gpu, processes, races
 from isopos.ops import gpu as gate
 from isopos.ops import triton_rotate
 from isopos.ops.linear import triton, triton_step_kernel

@@ -7,8 +7,8 @@ from typing import Any
 
 from isopos.lab.bench.processes import ALLOCATORS
 from isopos.lab.bench.results import merged
-from isopos.lab.bench.timing import Row, titles
 from isopos.lab.reports.grids import markdown
+from isopos.lab.timing import Row, titles
 
 __all__ = ["page"]
 

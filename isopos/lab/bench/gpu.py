@@ -9,7 +9,7 @@ from typing import Literal
 
 from isopos.lab.bench.ceilings import ROOFLINE
 from isopos.lab.bench.races import BOTH, CLONES, FORWARD, PREPARED, STEP, Race, Shape
-from isopos.lab.bench.timing import Goal, at_least, at_most
+from isopos.lab.timing import Goal, at_least, at_most
 from isopos.ops.gpu import SWITCH
 
 KERNELS = {"triton": {SWITCH: "1"}, "pytorch": {SWITCH: "0"}}

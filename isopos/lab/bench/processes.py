@@ -20,7 +20,7 @@ import torch
 from isopos.attention import linear_attention
 from isopos.lab.bench import gpu, races
 from isopos.lab.bench.races import Shape, scheme_of
-from isopos.lab.bench.timing import Row, at_most, rounds_of
+from isopos.lab.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 

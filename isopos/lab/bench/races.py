@@ -21,7 +21,7 @@ from isopos.feature_maps import elu1
 from isopos.lab.bench import ceilings
 from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
+from isopos.lab.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
 from isopos.nn import Attention, Steps
 from isopos.positions import sequence
 from isopos.scheme import Scheme

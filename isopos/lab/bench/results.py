@@ -18,8 +18,8 @@ from matplotlib.patches import Patch
 from isopos import __version__
 from isopos.lab.bench.gpu import LIMIT
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.timing import Row
 from isopos.lab.runs.files import replacing, write_json
+from isopos.lab.timing import Row
 from isopos.ops.library import libraries
 
 DATA, CHART = "bench.json", "bench.svg"

@@ -53,8 +53,8 @@ class Options:
 def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all but exactness; write them to a folder if one is given."""
     from isopos.lab.bench import accuracy, exactness, gpu, processes, results
-    from isopos.lab.bench.timing import titles
     from isopos.lab.reports import grids
+    from isopos.lab.timing import titles
     from isopos.lab.training.run import usable_device
 
     section, rounds, device = options.section, options.rounds, usable_device(options.device)

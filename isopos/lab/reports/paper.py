@@ -11,7 +11,6 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.intervals import MIN_SEEDS, Difference
@@ -31,6 +30,7 @@ from isopos.lab.tables.loader import (
 )
 from isopos.lab.tasks.language import TextTask
 from isopos.lab.tasks.task import Metric
+from isopos.lab.timing import Spread
 
 # Fields that do not change a model, or are reported elsewhere:
 IGNORED = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from isopos import laws
-from isopos.lab.bench.timing import interleave
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.files import write_json
@@ -23,6 +22,7 @@ from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, check_sa
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Data
+from isopos.lab.timing import interleave
 from isopos.lab.training import OnStep
 from isopos.scheme import Scheme
 
