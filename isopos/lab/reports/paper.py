@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -48,6 +49,11 @@ class RowResults:
     curves: Mapping[str, Mapping[int, Mapping[int, float]]]
     reasons: Mapping[str, str]
     stand_in: bool = False  # whether a split other than the column's was scored
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return self.table_row.name
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -96,7 +102,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
     if not table.timed:
-        figures = {column.title: {row.table_row.name: row.values[column.title] for row in rows} for column in table.columns}
+        figures = {column.title: {row.name: row.values[column.title] for row in rows} for column in table.columns}
         figures = {title: {name: seeds for name, seeds in by.items() if seeds} for title, by in figures.items()}
         write_json(folder / FIGURES, figures)
     draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
@@ -152,7 +158,7 @@ def _grid(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any
     grid = []
     for row in rows:
         schemes = [row.table_row.scheme, *(f"{name}: {scheme}" for name, scheme in row.table_row.schemes.items() if scheme)]
-        cells = [row.table_row.name, "; ".join(filter(None, schemes)) or "not here"]
+        cells = [row.name, "; ".join(filter(None, schemes)) or "not here"]
         for column in columns:
             at = table.columns.index(column)
             cells += [table.metric(column).text(_papers(row.table_row, at))] * papers
@@ -175,7 +181,13 @@ def _papers(row: TableRow, at: int) -> float | None:
 
 
 def _reference(table: PaperTable, rows: Sequence[RowResults]) -> RowResults:
-    return next(row for row in rows if row.table_row.name == (table.reference or table.baseline))
+    return next(row for row in rows if row.name == (table.reference or table.baseline))
+
+
+def _mean_text(values: Sequence[float], metric: Metric, sign: str = "") -> str:
+    """Mean with a sign, and standard deviation if there are several values."""
+    spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}{metric.style}}{spread}"
 
 
 def _distance_table(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> list[str]:
@@ -185,26 +197,19 @@ def _distance_table(table: PaperTable, rows: Sequence[RowResults], about: Mappin
     for row in rows:
         cells = []
         for column in columns:
-            apart, metric = _differences(row, reference, column), _finer(table.metric(column))
-            spread = f" ± {metric.text(statistics.stdev(apart))}" if len(apart) > 1 else ""
-            text = f"{statistics.mean(apart):+{metric.style}}{spread}" if apart else "-"
-            cells.append(f"**{text}**" if apart and Difference.paired(apart).excludes_zero else text)
+            values = _differences(row, reference, column)
+            text = _mean_text(values, _finer(table.metric(column)), "+") if values else "-"
+            cells.append(f"**{text}**" if values and Difference.paired(values).excludes_zero else text)
         if row is not reference and any(cell != "-" for cell in cells):
-            grid.append([row.table_row.name, *cells])
+            grid.append([row.name, *cells])
+    if not grid:
+        return []
     titles = ["row", *(column.title for column in columns)]
-    what = (
-        "A figure less the reference's of the same seed: means and standard deviations over seeds; bold where Student's 95% "
-        f"interval, of {MIN_SEEDS} seeds at least, excludes 0."
+    note = (
+        "Figures minus the reference's of the same seed: means and standard deviations over seeds; bold where Student's 95% "
+        f"interval, of at least {MIN_SEEDS} seeds, excludes 0."
     )
-    shown = [
-        f"{PAIRED} {reference.table_row.name}",
-        "",
-        what,
-        "",
-        grids.markdown(titles, grid, "l".ljust(len(titles), "r")),
-        "",
-    ]
-    return shown if grid else []
+    return [f"{PAIRED} {reference.name}", "", note, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
 
 
 def _main(table: PaperTable, corpus: str) -> Metric:
@@ -219,14 +224,13 @@ def _ours(table: PaperTable, row: RowResults, column: Column) -> str:
     if table.timed:  # ratios of rounds
         ratio = Spread.of(values)
         return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
-    spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
-    return metric.text(statistics.mean(values)) + spread
+    return _mean_text(values, metric)
 
 
 def _differences(row: RowResults, other: RowResults, column: Column) -> list[float]:
     """Differences between two rows' figures of the same seeds."""
-    own, theirs = row.values[column.title], other.values[column.title]
-    return [own[seed] - theirs[seed] for seed in own if seed in theirs]
+    a, b = row.values[column.title], other.values[column.title]
+    return [a[seed] - b[seed] for seed in a if seed in b]
 
 
 def _leads(table: PaperTable, rows: Sequence[RowResults], row: RowResults, column: Column) -> bool:
@@ -234,17 +238,17 @@ def _leads(table: PaperTable, rows: Sequence[RowResults], row: RowResults, colum
 
     False for all rows if none is shown to differ from the best.
     """
-    rank, found = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= MIN_SEEDS]
-    if row not in found:
+    rank, candidates = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= MIN_SEEDS]
+    if row not in candidates:
         return False
-    best = min(found, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
-    apart = {one.table_row.name: _differences(one, best, column) for one in found}
+    best = min(candidates, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
+    paired = {one.name: _differences(one, best, column) for one in candidates}
     level = {
-        name: not Difference.paired(values, max(1, len(found) - 1)).excludes_zero
-        for name, values in apart.items()
+        name: not Difference.paired(values, max(1, len(candidates) - 1)).excludes_zero
+        for name, values in paired.items()
         if len(values) >= MIN_SEEDS
     }
-    return level.get(row.table_row.name, False) and not all(level.values())
+    return level.get(row.name, False) and not all(level.values())
 
 
 def _finer(metric: Metric) -> Metric:
@@ -265,22 +269,22 @@ def _distances(row: RowResults, reference: RowResults, corpus: str) -> dict[int,
     """Validation minus the reference's by update, one number per shared seed."""
     seeds = sorted({*row.curves[corpus]} & {*reference.curves[corpus]})
     pairs = [(row.curves[corpus][seed], reference.curves[corpus][seed]) for seed in seeds]
-    steps = sorted(set.intersection(*({*own} & {*other} for own, other in pairs))) if pairs else []
-    return {step: [own[step] - other[step] for own, other in pairs] for step in steps}
+    steps = sorted(set.intersection(*({*a} & {*b} for a, b in pairs))) if pairs else []
+    return {step: [a[step] - b[step] for a, b in pairs] for step in steps}
 
 
 def _updates(table: PaperTable, rows: Sequence[RowResults], row: RowResults, corpus: str) -> str:
     """The first validated update at which a row reaches the baseline's final value: means over shared seeds."""
     if not row.table_row.on(corpus) or not row.curves[corpus]:
         return "-" if not row.table_row.on(corpus) else "missing"
-    base = next(other for other in rows if other.table_row.name == table.baseline)
+    base = next(other for other in rows if other.name == table.baseline)
     shared = sorted({*row.curves[corpus]} & {*base.curves[corpus]})
-    goal, own = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
-    if not goal or not own:
+    goal, curve = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
+    if not goal or not curve:
         return "missing"
     rank = _main(table, corpus).rank
     last = rank(goal[max(goal)])
-    return next((f"{step:,}" for step, value in own.items() if rank(value) <= last), "not reached")
+    return next((f"{step:,}" for step, value in curve.items() if rank(value) <= last), "not reached")
 
 
 def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
@@ -296,10 +300,10 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
         yield f"Scale{f' of {_joined(names)}' if len(pairs) > 1 else ''}: {text}"
     if not table.timed:
         for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-            own = corpus is not None and corpus.recipe and not corpus.start
-            if corpus is not chosen[0] and not own:
-                continue  # the same as of the first, or told by its scale
-            model = f"A model of {corpus.name}" if corpus and own else "A model"
+            separate = corpus is not None and corpus.recipe and not corpus.start
+            if corpus is not chosen[0] and not separate:
+                continue  # as for the first corpus, or stated with its scale
+            model = f"A model of {corpus.name}" if corpus and separate else "A model"
             seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
             kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, TextTask) else "" for r in (original, ours)]
             paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
@@ -318,16 +322,16 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
         yield from _seconds(table, folder)
     if table.marked:
         yield (
-            "Marked (*) are the best figure and those of which no difference to it is shown: the 95% interval of the "
-            "differences paired by seed, for all rows at once (5% divided by the number of the others), includes 0. Where "
-            f"no row differs from the best, none is, nor with fewer than {MIN_SEEDS} seeds."
+            "Marked (*) are the best figure and figures not shown to differ from it: the 95% interval of the differences "
+            "paired by seed, for all rows at once (5% divided by the number of other rows), includes 0. None is marked if "
+            f"no row differs from the best, or with fewer than {MIN_SEEDS} seeds."
         )
     yield from _ranks(table, rows, about)
     yield from _early_order(table, rows, about)
     yield from table.notes
     for row in rows:
         for title, reason in row.reasons.items():
-            yield f"{row.table_row.name}, {title}: {reason}."
+            yield f"{row.name}, {title}: {reason}."
     if missing := "; ".join(_missing(table, rows, about)):
         yield f"Missing: {missing}."
     seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
@@ -366,7 +370,7 @@ def _ranks(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, An
             yield "This scale shows that the table runs; it says nothing about the order of the schemes."
         return
     for at, column in enumerate(table.columns):
-        both = [(row.table_row.name, _papers(row.table_row, at), row.values[column.title]) for row in rows]
+        both = [(row.name, _papers(row.table_row, at), row.values[column.title]) for row in rows]
         middle = statistics.median if table.timed else statistics.mean  # as the table shows
         pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours and paper is not None]
         if len(pairs) < FEW:
@@ -383,7 +387,7 @@ def _ranks(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, An
 def _early_order(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> Iterator[str]:
     """Rank correlation between the order after a tenth of the updates and the final order."""
     for corpus in _trained_from_scratch(table, about) if about["scale"] != "tiny" else ():
-        curves = {row.table_row.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
+        curves = {row.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
         if early:
@@ -405,14 +409,14 @@ def _missing(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, 
     """Missing cells, corpora that were not run, and rows without a scheme here."""
     for row in rows:
         if not row.table_row.scheme:
-            yield f"{row.table_row.name}, whose scheme is not here"
+            yield f"{row.name}, whose scheme is not here"
         for corpus in () if table.timed else about["corpora"]:
             lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
             if row.table_row.on(corpus) and lacking:
-                yield f"{row.table_row.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
+                yield f"{row.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
         for column in table.columns if table.timed else ():
             if row.table_row.on(column.corpus) and not row.values[column.title]:
-                yield f"{row.table_row.name}{f' on {column.corpus}' if column.corpus else ''}"
+                yield f"{row.name}{f' on {column.corpus}' if column.corpus else ''}"
     for corpus in table.corpora:
         if corpus.name not in about["corpora"]:
             yield f"{corpus.name}, for which --data {corpus.name}=PATH gives one"
@@ -431,19 +435,24 @@ def _curves(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
         title = _main(table, corpus).title
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
-                above.plot(list(curve), list(curve.values()), label=literal(row.table_row.name), **line_style(n))
-            if apart := _distances(row, reference, corpus):
-                found = [Difference.paired(values) for values in apart.values()]
-                low, high = ([one.mean + sign * one.half for one in found] for sign in (-1, 1))
-                below.plot(list(apart), [one.mean for one in found], **line_style(n))
-                below.fill_between(list(apart), low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+                above.plot(list(curve), list(curve.values()), label=literal(row.name), **line_style(n))
+            if distances := _distances(row, reference, corpus):
+                paired = [Difference.paired(values) for values in distances.values()]
+                _plot_band(below, list(distances), [one.mean for one in paired], [one.half for one in paired], n)
         above.set(ylabel=f"validation, {title}", title=literal(f"{corpus}: {_short(names[corpus])}"))
-        below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.table_row.name}'s, paired by seed"))
+        below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.name}'s, paired by seed"))
         plain(above)
         plain(below)
     if names and panels[0, 0].get_legend_handles_labels()[0]:
         panels[0, -1].legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
     return figure
+
+
+def _plot_band(axes: Axes, x: Sequence[float], mean: Sequence[float], half: Sequence[float], n: int, **options: Any) -> None:
+    """Plot means in the n-th style, with a band of half widths."""
+    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+    axes.plot(x, mean, **line_style(n), **options)
+    axes.fill_between(x, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
 
 
 def _figures_by_choice(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, str]) -> Figure:
@@ -452,15 +461,11 @@ def _figures_by_choice(table: PaperTable, rows: Sequence[RowResults], names: Map
     for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
         columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.x_axis])
         for n, row in enumerate(rows):
-            shown = [(one.view[table.x_axis], values) for one in columns if (values := [*row.values[one.title].values()])]
-            if not shown:
-                continue
-            at, values = zip(*shown, strict=True)
-            mean = [statistics.mean(of) for of in values]
-            spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
-            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-            axes.plot(at, mean, label=literal(row.table_row.name), **line_style(n))
-            axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+            points = [(one.view[table.x_axis], values) for one in columns if (values := [*row.values[one.title].values()])]
+            if points:
+                x, values = zip(*points, strict=True)
+                spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
+                _plot_band(axes, x, [statistics.mean(of) for of in values], spread, n, label=literal(row.name))
         axes.set(xlabel=table.x_axis, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
         if axes.lines:
             axes.legend(fontsize=8, frameon=False)
@@ -479,7 +484,7 @@ def _ratios(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
             if row.table_row.figures:
                 axes.plot(row.table_row.figures[at], -n, "x", color="C1", label=None if shown else "paper")
         axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
-        axes.set_yticklabels([literal(row.table_row.name) for row in rows if any(row.values.values())])
+        axes.set_yticklabels([literal(row.name) for row in rows if any(row.values.values())])
         axes.set(xlabel=literal(column.title))
         if drawn:
             axes.legend(frameon=False)
