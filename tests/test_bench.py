@@ -36,6 +36,12 @@ SAME = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_collections(monkeypatch):
+    """Garbage collections of a whole test session take most of the time of these tests."""
+    monkeypatch.setattr(timing.gc, "collect", lambda: 0)
+
+
 @pytest.fixture
 def here(monkeypatch):
     """Sections run in this process, at a small size; the calls are kept."""
