@@ -116,9 +116,11 @@ class Row:
     def from_json(cls, content: dict[str, Any]) -> "Row":
         """The inverse of `to_json`; also reads the field names and workload names of version 0.1."""
         content = {OLD.get(name, name): value for name, value in content.items()}
-        fields = {field.name: content[field.name] for field in dataclasses.fields(cls)}
-        names = {name: fields[name].replace("both ways", "bidirectional") for name in ("workload", "baseline")}
-        return cls(**fields | names | {"goal": fields["goal"] and Goal(**fields["goal"])})
+        values = {field.name: content[field.name] for field in dataclasses.fields(cls)}
+        for name in ("workload", "baseline"):
+            values[name] = values[name].replace("both ways", "bidirectional")
+        values["goal"] = values["goal"] and Goal(**values["goal"])
+        return cls(**values)
 
     def cells(self) -> tuple[str, ...]:
         """The cells of the row below `titles`."""

@@ -11,11 +11,11 @@ ZEROS = "zeros where results go"
 ROOFLINE = "the slower of copies of as many bytes and products of as many operations"
 FRESH = f"{PRODUCT}, and {ZEROS}"
 PARTS = {ROOFLINE: (COPY, PRODUCT), FRESH: (PRODUCT, ZEROS)}  # ceilings made of several measurements
-SIDES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
+MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
 
 
 def _product(like: Tensor) -> Callable[[], Tensor]:
-    side = SIDES[like.device.type]
+    side = MATRIX_SIZES[like.device.type]
     a, b = torch.randn(2, side, side, dtype=like.dtype, device=like.device)
     return lambda: a @ b
 
@@ -46,7 +46,7 @@ def scaled(
         causal: Whether attention is causal.
     """
     moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
-    share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * SIDES[torch.device(device).type] ** 3)
+    share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * MATRIX_SIZES[torch.device(device).type] ** 3)
     factors = {PRODUCT: share, COPY: moved / 2, ZEROS: 4 if gradients else 1}
     ceilings = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
     for name, join in ((ROOFLINE, max), (FRESH, lambda *x: sum(x))):

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from isopos.lab.runs.files import printable
 
-RULES, SIDES = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
+RULES, JUSTIFY = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
@@ -37,7 +37,7 @@ def console(
     """A table for a console, with options of rich's `Table`; long cells are folded, markup in cells is not interpreted."""
     table = Table(header_style="bold", title=Text(printable(title), "table.title") if title else None, **options)
     for name, letter in zip(header, align.ljust(len(header), "l"), strict=True):
-        table.add_column(Text(name), justify=SIDES[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
+        table.add_column(Text(name), justify=JUSTIFY[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table

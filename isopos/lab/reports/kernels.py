@@ -17,7 +17,12 @@ from isopos.poses import Projective
 from isopos.positions import Group, Product, Ring, Tree, depths, grid, sequence
 from isopos.schemes import Scheme
 
-REACH, LONGEST_RING, SIDE, NODES = 64, 1024, 12, 40  # steps of a line, elements of a ring, steps of a map, nodes of a tree
+REACH, LONGEST_RING, MAP_REACH, NODES = (
+    64,
+    1024,
+    12,
+    40,
+)  # steps of a line, elements of a ring, steps of a map, nodes of a tree
 
 
 class Panel(NamedTuple):
@@ -139,9 +144,9 @@ def _positions(group: Group, reach: int, longest: int | None) -> Tensor:
     if isinstance(group, Tree):
         return _complete_tree(group.branches)
     if isinstance(group, Projective):
-        return sequence(2 * SIDE + 1)
+        return sequence(2 * MAP_REACH + 1)
     if isinstance(group, Product):
-        return grid(*(2 * SIDE + 1 for _ in group.parts))
+        return grid(*(2 * MAP_REACH + 1 for _ in group.parts))
     count = 2 * (min(group.period, LONGEST_RING) // 2 if isinstance(group, Ring) else reach) + 1
     count = count if longest is None else min(count, longest)
     return sequence(count - (count + 1) % 2)
