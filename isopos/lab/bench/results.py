@@ -82,11 +82,7 @@ def target(out: str, *, keep: bool = False) -> Path | None:
 
 
 def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
-    """The rows of an earlier run in a folder.
-
-    Raises:
-        ValueError: Where the machine, the threads or the rounds differ.
-    """
+    """The rows of an earlier run in a folder; ValueError where the machine, the threads or the rounds differ."""
     if not (folder / DATA).exists():
         return []
     content, about = json.loads((folder / DATA).read_text()), machine(device) | {"rounds": rounds}

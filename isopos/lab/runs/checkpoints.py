@@ -199,11 +199,7 @@ def build_model(folder: Path) -> tuple[Recipe, Any]:
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """Write the final weights of a run.
-
-    Raises:
-        OSError: If they cannot be written.
-    """
+    """Write the final weights of a run; OSError if they cannot be written."""
     path = folder / WEIGHTS
     try:
         with replacing(path) as part:

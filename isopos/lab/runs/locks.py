@@ -56,11 +56,7 @@ def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder within the context.
-
-    Raises:
-        ValueError: If another process has the lock; the message names it.
-    """
+    """Lock a folder within the context; ValueError if another process has the lock; the message names it."""
     with contextlib.ExitStack() as held:
         try:
             mine = held.enter_context(try_lock(folder))
