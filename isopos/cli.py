@@ -23,7 +23,7 @@ SAVING = (
     "report",
     "export",
     "bench",
-)  # commands that leave files, also where nobody reads
+)  # commands that write files
 LOST = 141  # exit status after the reader closed standard output, as after SIGPIPE
 MEMORY = ("allocate memory", "out of memory")  # in PyTorch's messages
 REMEDIES = {

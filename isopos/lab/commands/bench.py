@@ -12,6 +12,10 @@ from isopos.lab.commands import bounded
 from isopos.lab.tasks.task import require
 
 
+RACES = Literal["attention", "rotary", "decode", "sublayer", "threads", "load", "growth"]
+Section = Literal["all", RACES, "memory", "construction", "accuracy", "exactness"]
+
+
 @dataclass(frozen=True)
 class Options:
     """Measure this machine: isopos against PyTorch in interleaved rounds, as ratios with quartiles; memory and accuracy.
@@ -19,23 +23,7 @@ class Options:
     The section exactness prints the error of every scheme in every setting and dtype; it takes a minute.
     """
 
-    section: Annotated[
-        Literal[
-            "all",
-            "attention",
-            "rotary",
-            "decode",
-            "sublayer",
-            "threads",
-            "load",
-            "growth",
-            "memory",
-            "construction",
-            "accuracy",
-            "exactness",
-        ],
-        tyro.conf.Positional,
-    ] = "all"
+    section: Annotated[Section, tyro.conf.Positional] = "all"
     """Section to measure; "all" leaves out exactness."""
     device: Literal["cpu", "cuda"] = "cpu"  # Device; a GPU has the sections attention, rotary and decode.
     allocator: Literal["all", "as-is", "reused", "huge-pages"] = "all"

@@ -3,10 +3,7 @@
 from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.task import Recipe
 
-EPOCH = {
-    "cct": 45_000 // 128,
-    "deit": 1_281_167 // 1600,
-}  # updates; of CIFAR-10 without the tenth that is held out
+EPOCH = {"cct": 45_000 // 128, "deit": 1_281_167 // 1600}  # updates; CIFAR-10 without the tenth that is held out
 
 
 def cct(scale: str) -> Recipe:

@@ -24,47 +24,7 @@ from isopos.spec import of_layers
 
 SMOOTH = 10  # steps
 PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
-STYLE = """
-:root { color-scheme: light dark; --text: #222; --page: #fff; --faint: #666; --line: #ddd; --best: #eef7ee; --warn: #a00 }
-@media (prefers-color-scheme: dark) {
-:root { --text: #ddd; --page: #16181c; --faint: #aaa; --line: #3a3d44; --best: #1d3324; --warn: #ff8080 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; overflow-wrap: break-word }
-body { color: var(--text); background: var(--page) } small { color: var(--faint) } .warn { color: var(--warn) }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
-th, td { padding: .3em .7em; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
-th button { all: unset; cursor: pointer } th button:focus-visible { outline: 2px solid }
-th[aria-sort] { text-decoration: underline }
-td.n { text-align: right; font-variant-numeric: tabular-nums } tr.best { background: var(--best) }
-figure { margin: 1em 0 } td img { min-height: 64px; image-rendering: pixelated }
-svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px }
-.switches label { margin-right: 1.2em; white-space: nowrap }
-"""
-SCRIPT = """
-const number = text => parseFloat(text.replace(/[,()%]/g, ""));
-for (const table of document.querySelectorAll("table")) {
-  const body = table.tBodies[0];
-  [...table.tHead.rows[0].cells].forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
-    const falling = head.ariaSort === "ascending";
-    for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
-    head.setAttribute("aria-sort", falling ? "descending" : "ascending");
-    const key = row => row.cells[column].textContent;
-    const rows = [...body.rows].sort((a, b) => {
-      const [x, y] = [number(key(a)), number(key(b))];
-      if (isNaN(x) !== isNaN(y)) return isNaN(x) ? 1 : -1;
-      return (falling ? -1 : 1) * (isNaN(x) ? key(a).localeCompare(key(b)) : x - y);
-    });
-    body.append(...rows);
-  }));
-}
-for (const box of document.querySelectorAll(".switches input")) {
-  const belongs = line => line.id.startsWith("curve-" + box.value + "-seed");
-  const lines = [...document.querySelectorAll("[id^='curve-']")].filter(belongs);
-  const show = () => lines.forEach(line => line.style.display = box.checked ? "" : "none");
-  box.addEventListener("change", show);
-  show();
-}
-"""
+STYLE, SCRIPT = (Path(__file__).with_name(f"page.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))
 
 
 def write(folder: Path) -> Path:
