@@ -11,7 +11,6 @@ from rich.console import Console
 from isopos.lab.commands import bounded
 from isopos.lab.tasks.task import require
 
-
 RACES = Literal["attention", "rotary", "decode", "sublayer", "threads", "load", "growth"]
 Section = Literal["all", RACES, "memory", "construction", "accuracy", "exactness"]
 
