@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.decays import retnet_rates
-from isopos.lab.bench.peers import Peer, Work
+from isopos.lab.bench.peers import Peer, Workload
 
 __all__ = ["PEERS", "ROTARY"]
 
@@ -19,7 +19,7 @@ EPSILON = 1e-6
 BASE = 10000.0
 
 
-def _fast_transformers(module: Any, *_: Any) -> Work:
+def _fast_transformers(module: Any, *_: Any) -> Workload:
     """`CausalLinearAttention`, by its kernel."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -30,29 +30,29 @@ def _fast_transformers(module: Any, *_: Any) -> Work:
     return attend
 
 
-def _performer(module: Any, *_: Any) -> Work:
+def _performer(module: Any, *_: Any) -> Workload:
     """Causal attention without CUDA."""
     return lambda q, k, v: module.causal_linear_attention_noncuda(F.elu(q) + 1, F.elu(k) + 1, v)
 
 
-def _rotary_embedding_torch(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work:
+def _rotary_embedding_torch(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
     """It keeps its angles."""
     rotate = module.RotaryEmbedding(x.shape[-1]).to(cast).rotate_queries_or_keys
     return lambda q, k: (rotate(q, offset=start), rotate(k, offset=start))
 
 
-def _x_transformers(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work:
+def _x_transformers(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
     angles, _ = module.RotaryEmbedding(x.shape[-1]).to(cast)(torch.arange(start, start + x.shape[-2]))
     return lambda q, k: tuple(module.apply_rotary_pos_emb(tokens, angles) for tokens in (q, k))
 
 
-def _llama(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work:
+def _llama(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
     config = module.LlamaConfig(head_dim=x.shape[-1], rope_theta=BASE)
     tables = module.LlamaRotaryEmbedding(config).to(cast)(x, torch.arange(start, start + x.shape[-2])[None])
     return lambda q, k: module.apply_rotary_pos_emb(q, k, *tables)
 
 
-def _roformer(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work:
+def _roformer(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
     """A Python loop fills its table from position 0 on, a minute or two and gigabytes at 10^6."""
     embedding = module.RoFormerSinusoidalPositionalEmbedding(start + x.shape[-2], x.shape[-1])
     embedding.weight.data = embedding.create_weight()
@@ -60,12 +60,12 @@ def _roformer(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> W
     return partial(module.RoFormerSelfAttention.apply_rotary_position_embeddings, table)
 
 
-def _fla_linear(module: Any, *_: Any) -> Work:
+def _fla_linear(module: Any, *_: Any) -> Workload:
     """Tokens first, heads second, as it has them."""
     return lambda q, k, v: module.chunk_linear_attn(*_tokens_first(q, k, v), scale=1.0, normalize=False)[0].transpose(1, 2)
 
 
-def _fla_gated(module: Any, *_: Any) -> Work:
+def _fla_gated(module: Any, *_: Any) -> Workload:
     """With RetNet's decays, one a head as in fla's retention: gates of tokens would have gradients, too."""
     rates = cache(lambda heads, device: -retnet_rates(heads).to(device, torch.float32))  # a copy to a GPU waits for it
 
@@ -80,7 +80,7 @@ def _tokens_first(*heads: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in heads)
 
 
-def _triton_rotary(name: str, module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work:
+def _triton_rotary(name: str, module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
     """Functions of tokens ``[b t h d]`` and of cosines and sines ``[t d/2]`` in the dtype of the tokens."""
     frequency = BASE ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angle = torch.arange(start, start + x.shape[-2])[:, None] * frequency

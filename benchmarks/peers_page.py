@@ -113,7 +113,7 @@ def _rope(name: str) -> tuple[Tensor, Tensor]:
 def _rope_module(name: str) -> tuple[Tensor, Tensor]:
     q, k = _drawn(2, torch.float32)
     rho = isopos.rope(HEAD_DIM, HEADS, layout=ROTARY[name].layout).encoding(isopos.sequence(LENGTH))
-    theirs_q, theirs_k = ROTARY[name].work(q)(q, k)
+    theirs_q, theirs_k = ROTARY[name].workload(q)(q, k)
     return rho(q) @ rho(k).mT, theirs_q @ theirs_k.mT
 
 

@@ -3,7 +3,7 @@
 from benchmarks.peers import PEERS, ROTARY
 from isopos.lab.bench import accuracy, gpu, peers, processes, races
 from isopos.lab.bench.races import BOTH, FORWARD, Race, Shape
-from isopos.lab.bench.timing import Goal, at_least
+from isopos.lab.timing import Goal, at_least
 
 __all__ = ["GPU", "RACES", "join"]
 
@@ -53,7 +53,7 @@ GPU = {
 
 
 def join() -> None:
-    """Run these races, and no others, with other libraries' works; in processes of their own, too."""
+    """Run these races, and no others, with other libraries' workloads; in processes of their own, too."""
     peers.PEERS.update(PEERS)
     accuracy.LIBRARIES.update(ROTARY)
     for known, own in ((races.RACES, RACES), (gpu.RACES, GPU)):

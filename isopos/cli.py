@@ -1,7 +1,7 @@
-"""The command line dispatches: a command is `Options` and `run(options, console)`, in a file of `isopos.lab.commands`.
+"""The command line `isopos`. Each command is a file of `isopos.lab.commands` with `Options` and `run(options, console)`.
 
-Nothing here imports torch, nor, until `main` is called, anything that takes time or that only the extra `lab` installs: what
-interrupts `main` is heeded there.
+Until `main` is called, nothing here imports torch, slow modules, or packages of the extra `lab`, so that Ctrl-C is handled
+from the start.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from typing import Annotated, Any, Union
 __all__ = ["main"]
 
 COMMANDS = ("compare", "table", "train", "list", "check", "show", "eval", "report", "runs", "generate", "export", "bench")
-FOLLOWING = ("compare", "train")  # commands whose options depend on what is named
 SAVING = (
     "compare",
     "table",
@@ -24,9 +23,9 @@ SAVING = (
     "report",
     "export",
     "bench",
-)  # commands that leave files, also where nobody reads
-LOST = 141  # the exit status where standard output was closed by its reader, as that of a process which SIGPIPE ended
-MEMORY = ("allocate memory", "out of memory")  # what PyTorch says of a tensor that does not fit
+)  # commands that write files
+LOST = 141  # exit status after the reader closed standard output, as after SIGPIPE
+MEMORY = ("allocate memory", "out of memory")  # in PyTorch's messages
 REMEDIES = {
     errno.ENOSPC: "; make room and run it again",
     errno.EDQUOT: "; make room and run it again",
@@ -36,9 +35,9 @@ REMEDIES = {
 
 
 def main() -> None:
-    """Run a command; exit with 0, with 2 after one line about what was wrong, or with 130 after Ctrl-C (143: SIGTERM)."""
+    """Run a command. Exit with its status; with 2 after a message of one line; with 130 after Ctrl-C, 143 after SIGTERM."""
     for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:  # closed by who started this: the next file that is opened would take its place
+        if getattr(sys, name) is None:  # closed by the parent: the next opened file would get its number
             setattr(sys, name, _nowhere(number))
     arguments = sys.argv[1:] or ["--help"]
     out = _Output(sys.stdout, arguments[0] in SAVING)
@@ -49,32 +48,32 @@ def main() -> None:
 
 
 def _status(arguments: list[str]) -> int:
-    """The exit status of a command, however it ends."""
+    """Run a command and return its exit status; print errors as one line."""
     code = 2
     try:
         return _run(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else bool(stop.code)
     except KeyboardInterrupt as stop:
-        said, code = str(stop), getattr(stop, "code", 130)
+        message, code = str(stop), getattr(stop, "code", 130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "isopos":
             raise
-        said = f'the command line needs {error.name}: pip install "isopos[lab]"'
+        message = f'the command line needs {error.name}: pip install "isopos[lab]"'
     except OSError as error:
-        said = _sentence(error)
+        message = _sentence(error)
     except OverflowError as error:
-        said = f"expected numbers that a computer can count with, got one beyond: {error}"
+        message = f"expected numbers that a computer can count with, got one beyond: {error}"
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in MEMORY):
             raise
-        said = f"expected sizes that fit into memory; choose smaller ones: {str(error) or 'MemoryError'}"
-    if said:
+        message = f"expected sizes that fit into memory; choose smaller ones: {str(error) or 'MemoryError'}"
+    if message:
         from isopos.lab.runs.files import printable
 
-        print(f"isopos: {printable(said)}", file=sys.stderr)
+        print(f"isopos: {printable(message)}", file=sys.stderr)
     return code
 
 
@@ -88,20 +87,20 @@ def _run(arguments: list[str]) -> int:
         kinds = []
         for name in COMMANDS:
             module, more = importlib.import_module(f"isopos.lab.commands.{name}"), {}
-            if name == arguments[0] and name in FOLLOWING:
-                more["default"] = module.default(arguments)
+            if name == arguments[0] and hasattr(module, "default"):
+                more["default"] = module.default(arguments)  # the task or recipe on the command line adds its options
             kinds.append(Annotated[module.Options, tyro.conf.subcommand(name, **more)])
         choice: Any = Union[tuple(kinds)]  # noqa: UP007
         options = tyro.cli(choice, prog="isopos", args=arguments, description="Positional encodings as isometries.")
         console = Console(width=None if sys.stdout.isatty() else 150)
-        signals.heed()
+        signals.raise_pending()
         return sys.modules[type(options).__module__].run(options, console)
 
 
 class _Output:
-    """Standard output: a character that its encoding lacks is a question mark; whoever reads it may go.
+    """Standard output that replaces characters its encoding lacks by question marks, and survives a reader that closes it.
 
-    Commands that leave files then go on without a reader; the others end.
+    Commands that write files continue without a reader; others end.
     """
 
     def __init__(self, stream: Any, goes_on: bool):
@@ -131,7 +130,7 @@ class _Output:
 
 
 def _nowhere(number: int) -> Any:
-    """A stream of this number that keeps nothing."""
+    """A stream with this file number that discards what is written."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:
         os.dup2(null, number)
@@ -140,7 +139,7 @@ def _nowhere(number: int) -> Any:
 
 
 def _sentence(error: OSError) -> str:
-    """What went wrong with which file, and what to do."""
+    """The error as text: file names, reason, remedy."""
     if error.strerror is None:
         return str(error)
     names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

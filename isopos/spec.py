@@ -1,28 +1,28 @@
-"""Options and schemes as text: one grammar and one parser, whose errors say at which character they are.
+"""The grammar of schemes and options as text, with one parser. Errors name the position of the wrong character.
 
     scheme   name, or name:option=value,option=value
-    layers   scheme+scheme*3, each for one layer, or for as many as follow its *; they repeat
-    schemes  layers,layers; a piece with "=" and no ":" is another option of the scheme before it
-    sum      part+part, the value of an option that has several: ring4+tree2, 1+1.2+2.5
+    layers   scheme+scheme*3: each for one layer, or for as many as the number after *; the pattern repeats
+    schemes  layers,layers; a piece with "=" but without ":" is another option of the scheme before it
+    sum      part+part: an option with several values, such as ring4+tree2 or 1+1.2+2.5
     entry    NAME=VALUE
 
 No torch here, so that help is instant.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from isopos.catalog import CATALOG
 
-__all__ = ["Piece", "arguments_of", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
+__all__ = ["Piece", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
 
 MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a text that a user gave, which knows where in it it stands.
+    """A part of a text, with its position in the text.
 
     Examples:
         >>> first, second = read("parts", "ring4+ tre2").split("+")
@@ -33,32 +33,32 @@ class Piece:
         ValueError: parts: expected treeN, got 'tre2' at character 8 of 'ring4+ tre2'
     """
 
-    what: str  # the option or argument that the text is of
+    what: str  # name of the option or argument
     whole: str
     start: int
     stop: int
 
     @property
     def text(self) -> str:
-        """The piece itself, without spaces around it."""
+        """The piece itself, stripped."""
         return self.whole[self.start : self.stop]
 
     def __bool__(self) -> bool:
         return self.start < self.stop
 
     def part(self, start: int, stop: int) -> "Piece":
-        """What is between these characters of the text, without spaces around it."""
+        """The stripped piece between two positions of the whole text."""
         inner = self.whole[start:stop]
         start += len(inner) - len(inner.lstrip())
         return Piece(self.what, self.whole, start, start + len(inner.strip()))
 
     def split(self, sign: str) -> "list[Piece]":
-        """The pieces between signs, also empty ones."""
+        """The pieces between signs, including empty ones."""
         ends = [self.start - 1, *(n for n in range(self.start, self.stop) if self.whole[n] == sign), self.stop]
         return [self.part(left + 1, right) for left, right in itertools.pairwise(ends)]
 
     def cut(self, sign: str) -> "tuple[Piece, Piece | None]":
-        """What is before the first sign, and what after it; None where there is no sign."""
+        """The pieces before and after the first sign; the second is None if there is no sign."""
         if (at := self.whole.find(sign, self.start, self.stop)) < 0:
             return self, None
         return self.part(self.start, at), self.part(at + 1, self.stop)
@@ -71,31 +71,31 @@ class Piece:
         return name.text, value
 
     def whole_number(self, expected: str, least: int = 0, most: float = float("inf")) -> int:
-        """The number that the piece is, in digits alone."""
+        """The piece as an integer in decimal digits, from `least` to `most`."""
         if not (self.text.isascii() and self.text.isdigit() and least <= int(self.text) <= most):
             raise self.wrong(expected)
         return int(self.text)
 
     def number(self, expected: str) -> float:
-        """The number that the piece is, with a fraction or without."""
+        """The piece as a float."""
         try:
             return float(self.text)
         except ValueError:
             raise self.wrong(expected) from None
 
     def wrong(self, expected: str) -> ValueError:
-        """An error of what was expected in the place of this piece."""
+        """An error that says what was expected, what the piece is, and where."""
         where = "" if self.text == self.whole.strip() else f" at character {self.start + 1} of {self.whole!r}"
         return ValueError(f"{self.what}: expected {expected}, got {self.text!r}{where}")
 
 
 def read(what: str, text: str) -> Piece:
-    """A whole text, which an option or argument of that name was given."""
+    """The whole text of the option or argument `what` as a piece."""
     return Piece(what, text, 0, 0).part(0, len(text))
 
 
 def parse_schemes(text: str) -> list[str]:
-    """The schemes of a comma list. A piece with "=" and no ":" is another option of the scheme before it.
+    """Split a comma list of schemes. A piece with "=" but without ":" is another option of the scheme before it.
 
     Examples:
         >>> parse_schemes("none,rope:decay=retnet,denominator=plain,retnet")
@@ -116,9 +116,9 @@ def parse_schemes(text: str) -> list[str]:
 
 
 def of_layers(spec: str) -> list[str]:
-    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as follow its *.
+    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as the number after *.
 
-    A + within an option's value joins its parts, where what follows it is no scheme's name.
+    A + is part of an option's value if no name of a scheme follows it.
 
     Examples:
         >>> of_layers("rope:decay=retnet*2+none"), of_layers("ape-product:parts=ring4+tree2+none")
@@ -137,19 +137,19 @@ def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
             raise piece.wrong("the name of a scheme")
         else:
             joined.append(piece)
-    found = []
+    counted = []
     for layer in joined:
         *schemes, count = layer.split("*")
         if schemes:
             number = count.whole_number(f"a number of layers after *, at most {MOST_LAYERS:,}", 1, MOST_LAYERS)
-            found.append((layer.part(layer.start, schemes[-1].stop), number))
+            counted.append((layer.part(layer.start, schemes[-1].stop), number))
         else:
-            found.append((layer, 1))
-    return found
+            counted.append((layer, 1))
+    return counted
 
 
 def _continues(before: str, text: str) -> bool:
-    """Whether a text after a + is another part of an option's value, and no other scheme."""
+    """Whether the text after a + continues an option's value instead of naming another scheme."""
     if text and not (text[0].isalpha() or text[0] == "_"):
         return True
     name = text.partition(":")[0].partition("*")[0]
@@ -157,7 +157,7 @@ def _continues(before: str, text: str) -> bool:
 
 
 def map_spec(spec: str, change: Callable[[str], str]) -> str:
-    """A scheme, or a pattern with each of its schemes, changed.
+    """Apply a function to each scheme of a pattern.
 
     Examples:
         >>> map_spec("rope*3+none", lambda one: one + ":attention=softmax")
@@ -168,7 +168,7 @@ def map_spec(spec: str, change: Callable[[str], str]) -> str:
 
 
 def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:
-    """Name and options of a scheme, which is the same in all layers, or of another choice that has options.
+    """Split a text into name and options: a scheme, which must be the same in all layers, or another choice with options.
 
     Examples:
         >>> split_spec("rope:decay=retnet,base=500000")
@@ -190,20 +190,3 @@ def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:
 def join_spec(name: str, options: Mapping[str, str]) -> str:
     """The inverse of `split_spec`."""
     return name + (":" if options else "") + ",".join(f"{k}={v}" for k, v in options.items())
-
-
-def arguments_of(words: Sequence[str]) -> dict[str, str]:
-    """Options by name that a command line gives, as ``--name value`` or ``--name=value``; the last of each.
-
-    What follows a name is its value, also where it is a flag that takes none.
-
-    Examples:
-        >>> arguments_of(["train", "lrpe-alm", "--scale=tiny", "--model-dim", "64", "--no-tied"])
-        {'scale': 'tiny', 'model_dim': '64', 'no_tied': ''}
-    """
-    found = {}
-    for word, after in itertools.pairwise([*words, ""]):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name.replace("-", "_")] = value if equals else after * (not after.startswith("--"))
-    return found

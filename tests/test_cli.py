@@ -286,4 +286,4 @@ def test_a_module_that_exits_is_a_failure(isopos, raising):
 
 def test_options_of_a_comparison_say_what_they_do(isopos):
     text = " ".join(isopos("compare", "--help")[1].split())
-    assert "--seeds INT Repeat with seeds" in text
+    assert "--seeds INT Number of seeds" in text

@@ -76,7 +76,7 @@ def test_a_job_elsewhere_says_why_it_cannot_be_done(tmp_path, monkeypatch):
 def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsys):
     def ended(jobs, *place):
         yield jobs[0], ""
-        yield jobs[1], cluster.Failed("lost", again=True)
+        yield jobs[1], cluster.Failed("lost", retried=True)
         yield jobs[1], "is being computed by process 1 on elsewhere"
         yield jobs[2], ""
 
@@ -85,12 +85,12 @@ def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsy
         return spreading.do_jobs(jobs, "auto", "cpu", tmp_path, Console(width=200)), capsys.readouterr().out
 
     monkeypatch.setattr(spreading, "spread", ended)
-    monkeypatch.setattr(spreading, "SEEN", 0.0)
+    monkeypatch.setattr(spreading, "VISIBLE", 0.0)
     (tmp_path / "a").touch()
     whole, out = done("a", "b", "a")
     assert whole
     assert out.count("a: done") == 2
-    assert "b: lost; it is begun again" in out
+    assert "b: lost; it starts again" in out
     assert "b: is being computed by process 1 on elsewhere" in out
     whole, out = done("a", "b", "c")
     assert not whole
@@ -155,7 +155,7 @@ def test_a_table_on_two_nodes_has_the_files_of_one_machine_though_a_worker_is_ki
     assert (code, err) == (0, ""), out
     assert killed
     assert killed != [os.getpid()]
-    assert out.count("it is begun again") == 1
+    assert out.count("it starts again") == 1
     assert "rope-seed0: its process was lost" in out
     names = sorted(path.name for path in (here / "cells").iterdir() if path.is_dir())
     assert len(names) == 4
@@ -180,7 +180,7 @@ def test_a_cell_whose_process_is_lost_again_and_again_is_given_up(toys, tmp_path
     code, out, _ = toys(*TABLE, "--name=lost", f"--ray={address}")
     assert code == 1
     assert out.count("rope-seed0: its process was lost") == cluster.LOSSES + 1
-    assert out.count("it is begun again") == cluster.LOSSES
+    assert out.count("it starts again") == cluster.LOSSES
     assert "none-seed0: done" in out
     assert "Missing: " in out
 

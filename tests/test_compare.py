@@ -288,7 +288,7 @@ def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path
     assert isopos(*arguments)[0] == 0
     page = (folder / "report.html").read_text()
     if killed:
-        folders.begin(folder, "comparison.json", {"killed": True})
+        folders.start_folder(folder, "comparison.json", {"killed": True})
     with monkeypatch.context() as patch:
         _interrupted_in(patch, "rope")
         code, out, _ = isopos(*arguments, "--overwrite")
@@ -333,7 +333,7 @@ def test_a_report_needs_a_comparison(isopos, tmp_path, folder, said):
 
 @pytest.mark.parametrize("command", ["compare --name one", "train quickstart", "table permuteformer-4 --scale tiny"])
 def test_a_batch_beyond_memory_is_found_before_the_name_is_taken(isopos, tmp_path, monkeypatch, command):
-    monkeypatch.setattr(memory, "_there", lambda *_: 1000.0)
+    monkeypatch.setattr(memory, "_memory", lambda *_: 1000.0)
     sizes = TINY if "table" not in command else []
     code, _, err = isopos(*command.split(), *sizes)
     assert code == 2
@@ -344,7 +344,7 @@ def test_a_batch_beyond_memory_is_found_before_the_name_is_taken(isopos, tmp_pat
 def test_a_batch_that_fits_is_none_of_them(monkeypatch):
     memory.check_memory(Recipe())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 7))
-    assert memory._there("cuda:1", 2) == 7, "a graphics card is one process's own"
-    whole = memory._there("cpu", 1)
+    assert memory._memory("cuda:1", 2) == 7, "a graphics card is one process's own"
+    whole = memory._memory("cpu", 1)
     assert 2**28 < whole < 2**50
-    assert memory._there("cpu", 4) == whole / 4
+    assert memory._memory("cpu", 4) == whole / 4

@@ -218,7 +218,7 @@ def test_data_that_changed_is_scored_only_where_that_is_asked_for(isopos, runs):
     assert "which changed since; give the run back its data, or score this with --other-data" in err
     code, out, _ = isopos("eval", "runs/a", "--other-data")
     assert code == 0
-    assert "text.txt, which is not what it was trained on" in " ".join(out.split())
+    assert "text.txt, which is not the data of training" in " ".join(out.split())
     before, after = json.loads((runs / "a" / "eval.json").read_text())
     assert "data" not in before
     assert after["data"] != json.loads((runs / "a" / "data.json").read_text())["sha256"]

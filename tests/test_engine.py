@@ -52,15 +52,15 @@ def test_the_batch_of_a_step_does_not_depend_on_who_computes_it(source, accumula
 
 def test_randomness_tells_seed_step_rank_and_part_apart():
     places = [(seed, step, rank, part) for seed in (0, 1) for step in (1, 2) for rank in (0, 1) for part in (0, 1)]
-    assert len({trainer.randomness(*place) for place in places}) == len(places)
-    assert trainer.randomness(1, 2, 3, 4) == trainer.randomness(1, 2, 3, 4)
+    assert len({trainer.dropout_seed(*place) for place in places}) == len(places)
+    assert trainer.dropout_seed(1, 2, 3, 4) == trainer.dropout_seed(1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "polynomial", "inverse-sqrt", "constant"])
 @pytest.mark.parametrize("warmup", [-1, 0, 40])
 def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
     recipe = Training(steps=100, schedule=schedule, warmup=warmup)
-    shares = [trainer.share(recipe, step) for step in range(1, 101)]
+    shares = [trainer.learning_rate_factor(recipe, step) for step in range(1, 101)]
     warm = 10 if warmup == -1 else warmup
     assert shares[:warm] == pytest.approx([step / warm for step in range(1, warm + 1)])
     assert shares[max(warm - 1, 0)] == 1
@@ -69,11 +69,11 @@ def test_the_learning_rate_warms_up_and_never_rises_again(schedule, warmup):
 
 def test_the_schedules_are_those_of_their_names():
     at = {
-        name: trainer.share(Training(steps=100, schedule=name, power=2.0), 56)
+        name: trainer.learning_rate_factor(Training(steps=100, schedule=name, power=2.0), 56)
         for name in ("cosine", "polynomial", "constant")
     }
     assert at == pytest.approx({"cosine": 0.5, "polynomial": 0.25, "constant": 1})
-    assert trainer.share(Training(steps=100, schedule="inverse-sqrt"), 40) == 0.5
+    assert trainer.learning_rate_factor(Training(steps=100, schedule="inverse-sqrt"), 40) == 0.5
 
 
 def test_accumulated_parts_are_one_update(run):
@@ -242,7 +242,7 @@ def test_every_part_of_a_step_has_dropout_of_its_own(source, tmp_path):
     recipe = TINY.edit(steps=3, accumulate=2, seed=5)
     train.train(recipe, Noted(source, loss), tmp_path / "run")
     places = [(5, step, 0, part) for step in (1, 2, 3) for part in (0, 1)]
-    assert seeds[: len(places)] == [trainer.randomness(*place) for place in places]
+    assert seeds[: len(places)] == [trainer.dropout_seed(*place) for place in places]
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

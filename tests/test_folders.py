@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from isopos.lab.recipes import Recipe
-from isopos.lab.reports.comparison import about
+from isopos.lab.reports.comparison import read_comparison
 from isopos.lab.runs import folders
-from isopos.lab.runs.folders import Result, fingerprint, recipe_of
+from isopos.lab.runs.folders import Result, fingerprint, read_recipe
 
 OLD = {"status": "finished", "bits_per_byte": {"1": 2.5, "2": 2.625, "4": None}, "tokens_per_second": 9.0}
 MORE = {
@@ -25,9 +25,9 @@ def test_a_run_folder_is_never_replaced_unasked(tmp_path):
     folders.create(run, Recipe().edit(steps=3))
     with pytest.raises(ValueError, match=r"exists; go on with it by --resume, .*--overwrite, .*--name"):
         folders.create(run, Recipe())
-    assert folders.recipe_of(run).training.steps == 3
+    assert folders.read_recipe(run).training.steps == 3
     folders.create(run, Recipe().edit(steps=4), overwrite=True)
-    assert folders.recipe_of(run).training.steps == 4
+    assert folders.read_recipe(run).training.steps == 4
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -53,20 +53,20 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_a_folder_without_a_run_says_where_runs_are(tmp_path):
     folders.create(tmp_path / "all" / "one", Recipe())
     with pytest.raises(ValueError, match=r"recipe\.json, got .*; it holds .*one"):
-        folders.recipe_of(tmp_path / "all")
+        folders.read_recipe(tmp_path / "all")
     (tmp_path / "all" / "one" / "recipe.json").write_text('{"stepz": 1}')
     with pytest.raises(ValueError, match=r"recipe\.json: field of a recipe: expected one of .*, got 'stepz'"):
-        folders.recipe_of(tmp_path / "all" / "one")
+        folders.read_recipe(tmp_path / "all" / "one")
     (tmp_path / "all" / "one" / "recipe.json").write_text('{"steps": 0}')
     with pytest.raises(ValueError, match=r"recipe\.json: steps: expected a number from 1"):
-        folders.recipe_of(tmp_path / "all" / "one")
+        folders.read_recipe(tmp_path / "all" / "one")
 
 
 def test_the_recipe_of_a_resumed_run_may_differ_in_where_it_runs(tmp_path):
     folders.create(tmp_path / "run", Recipe())
-    folders.same_recipe(tmp_path / "run", Recipe().edit(device="cuda", workers=3, devices=2, save_every=7))
+    folders.check_same_recipe(tmp_path / "run", Recipe().edit(device="cuda", workers=3, devices=2, save_every=7))
     with pytest.raises(ValueError, match="seed was 0, is 1; steps was 250, is 3;"):
-        folders.same_recipe(tmp_path / "run", Recipe().edit(steps=3, seed=1))
+        folders.check_same_recipe(tmp_path / "run", Recipe().edit(steps=3, seed=1))
 
 
 def test_what_the_data_told_a_resumed_run_is_taken_where_it_is_left_open(tmp_path):
@@ -74,7 +74,7 @@ def test_what_the_data_told_a_resumed_run_is_taken_where_it_is_left_open(tmp_pat
     folders.create(tmp_path / "run", before)
     assert Recipe().settled_as(before) == before
     with pytest.raises(ValueError, match="vocabulary was 300, is 500;"):
-        folders.same_recipe(tmp_path / "run", Recipe().edit(vocabulary=500).settled_as(before))
+        folders.check_same_recipe(tmp_path / "run", Recipe().edit(vocabulary=500).settled_as(before))
 
 
 def test_a_log_goes_on_after_a_step_and_drops_what_came_later(tmp_path):
@@ -125,17 +125,17 @@ def _kill_at(monkeypatch, moment):
 def test_a_kill_at_any_moment_costs_nothing_that_was_there(tmp_path, monkeypatch, moment, again):
     """Killed while it is replaced, or while a second try puts back what the first one's kill left aside."""
     run = tmp_path / "run"
-    folders.begin(run, "recipe.json", {"mine": 1})
+    folders.start_folder(run, "recipe.json", {"mine": 1})
     (run / "more").write_text("whole")
     if again:
-        folders.begin(run, "recipe.json", {"killed": 1})
+        folders.start_folder(run, "recipe.json", {"killed": 1})
     with monkeypatch.context() as patch, contextlib.suppress(Killed):
         _kill_at(patch, moment)
-        folders.begin(run, "recipe.json", {"new": 1})
-        folders.put_back(run)
-    folders.begin(run, "recipe.json", {"newer": 1})
+        folders.start_folder(run, "recipe.json", {"new": 1})
+        folders.restore(run)
+    folders.start_folder(run, "recipe.json", {"newer": 1})
     assert json.loads((run / "recipe.json").read_text()) == {"newer": 1}
-    assert folders.put_back(run)
+    assert folders.restore(run)
     assert json.loads((run / "recipe.json").read_text()) == {"mine": 1}
     assert (run / "more").read_text() == "whole"
     assert {path.name for path in tmp_path.iterdir()} <= {"run", ".run.new", ".run.gone", "..run.new.gone"}
@@ -143,18 +143,18 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_there(tmp_path, monkeypatch
 
 def test_a_run_that_a_kill_left_aside_is_there_again(tmp_path):
     folders.create(tmp_path / "run", Recipe())
-    (tmp_path / "run").rename(folders.aside(tmp_path / "run"))
+    (tmp_path / "run").rename(folders.aside_path(tmp_path / "run"))
     with pytest.raises(ValueError, match="exists"):
         folders.create(tmp_path / "run", Recipe().edit(steps=3))
-    assert folders.recipe_of(tmp_path / "run") == Recipe()
+    assert folders.read_recipe(tmp_path / "run") == Recipe()
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
     result = Result("finished", {"bits/byte": 0.5, "at 2x": None, "at 4x": None}, 3.0, **MORE)
     (tmp_path / "recipe.json").write_text("{}")
-    assert Result.of(tmp_path) is None
+    assert Result.read(tmp_path) is None
     result.save(tmp_path)
-    assert Result.of(tmp_path) == result
+    assert Result.read(tmp_path) == result
 
 
 def test_a_run_of_before_there_were_tasks(tmp_path):
@@ -165,11 +165,11 @@ def test_a_run_of_before_there_were_tasks(tmp_path):
     (tmp_path / "text.json").write_text(json.dumps({"name": "text", "sha256": "abc"}))
     said = {"torch": "2.13.0", "device": "cpu", "threads": 2, "planned": [], "complete": True}
     (tmp_path / "comparison.json").write_text(json.dumps({"text": "mine", "bytes": 12_345, "sha256": "abc"} | said))
-    recipe = recipe_of(tmp_path)
+    recipe = read_recipe(tmp_path)
     assert (recipe.training.steps, recipe.training.clip, recipe.task.length) == (3, 0.5, 16)
-    assert Result.of(tmp_path) == Result("finished", {"bits/byte": 2.5, "at 2x": 2.625, "at 4x": None}, 9.0, **MORE)
+    assert Result.read(tmp_path) == Result("finished", {"bits/byte": 2.5, "at 2x": 2.625, "at 4x": None}, 9.0, **MORE)
     assert fingerprint(tmp_path) == "abc"
-    assert [about(tmp_path)[key] for key in ("task", "data", "summary")] == ["language", "mine", "12,345 bytes"]
+    assert [read_comparison(tmp_path)[key] for key in ("task", "data", "summary")] == ["language", "mine", "12,345 bytes"]
 
 
 @pytest.mark.parametrize("text", ["{", '{"status": "finished"}', json.dumps(OLD | MORE | {"bits_per_byte": {}})])
@@ -177,4 +177,4 @@ def test_a_damaged_result_is_named(tmp_path, text):
     (tmp_path / "recipe.json").write_text("{}")
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json: "):
-        Result.of(tmp_path)
+        Result.read(tmp_path)

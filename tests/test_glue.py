@@ -268,7 +268,7 @@ def test_training_begins_with_the_weights_of_a_run(isopos, tmp_path, pretrained)
     model, before = recipe.task.model(recipe), checkpoints.load_run(run)[1].state_dict()
     head = model.head.weight.clone()
     assert not torch.equal(model.tokens.weight, before["tokens.weight"])
-    checkpoints.begin_with(model, run)
+    checkpoints.warm_start(model, run)
     for name, value in model.state_dict().items():
         assert torch.equal(value, head if name == "head.weight" else before.get(name, value)) or name == "head.bias", name
     expected = data.loss(model.train(), *data.batch(recipe, 1)).item()
@@ -402,7 +402,7 @@ def test_a_table_says_what_a_column_begins_with(isopos, tmp_path):
     ("old", "new", "message"),
     [
         ('start = "wikibook"', 'start = "wikiboek"', "CoLA: start: expected one of wikibook, got 'wikiboek'"),
-        ("[begun.paper]", "", "begun: expected tiny, small, paper, got small, tiny"),
+        ("[start_scales.paper]", "", "start_scales: expected tiny, small, paper, got small, tiny"),
         ("validation_rows = 64", "validation_row = 64", "field of a recipe: expected one of"),
         ('recipe = "lrpe-glue"', 'recipe = "lrpe-alm"', "field of a recipe: expected one of"),
     ],

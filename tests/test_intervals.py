@@ -27,7 +27,7 @@ def test_intervals_of_known_figures():
     found = Difference.unpaired((5.0, 1.0, 5), (3.0, 3.0, 5))
     assert (found.mean, found.is_paired, found.seeds) == (2.0, False, 5)
     assert found.half == pytest.approx(student(10**2 / (1 + 81) * 4) * 2**0.5, rel=1e-9)
-    assert Difference.unpaired((5.0, 0.0, 3), (3.0, 0.0, 3)).shown
+    assert Difference.unpaired((5.0, 0.0, 3), (3.0, 0.0, 3)).excludes_zero
 
 
 def test_a_picked_pair_shares_the_5_percent_with_all_others():
@@ -36,9 +36,9 @@ def test_a_picked_pair_shares_the_5_percent_with_all_others():
         inside = 1 - 0.05 / pairs
         assert student(2, pairs) == pytest.approx(inside * (2 / (1 - inside**2)) ** 0.5, rel=1e-6)
     assert student(1, 20) == pytest.approx(math.tan(math.pi / 2 * (1 - 0.05 / 20)), rel=1e-6)
-    assert Difference.paired([1, 2, 3]).shown is False
-    assert Difference.paired([1, 1.1, 1.2], 5).shown
-    assert Difference.paired([1, 1.1, 1.2], 5).words == "95% interval for 5 pairs at once, 3 seeds"
+    assert Difference.paired([1, 2, 3]).excludes_zero is False
+    assert Difference.paired([1, 1.1, 1.2], 5).excludes_zero
+    assert Difference.paired([1, 1.1, 1.2], 5).summary == "95% interval for 5 pairs at once, 3 seeds"
 
 
 def test_a_row_as_good_as_any_is_seldom_shown_to_differ_from_the_picked_best():
@@ -47,7 +47,7 @@ def test_a_row_as_good_as_any_is_seldom_shown_to_differ_from_the_picked_best():
         rows = [[draw.gauss(0, 1) for _ in range(3)] for _ in range(6)]
         apart = [a - b for a, b in zip(rows[0], min(rows, key=sum), strict=True)]
         for pairs in fires:
-            fires[pairs] += Difference.paired(apart, pairs).shown
+            fires[pairs] += Difference.paired(apart, pairs).excludes_zero
     assert fires[5] < 0.025 * times < 0.05 * times < fires[1]
 
 
@@ -55,9 +55,9 @@ def test_a_row_as_good_as_any_is_seldom_shown_to_differ_from_the_picked_best():
 def test_fewer_than_three_seeds_show_nothing(values):
     found = Difference.paired(values)
     assert math.isnan(found.half)
-    assert not found.shown
+    assert not found.excludes_zero
     assert "[" not in found.text(".3f")
-    assert not Difference.unpaired((5.0, 0.1, len(values)), (1.0, 0.1, 3)).shown
+    assert not Difference.unpaired((5.0, 0.1, len(values)), (1.0, 0.1, 3)).excludes_zero
 
 
 def test_without_a_difference_one_in_twenty_is_shown():
@@ -70,11 +70,11 @@ def test_without_a_difference_one_in_twenty_is_shown():
     for n in range(times):
         moved = [draw.gauss(0, 2) for _ in range(3)]
         one, other, third = ([seed + draw.gauss(0, 1) for seed in moved] for _ in range(3))
-        fires["paired"].append(Difference.paired([a - b for a, b in zip(one, other, strict=True)]).shown)
+        fires["paired"].append(Difference.paired([a - b for a, b in zip(one, other, strict=True)]).excludes_zero)
         far = [[a - b for a, b in zip(row, third, strict=True)] for row in (one, other)]
         for name, rows in (("distances", far), ("columns", (one, other))) if n % 4 == 0 else ():
             figures = [(statistics.mean(row), statistics.stdev(row), 3) for row in rows]
-            fires[name].append(Difference.unpaired(*figures).shown)
+            fires[name].append(Difference.unpaired(*figures).excludes_zero)
     rates = {name: statistics.mean(shown) for name, shown in fires.items()}
     assert 0.04 < rates["paired"] < 0.06
     assert max(rates["distances"], rates["columns"]) < 0.03

@@ -34,7 +34,7 @@ nn
 laws models
 integrations
 __init__
-lab.bench.timing lab.runs.files
+lab.timing lab.runs.files
 lab.data
 lab.tasks
 lab.recipes

@@ -140,7 +140,7 @@ def test_a_folder_that_is_removed_or_replaced_stays_locked(tmp_path):
             pass
     other.end()
     with locked(run):
-        folders.remove(run)
+        folders.remove_folder(run)
         assert not Other(run).end()
     assert not run.exists()
     check_free(run)
@@ -251,5 +251,5 @@ def test_a_run_that_is_in_use_is_refused_with_who_has_it(isopos, tmp_path):
 def test_a_lock_beside_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     folders.create(tmp_path / "a", Recipe())
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot write beside"), locked(tmp_path / "file" / "a"):
+    with pytest.raises(ValueError, match="cannot write next to"), locked(tmp_path / "file" / "a"):
         pass

@@ -336,11 +336,11 @@ def test_a_padded_sample_is_what_it_is_alone_whatever_the_norm():
 def test_stochastic_depth_spares_samples_branches_and_keeps_their_mean():
     block = Block(WIDTH, schemes.build("rope", HEAD_DIM, HEADS), stochastic_depth=0.25)
     y = torch.ones(4000, 2, 3)
-    kept = block.branch(y)
+    kept = block.residual(y)
     assert {*kept.flatten().unique().tolist()} == {0.0, torch.tensor(4 / 3).item()}
     assert (kept == kept[:, :1, :1]).all()
     assert kept.mean().item() == pytest.approx(1, abs=0.05)
-    assert torch.equal(block.eval().branch(y), y)
+    assert torch.equal(block.eval().residual(y), y)
     trunk = Encoder(VOCABULARY, WIDTH, 3, schemes.build("rope", HEAD_DIM, HEADS), stochastic_depth=0.2)
     assert [one.stochastic_depth for one in trunk.blocks] == [0, 0.1, 0.2]
     for name, value in (("activation", "tanh"), ("norm", "group"), ("stochastic_depth", 1.0)):

@@ -78,7 +78,7 @@ def test_rotary_modules(peer, start):
     """Their tables come from float32 angles, which are good enough at short lengths."""
     q, k = queries_and_keys(torch.float32)
     rho_q, rho_k = (rope(peer.layout, torch.float32, at) for at in (start, 0))
-    theirs_q, theirs_k = peer.work(q, start)(q, q)[0], peer.work(k)(k, k)[0]
+    theirs_q, theirs_k = peer.workload(q, start)(q, q)[0], peer.workload(k)(k, k)[0]
     close(rho_q(q) @ rho_k(k).mT, theirs_q @ theirs_k.mT)
 
 

@@ -50,7 +50,7 @@ def test_the_best_is_first_and_its_answers_are_shown(folder):
     assert places == sorted(places)
     assert text.index("<h3>rope</h3>") < text.index("<h3>none</h3>")
     assert "<h3>retnet</h3>" not in text
-    assert "<h2>What rope answers</h2>" in text
+    assert "<h2>Answers of rope</h2>" in text
     assert "&lt;a&gt;rope" in text
     assert "&lt;a&gt;none" not in text
 

@@ -87,7 +87,7 @@ def test_nobody_is_marked_where_no_row_differs_from_the_best(write, worst, marks
     means = {"Base": 1.0, "Rope": 1.0, "Both | more": 1.0, "Alone": worst}
     _, page = write("lower", more="marked = true", seeds=3, figure=lambda name, _, seed: means[name] + noise[name][seed])
     assert page.count(" * |") == marks
-    assert "no row differs from the best, none is" in page
+    assert "None is marked if no row differs from the best" in page
 
 
 @pytest.mark.parametrize(("scale", "token"), [("small", "byte"), ("paper", "token")])

@@ -103,9 +103,9 @@ def test_seeds_that_are_missing_are_not_counted(tmp_path, said, seeds, words):
     text = TABLE.format(better="lower", more=PAIRED).replace("left", "WikiText-103 val").replace("3 seeds", f"{seeds} seeds")
     path = tmp_path / "table.md"
     path.write_text(text.replace("Missing: Type1 on two, seeds 1, 2.", said))
-    assert results_page.read(path).ahead("WikiText-103 val", "a|b", "PER").words == words
+    assert results_page.read(path).ahead("WikiText-103 val", "a|b", "PER").summary == words
     paired = results_page.read(path).ahead("WikiText-103 val", "Rope", "PER")  # by the distance
-    assert paired.shown == ("no interval" not in words)
+    assert paired.excludes_zero == ("no interval" not in words)
 
 
 def test_percentages_and_marks_are_figures():
@@ -129,12 +129,12 @@ def test_figures_by_seed_pair_every_two_rows(shown, tmp_path):
     (tmp_path / "toy" / "figures.json").write_text(json.dumps({"WikiText-103 val": figures}))
     (toy,) = results_page.shown_in(tmp_path)
     ahead = toy.ahead("WikiText-103 val", "PER", "a|b")
-    assert (round(ahead.mean, 6), round(ahead.half, 3), ahead.words) == (
+    assert (round(ahead.mean, 6), round(ahead.half, 3), ahead.summary) == (
         0.2,
         0.248,
         "95% interval, 3 seeds: no difference shown",
     )
-    assert toy.ahead("WikiText-103 val", "a|b", "Rope").words == "one seed"
+    assert toy.ahead("WikiText-103 val", "a|b", "Rope").summary == "one seed"
 
 
 def test_rounds_have_quartiles_and_no_interval(shown):
@@ -194,7 +194,7 @@ def test_what_the_page_makes_of_decays_is_true(tables):
 
 def test_what_the_page_makes_of_softmax_and_lengths_is_true(tables):
     four, two = tables["permuteformer-4"], tables["lrpe-2"]
-    assert not four.ahead("WikiText-103 test", "Transformer", "Performer").shown
+    assert not four.ahead("WikiText-103 test", "Transformer", "Performer").excludes_zero
     for column, figures in two.ours.items():
         assert two.sort(column, {row: figure for row, (figure, _) in figures.items()})[1] == "rope with softmax attention"
     first, *_, last = tables["lengths"].ours.values()

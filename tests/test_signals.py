@@ -14,6 +14,7 @@ from isopos.lab.training import run as training
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
 COMPARE = ["compare", "--schemes", "none,rope", "--name", "one", *TINY]
 BOTH = pytest.mark.parametrize("number", signals.ENDING)
+"""Tests that train take one signal each: what tells signals apart is below them."""
 
 
 def send(number):
@@ -35,9 +36,9 @@ def test_a_signal_raises_and_handlers_are_as_before(number):
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as stop, signals.raising():
         send(number)
-    assert signals.status(stop.value) == 128 + number
+    assert signals.exit_status(stop.value) == 128 + number
     assert signal.getsignal(number) == before
-    assert not signals.kept()
+    assert not signals.pending()
 
 
 @BOTH
@@ -46,22 +47,22 @@ def test_one_that_is_lost_on_its_way_is_heeded_later(number):
     with signals.raising():
         Dropping(number)
         with pytest.raises(Interrupted) as stop:
-            signals.heed()
+            signals.raise_pending()
     assert stop.value.code == 128 + number
-    signals.heed()
+    signals.raise_pending()
 
 
 @BOTH
 def test_what_must_not_be_left_half_done_is_done_first(number):
     with signals.raising():
-        with signals.waiting():
+        with signals.deferred():
             send(number)
-        assert signals.kept() == number
+        assert signals.pending() == number
 
 
 def test_outside_of_commands_none_is_kept():
-    signals.keep(signal.SIGINT)
-    assert not signals.kept()
+    signals.remember(signal.SIGINT)
+    assert not signals.pending()
 
 
 def _before_the_second(monkeypatch, act):
@@ -76,42 +77,38 @@ def _before_the_second(monkeypatch, act):
     monkeypatch.setattr(training, "train", train)
 
 
-@BOTH
-def test_a_signal_between_runs_leaves_a_report(isopos, tmp_path, monkeypatch, number):
-    _before_the_second(monkeypatch, lambda: send(number))
+def test_a_signal_between_runs_leaves_a_report(isopos, tmp_path, monkeypatch):
+    _before_the_second(monkeypatch, lambda: send(signal.SIGTERM))
     code, out, _ = isopos(*COMPARE)
-    assert code == 128 + number
+    assert code == 128 + signal.SIGTERM
     assert "interrupted: the report holds what is finished" in out
     assert "unfinished rope-seed0" in (tmp_path / "runs" / "one" / "report.html").read_text()
 
 
-@BOTH
-def test_a_signal_while_speeds_are_measured_leaves_a_report(isopos, tmp_path, monkeypatch, number):
+def test_a_signal_while_speeds_are_measured_leaves_a_report(isopos, tmp_path, monkeypatch):
     from isopos.lab.commands import compare
 
-    monkeypatch.setattr(compare, "_speeds", lambda *_: send(number))
-    assert isopos(*COMPARE)[0] == 128 + number
+    monkeypatch.setattr(compare, "_speeds", lambda *_: send(signal.SIGINT))
+    assert isopos(*COMPARE)[0] == 128 + signal.SIGINT
     assert "unfinished timing" in (tmp_path / "runs" / "one" / "report.html").read_text()
 
 
-@BOTH
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_lost_signal_ends_a_run_after_a_step(isopos, tmp_path, monkeypatch, number):
-    _before_the_second(monkeypatch, lambda: Dropping(number))
-    assert isopos(*COMPARE)[0] == 128 + number
+def test_a_lost_signal_ends_a_run_after_a_step(isopos, tmp_path, monkeypatch):
+    _before_the_second(monkeypatch, lambda: Dropping(signal.SIGTERM))
+    assert isopos(*COMPARE)[0] == 128 + signal.SIGTERM
     rows = (tmp_path / "runs" / "one" / "rope-seed0" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 1
 
 
-@BOTH
-def test_a_signal_in_the_last_step_lets_the_run_finish_and_no_other_begin(isopos, tmp_path, monkeypatch, number):
+def test_a_signal_in_the_last_step_lets_the_run_finish_and_no_other_begin(isopos, tmp_path, monkeypatch):
     original = training.train
 
     def train(recipe, source, folder, show):
-        return original(recipe, source, folder, lambda *row: (show(*row), send(number) if row[0] == 4 else None))
+        return original(recipe, source, folder, lambda *row: (show(*row), send(signal.SIGINT) if row[0] == 4 else None))
 
     monkeypatch.setattr(training, "train", train)
-    assert isopos(*COMPARE)[0] == 128 + number
+    assert isopos(*COMPARE)[0] == 128 + signal.SIGINT
     assert (tmp_path / "runs" / "one" / "none-seed0" / "result.json").exists()
     assert not (tmp_path / "runs" / "one" / "rope-seed0").exists()
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from isopos.spec import arguments_of, join_spec, map_spec, of_layers, parse_schemes, read, split_spec
+from isopos.spec import join_spec, map_spec, of_layers, parse_schemes, read, split_spec
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,3 @@ def test_options_keep_their_signs_of_equality():
     name, options = split_spec("rope:rotary-dim=8,note=a=b,")
     assert (name, options) == ("rope", {"rotary_dim": "8", "note": "a=b"})
     assert join_spec(name, options) == "rope:rotary_dim=8,note=a=b"
-
-
-def test_a_command_line_is_read_before_its_options_are_known():
-    words = ["compare", "--task", "glue", "--length=64", "--no-tied", "--task=listops", "--data", "a=b"]
-    assert arguments_of(words) == {"task": "listops", "length": "64", "no_tied": "", "data": "a=b"}
-    assert arguments_of([]) == {}

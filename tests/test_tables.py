@@ -445,7 +445,7 @@ def test_the_best_and_what_is_not_shown_to_differ_from_it_are_marked(own, isopos
     page = marked(0.78, 0.85, 0.92)
     assert "| 90.00% ± 10.00% |" in page
     assert " * |" not in page
-    assert "Marked (*) are the best figure and those of which no difference to it is shown" in page
+    assert "Marked (*) are the best figure and figures not shown to differ from it" in page
     page = marked(0.75, 0.85, 0.95)
     assert "| 90.00% ± 10.00% * |" in page
     assert "| 85.00% ± 10.00% |" in page

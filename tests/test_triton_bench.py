@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import races as others
 from benchmarks.peers import PEERS
-from isopos.lab.bench import gpu, processes, races, timing
+from isopos.lab import timing
+from isopos.lab.bench import gpu, processes, races
 from isopos.ops import gpu as gate
 from isopos.ops import triton_rotate
 from isopos.ops.linear import triton, triton_step_kernel
@@ -34,7 +35,7 @@ def small(contest):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """No work is repeated, and other libraries' works are known."""
+    """No work is repeated, and other libraries' workloads are known."""
     monkeypatch.setattr(races, "PEERS", PEERS)
     monkeypatch.setattr(timing, "_pace", lambda *_: (1, 0))
 
@@ -49,9 +50,9 @@ def test_every_race_runs(known, section, monkeypatch):
     monkeypatch.setattr(owner, name, found if section == "decode" else lambda *a, **b: calls.append(1) or kernel(*a, **b))
     rows = list(processes.section(section, 1, device=DEVICE))
     pairs = [pair for contest in contests.values() for pair in contest.pairs.items()]
-    assert [(row.other, row.goal) for row in rows] == [(other, goal) for (_, other), goal in pairs]
+    assert [(row.baseline, row.goal) for row in rows] == [(other, goal) for (_, other), goal in pairs]
     excused = [*PEERS] if gate.interpreted() else []  # fla's kernels cannot be interpreted in bfloat16
-    assert not [row.note for row in rows if not (row.raced or row.other in excused or "is not installed" in row.note)]
+    assert not [row.note for row in rows if not (row.raced or row.baseline in excused or "is not installed" in row.note)]
     assert calls
 
 
@@ -75,7 +76,7 @@ def test_what_memory_does_not_do_for_is_a_row_that_says_so(monkeypatch):
     def fail(q, k):
         raise torch.OutOfMemoryError("as a GPU says it")
 
-    monkeypatch.setitem(races.WORKS, "two clones", greedy)
+    monkeypatch.setitem(races.WORKLOADS, "two clones", greedy)
     contest = replace(small(gpu.ROTARY[0]), pairs={races.CLONES: None, ("rotation", "rotate-half"): None})
     rows = list(races.race("rotary", contest, 1, DEVICE, torch.bfloat16))
     assert [(row.raced, row.note) for row in rows] == [(False, "two clones: out of memory"), (True, "")]
@@ -94,8 +95,8 @@ def test_peers_compute_the_same(ours, other):
     with torch.device(DEVICE):
         inputs = races._inputs(kind, SHAPE, races.BOTH, dtype, tokens_first=True)
         grads = races._grads(kind, inputs)
-        found = [races._work(name, kind, SHAPE, races.BOTH, inputs, grads)() for name in (ours, other)]
-        outs = [races.work_of(name, SHAPE, dtype)(*inputs) for name in (ours, other)]
+        found = [races._one_pass(name, kind, SHAPE, races.BOTH, inputs, grads)() for name in (ours, other)]
+        outs = [races.workload_of(name, SHAPE, dtype)(*inputs) for name in (ours, other)]
     outs = outs if kind == "rotary" else [[out] for out in outs]
     for own, theirs in zip((*found[0], *outs[0]), (*found[1], *outs[1]), strict=True):
         error = (own.double() - theirs.double()).abs().max() / own.double().abs().max()

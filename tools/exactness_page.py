@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.peers import ROTARY
 from isopos.lab.bench import accuracy
-from isopos.lab.bench.exactness import BATCH, HEAD_DIM, HEADS, LENGTH, Table, beside, measure, tables
+from isopos.lab.bench.exactness import BATCH, HEAD_DIM, HEADS, LENGTH, Table, measure, other_libraries, tables
 from isopos.lab.reports.grids import markdown
 
 __all__ = ["page"]
@@ -68,7 +68,7 @@ def page() -> str:
         *(f"[{n}] {note}  " for n, note in enumerate(notes, 1)),
         "",
         BESIDE.format(head_dim=accuracy.HEAD_DIM, length=accuracy.LENGTH, missing=missing),
-        *map(written, beside()),
+        *map(written, other_libraries()),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from isopos.lab.bench.results import merged
-from isopos.lab.bench.timing import TITLES, Row
 from isopos.lab.reports.grids import markdown
+from isopos.lab.timing import Row, titles
 from tools.pages import ROOT, Rows, tables
 
 __all__ = ["page", "summary"]
@@ -96,7 +96,7 @@ def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
     for section, title in SECTIONS.items():
         own = [row for row in rows if row.section == section]
         if own:
-            parts.append(f"## {title}\n\n{markdown(TITLES, (row.cells() for row in own))}")
+            parts.append(f"## {title}\n\n{markdown(titles(content['device']), (row.cells() for row in own))}")
     return "\n\n".join(parts) + "\n"
 
 

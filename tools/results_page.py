@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.intervals import UNSHOWN, Difference
+from isopos.lab.reports.intervals import NOT_SHOWN, Difference
 from isopos.lab.reports.paper import FEW, FIGURES, PAIRED, spearman
 from isopos.lab.tables.loader import load_table
 from tools.pages import ROOT, tables
@@ -94,7 +94,7 @@ class Shown:
     def beside(self, column: str, first: str, second: str, pairs: int = 1) -> str:
         """What there is to say of a difference beside the number."""
         if not self.timed:
-            return self.ahead(column, first, second, pairs).words
+            return self.ahead(column, first, second, pairs).summary
         (a, a_half), (b, b_half) = self.ours[column][first], self.ours[column][second]
         return APART if abs(a - b) > a_half + b_half else "quartiles overlap"
 
@@ -265,7 +265,7 @@ def _pairs(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
     if shown.timed:
         known, near = {pair for pair in pairs if shown.beside(column, *pair) == APART}, "with quartiles that overlap"
     elif any(not math.isnan(one.half) for one in apart.values()):
-        known = {pair for pair, one in apart.items() if one.shown}
+        known = {pair for pair, one in apart.items() if one.excludes_zero}
     else:
         known, near = {pair for pair, one in apart.items() if one.mean}, "level"
         seeds = max(one.seeds for one in apart.values())
@@ -290,7 +290,7 @@ def _learned(shown: Shown) -> dict[str, list[str]]:
             gain = shown.ahead(column, row, fixed)
             text = f"{gain.mean:+.3f}" if shown.timed else gain.text("+.3f")
             name = row if fixed.startswith(row) else f"{row} over {fixed}"
-            kind = shown.beside(column, row, fixed).removesuffix(UNSHOWN)
+            kind = shown.beside(column, row, fixed).removesuffix(NOT_SHOWN)
             found.setdefault(kind, []).append(f"{name}, {column} {text}")
     return found
 

@@ -1,4 +1,4 @@
-"""The laboratory: tasks, training, comparison, reports, measurements."""
+"""The laboratory: tasks, training, comparisons, reports, benchmarks."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,10 @@ __all__ = ["load"]
 
 
 def load(run: str | Path) -> Any:
-    """The trained model of a run: on the CPU, in evaluation mode.
+    """Load the trained model of a run, on the CPU in evaluation mode.
 
     Raises:
-        ValueError: Where the folder holds no run, or one without weights yet.
+        ValueError: If the folder holds no run, or one without final weights.
     """
     from isopos.lab.runs.checkpoints import load_run
 

@@ -1,4 +1,4 @@
-"""Small models that read top to bottom, for comparisons and as examples of use."""
+"""Small models that read top to bottom, for comparisons and as examples."""
 
 from isopos.models.blocks import TOKEN_STD, Block, Trunk
 from isopos.models.decoder import AdaptiveHead, Decoder, Stream

@@ -23,10 +23,10 @@ class Decoder(Trunk):
     Args:
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
-        tied: Whether the rows of the head are the vectors of tokens; it has no bias then, as in Fairseq's language models.
+        tied: Whether the head shares its weight with the token embedding; it has no bias then, as in Fairseq.
 
     Raises:
-        ValueError: For a tied head with cutoffs, whose rare tokens have fewer features, and for a norm over tokens.
+        ValueError: For a tied head with cutoffs, whose rare tokens have fewer features, and for batch norm.
 
     Examples:
         >>> import torch
@@ -72,7 +72,7 @@ class Decoder(Trunk):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
 
-        With targets ``[b s]``, which come after the last s tokens, it is their mean cross-entropy in nats instead. The
+        With targets ``[b s]``, the tokens after the last s, it is their mean cross-entropy in nats instead. The
         logits of an adaptive softmax are logarithms of probabilities.
         """
         x = self.features(tokens, positions, causal=True)
@@ -156,15 +156,15 @@ class Continuation:
 class AdaptiveHead(nn.Module):
     """An adaptive softmax: tokens are sorted by frequency, and rare ones share clusters of fewer features.
 
-    The first `cutoffs[0]` tokens and one token a cluster have all the features, cluster i of the rest has model_dim / 4^i.
+    The first `cutoffs[0]` tokens and one token per cluster have all features; cluster i of the rest has model_dim / 4^i.
 
     References:
         Grave et al., Efficient softmax approximation for GPUs, https://arxiv.org/abs/1609.04309
 
     Args:
-        model_dim: Features of what comes in.
+        model_dim: Input features.
         vocabulary: Number of tokens, the most frequent first.
-        cutoffs: Where the clusters begin, increasing and below the vocabulary.
+        cutoffs: First token of each cluster, increasing and below the vocabulary.
 
     Examples:
         >>> import torch
@@ -189,11 +189,11 @@ class AdaptiveHead(nn.Module):
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(model_dim, vocabulary, list(cutoffs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logarithms of probabilities ``[*b vocabulary]`` from ``[*b m]``."""
+        """Log probabilities ``[*b vocabulary]`` from ``[*b m]``."""
         return self.softmax.log_prob(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of targets ``[*b]``: no more of the vocabulary is computed than they need."""
+        """Mean cross-entropy in nats of targets ``[*b]``; computes only the clusters that they need."""
         return self.softmax(x.flatten(0, -2), targets.flatten()).loss
 
 

@@ -1,4 +1,4 @@
-"""Bidirectional models: logits of every token, or one answer for a whole sample or for two of them."""
+"""Bidirectional models: logits per token, or one answer for a sample or a pair of samples."""
 
 from typing import Literal, Unpack
 
@@ -15,11 +15,11 @@ POOLINGS = ("mean", "first")
 
 
 class Encoder(Trunk):
-    """A bidirectional language model, as RoBERTa's: every token sees all others, and each place has logits of its own token.
+    """A bidirectional language model, as RoBERTa: every token attends to all; logits predict the token at each position.
 
     Args:
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
-        tied: Whether the rows of the head are the vectors of tokens; its bias is its own, as RoBERTa's.
+        tied: Whether the head shares its weight with the token embedding; it has a bias, as in RoBERTa.
 
     Examples:
         >>> import isopos
@@ -54,10 +54,10 @@ class Encoder(Trunk):
         *,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[b t vocabulary]`` of the tokens ``[b t]``, at positions ``[t c]`` or ``[b t c]`` (0 to t - 1).
+        """Logits ``[b t vocabulary]`` of the tokens ``[b t]`` at positions ``[t c]`` or ``[b t c]`` (0 to t - 1).
 
-        The mask ``[b t]`` is True for a sample's own tokens. Padding has positions, too: on a line the next ones, in a tree
-        roots. It changes nothing. With places ``[b n]``, from 0 to t - 1, logits ``[b n vocabulary]`` are of those only.
+        The mask ``[b t]`` is False for padding, which changes nothing. Padding has positions, too: on a line the next ones,
+        in a tree roots. With places ``[b n]``, indices of tokens, only their logits ``[b n vocabulary]`` are computed.
         """
         x = self.features(tokens, positions, mask=mask)
         if places is not None:
@@ -66,12 +66,12 @@ class Encoder(Trunk):
 
 
 class Classifier(Trunk):
-    """A bidirectional model whose tokens, averaged, or whose first token, which may stand for all, chooses a class.
+    """A bidirectional classifier of samples, by the mean of their tokens or by their first token.
 
     Args:
         vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
         classes: Number of classes.
-        pooling: What the head is given of a sample: "mean", of its tokens, or "first", of which it has one at least.
+        pooling: Input of the head: the "mean" of a sample's tokens, or its "first" token.
 
     Examples:
         >>> import isopos
@@ -97,14 +97,14 @@ class Classifier(Trunk):
         self.head, self.pooling = nn.Linear(model_dim, classes), pooling
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits ``[b classes]`` of samples ``[b t]``, of which the tokens of the mask take part; see `Encoder.forward`."""
+        """Logits ``[b classes]`` of samples ``[b t]``; the mask is False for padding, see `Encoder.forward`."""
         return self.head(_pooled(self.features(tokens, positions, mask=mask), mask, self.pooling))
 
 
 class PairClassifier(Trunk):
-    """Two towers with the same weights: each of two samples is pooled by itself, and a perceptron sees both.
+    """A classifier of pairs: one encoder pools each of two samples, and a perceptron compares them.
 
-    It is given [u, v, u * v, u - v] and has two hidden layers, as in the Long Range Arena's retrieval (Tay et al. 2020,
+    Its input is [u, v, u * v, u - v]; it has two hidden layers, as in the Long Range Arena's retrieval (Tay et al. 2020,
     https://arxiv.org/abs/2011.04006; classifier_head_dual in its code).
 
     Args:
@@ -130,12 +130,12 @@ class PairClassifier(Trunk):
     ):
         expect("pooling", pooling, POOLINGS)
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
-        wide = options.get("hidden_dim") or 4 * model_dim
-        middle = [nn.Linear(4 * model_dim, wide), nn.ReLU(), nn.Linear(wide, wide // 2), nn.ReLU()]
-        self.head, self.pooling = nn.Sequential(*middle, nn.Linear(wide // 2, classes)), pooling
+        hidden = options.get("hidden_dim") or 4 * model_dim
+        layers_of_head = [nn.Linear(4 * model_dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden // 2), nn.ReLU()]
+        self.head, self.pooling = nn.Sequential(*layers_of_head, nn.Linear(hidden // 2, classes)), pooling
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits ``[b classes]`` of pairs ``[b 2 t]``, of which the tokens of the mask ``[b 2 t]`` take part.
+        """Logits ``[b classes]`` of pairs ``[b 2 t]``; the mask ``[b 2 t]`` is False for padding.
 
         Positions are ``[t c]`` or ``[b 2 t c]``; see `Encoder.forward`.
         """
@@ -148,7 +148,7 @@ class PairClassifier(Trunk):
 
 
 def _pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
-    """One vector ``[b m]`` of the features ``[b t m]`` of each sample."""
+    """One vector ``[b m]`` per sample from features ``[b t m]``."""
     if pooling == "first":
         return x[:, 0]
     if mask is None:

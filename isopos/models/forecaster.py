@@ -1,4 +1,4 @@
-"""A forecaster: rows of values at any times, of which those that are not known are found."""
+"""A forecaster: rows of values at any times, some of them unknown."""
 
 from typing import Unpack
 
@@ -11,13 +11,13 @@ __all__ = ["Forecaster"]
 
 
 class Forecaster(Trunk):
-    """A bidirectional model of rows of values: a token each, which sees all others, and of which the head finds the values.
+    """A bidirectional model that predicts unknown values in rows of values, one token per row.
 
-    What is to be found is NaN on the way in, be it missing or in the future: tokens are made of the values, zero where there
-    is none, and of which there are. So it answers for the times that it is asked about, however far apart.
+    Unknown values, missing or in the future, are NaN in the input. A token is made of the values, with 0 for unknown ones,
+    and of a flag for each. The model answers for any times, however far apart.
 
     Args:
-        channels: Values of a row.
+        channels: Values per row.
         model_dim, layers, scheme, options: Of `Trunk`.
 
     Examples:
@@ -35,7 +35,7 @@ class Forecaster(Trunk):
         self.head = nn.Linear(model_dim, channels)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Values ``[b t c]`` of rows ``[b t c]``, NaN where they are not known, at positions ``[t c]`` or ``[b t c]``."""
+        """Values ``[b t c]`` from rows ``[b t c]`` with NaN for unknown ones, at positions ``[t c]`` or ``[b t c]``."""
         known = ~tokens.isnan()
         rows = torch.cat((torch.where(known, tokens, 0), known.to(tokens.dtype)), -1)
         return self.head(self.features(rows, positions))

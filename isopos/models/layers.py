@@ -1,4 +1,4 @@
-"""A scheme a layer: layers without positions among others, decays of their own, linear attention beside softmax."""
+"""One scheme per layer: some layers without positions, different decays, or linear and softmax attention mixed."""
 
 import copy
 import hashlib
@@ -17,16 +17,16 @@ __all__ = ["PerLayer"]
 
 
 class PerLayer(nn.Module):
-    """Schemes of the layers of a model, in their order. One that several layers share is there once, and evaluated once.
+    """Schemes of the layers of a model, in order. A scheme that several layers share is stored and evaluated once.
 
-    All see the same positions, but for those without any, which fit with all. Only the first may add an embedding to the
-    tokens. Models make it of a list of schemes.
+    All must take the same kind of positions, or none. Only the first may add an embedding to the tokens. Models accept a
+    list of schemes and convert it.
 
     Args:
-        schemes: One a layer.
+        schemes: One per layer.
 
     Raises:
-        ValueError: For no scheme, for positions of several kinds, and for an embedding after the first layer.
+        ValueError: If there is no scheme, positions are of several kinds, or a layer after the first adds an embedding.
 
     Examples:
         >>> import torch
@@ -43,64 +43,64 @@ class PerLayer(nn.Module):
             raise ValueError(f"scheme: expected a Scheme, or a list of one for each layer, got {schemes}")
         distinct = list(dict.fromkeys(schemes))
         self.parts, self.order = nn.ModuleList(distinct), tuple(distinct.index(scheme) for scheme in schemes)
-        seeing = [scheme for scheme in schemes if not scheme.position_free]
-        if len(nouns := dict.fromkeys(scheme.group.noun for scheme in seeing)) > 1:
+        positional = [scheme for scheme in schemes if not scheme.position_free]
+        if len(nouns := dict.fromkeys(scheme.group.noun for scheme in positional)) > 1:
             raise ValueError(f"scheme: expected positions of one kind in all layers, got those of a {', a '.join(nouns)}")
         if any(scheme.embedding is not None and scheme is not schemes[0] for scheme in schemes):
             raise ValueError("scheme: expected an embedding, which is added to tokens, in the first layer alone, got others")
 
     @property
     def each(self) -> tuple[Scheme, ...]:
-        """That of each layer."""
+        """The scheme of each layer."""
         parts: Any = self.parts
         return tuple(parts[n] for n in self.order)
 
     @property
     def group(self) -> Group:
-        """Whose positions all take: where some want whole numbers, those."""
+        """The group of positions that all layers accept: one of integers, if some layer needs integers."""
         groups = [scheme.group for scheme in self.each if not scheme.position_free] or [self.each[0].group]
         return next((group for group in groups if not getattr(group, "real", False)), groups[0])
 
     @property
     def embedding(self) -> Embedding | None:
-        """Of the first layer."""
+        """The embedding of the first layer."""
         return self.each[0].embedding
 
     @property
     def phases(self) -> tuple[ContentPhase, ...]:
         """Content-dependent phases of all layers."""
-        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.phases))
+        return tuple(dict.fromkeys(phase for scheme in self.each for phase in scheme.phases))
 
     @property
     def attention(self) -> str:
-        """The costlier kind that there is."""
+        """The kind of attention: "softmax" if any layer has it, else "linear"."""
         return "softmax" if any(scheme.attention == "softmax" for scheme in self.each) else "linear"
 
     @property
     def max_length(self) -> int | None:
-        """Positions from 0 on that all take, where their number is limited."""
+        """Number of positions that all layers accept, from 0 on; None if unlimited."""
         return min((scheme.max_length for scheme in self.each if scheme.max_length is not None), default=None)
 
     @property
     def outside(self) -> int:
-        """Number of first tokens outside the positions."""
+        """Number of leading tokens without position."""
         return max(scheme.outside for scheme in self.each)
 
     @property
     def choices(self) -> dict[str, str]:
-        """Those of the schemes, each value once."""
+        """The choices of the schemes, each value once, joined by +."""
         every = [scheme.choices for scheme in self.each]
         return {name: " + ".join(dict.fromkeys(choices[name] for choices in every)) for name in every[0]}
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the schemes' fingerprints, in the order of layers."""
+        """A hash of the fingerprints of the schemes, in the order of layers."""
         return hashlib.sha256("".join(scheme.fingerprint for scheme in self.each).encode()).hexdigest()
 
     def extend(self, name: str, **options: Any) -> Self:
-        """`Scheme.extend` of each that sees positions, or a ValueError where one of them has no such frequencies."""
-        seeing = [scheme for scheme in dict.fromkeys(self.each) if not scheme.position_free] or [self.each[0]]
-        for scheme in (*copy.deepcopy(seeing), *seeing):  # where one is refused nothing is changed
+        """Apply `Scheme.extend` to each scheme with positions; ValueError, without changes, if one refuses."""
+        positional = [scheme for scheme in dict.fromkeys(self.each) if not scheme.position_free] or [self.each[0]]
+        for scheme in (*copy.deepcopy(positional), *positional):  # first on copies: if one refuses, nothing changes
             scheme.extend(name, **options)
         vars(self).pop("fingerprint", None)
         return self

@@ -1,4 +1,4 @@
-"""A classifier of images: patches of pixels become tokens, on a grid, or row by row on a line, as the scheme has it."""
+"""A classifier of images: patches become tokens on a grid, or row by row on a line, as the scheme requires."""
 
 from typing import Literal, Unpack
 
@@ -12,13 +12,13 @@ __all__ = ["Patches", "Vision"]
 
 
 class Patches(nn.Module):
-    """Tokens ``[b t m]`` of images ``[b c h w]``, whose pixels are 0 to 255: one for each n by n of them, row by row.
+    """Tokens ``[b t m]`` of images ``[b c h w]`` with pixels 0 to 255: one per patch of n by n pixels, row by row.
 
     Args:
         channels: c.
         model_dim: m.
-        kind: "patches", squares side by side, whose sides h and w are multiples of, as in ViT; or "convolution", of 3 by 3
-            pixels, then ReLU and the most in each neighbourhood of a token, on images of any size, as in CCT.
+        kind: "patches", non-overlapping squares, whose side divides h and w, as in ViT; or "convolution": 3 by 3, ReLU and
+            max pooling, on images of any size, as in CCT.
         side: n.
 
     References:
@@ -35,7 +35,7 @@ class Patches(nn.Module):
         self.pool = nn.Identity() if whole else nn.Sequential(nn.ReLU(), nn.MaxPool2d(2 * half + 1, side, padding=half))
 
     def sides(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens; ValueError where patches do not fit."""
+        """Rows and columns of tokens; ValueError if patches do not fit."""
         for name, size in (("height", height), ("width", width)):
             if size < 1 or (self.kind == "patches" and size % self.side):
                 raise ValueError(f"{name}: expected a multiple of the {self.side} pixels of a patch, got {size}")
@@ -47,15 +47,15 @@ class Patches(nn.Module):
 
 
 class Vision(Trunk):
-    """A bidirectional model of images of any size, whose tokens, pooled, choose a class. There is no class token.
+    """A bidirectional classifier of images of any size, with pooling instead of a class token.
 
     Args:
         channels: Of a pixel.
         classes: Number of classes.
         model_dim, layers, scheme, options: Of `Trunk`.
         tokenizer, patch: `kind` and `side` of `Patches`.
-        pooling: "mean" of all tokens; or "sequence", a mean whose weights are a softmax of what a learned vector finds in
-            them, as in CCT.
+        pooling: "mean" of all tokens; or "sequence", a mean weighted by a softmax over the tokens' products with a learned
+            vector, as in CCT.
 
     Examples:
         >>> import torch
@@ -86,9 +86,9 @@ class Vision(Trunk):
         self.head = nn.Linear(model_dim, classes)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits ``[b classes]`` of images ``[b c h w]`` of pixels from 0 to 255.
+        """Logits ``[b classes]`` of images ``[b c h w]`` with pixels from 0 to 255.
 
-        Tokens are by default at their rows and columns where the scheme takes positions on a grid, else at their numbers.
+        By default positions are rows and columns if the scheme takes positions on a grid, else token numbers.
         """
         sides = self.tokens.sides(*tokens.shape[-2:])
         if positions is None:

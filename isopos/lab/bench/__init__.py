@@ -1,1 +1,1 @@
-"""Measurements of the operations beside others': interleaved, with their spread. Figures are rows, never tests."""
+"""Benchmarks of one's own machine: interleaved timings with their spread. Figures are rows, never tests."""

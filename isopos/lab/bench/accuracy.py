@@ -1,4 +1,4 @@
-"""How far rotary tables are from a float64 reference: ours, and other libraries' where `benchmarks` has added them."""
+"""Errors of rotary tables against a float64 reference: ours, and those of libraries that `benchmarks` adds."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterable
@@ -16,13 +16,11 @@ from isopos.lab.reports import grids
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
-__all__ = ["FAR", "LIBRARIES", "SETTINGS", "Setting", "absent", "accuracy", "errors", "pairs", "scores"]
-
 HEAD_DIM, LENGTH = 64, 8192
 
 
 class Setting(NamedTuple):
-    """Features of `dtype` at `LENGTH` positions from `start` on; `cast` casts the module to this dtype, too."""
+    """Features of `dtype` at `LENGTH` positions from `start` on; `cast` casts the module to this dtype as well."""
 
     start: int
     dtype: torch.dtype
@@ -30,8 +28,8 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         power = "2^31" if self.start == 2**31 else f"10^{len(str(self.start)) - 1}"
-        place = f"at {power}" if self.start else f"L = {LENGTH}"
-        return f"{place}, {str(self.dtype).removeprefix('torch.')}{' module' * self.cast}"
+        where = f"at {power}" if self.start else f"L = {LENGTH}"
+        return f"{where}, {str(self.dtype).removeprefix('torch.')}{' module' * self.cast}"
 
 
 SETTINGS = tuple(Setting(start, dtype) for dtype in (torch.float32, torch.float64) for start in (0, 10**6))
@@ -52,17 +50,17 @@ LIBRARIES = {"isopos": OURS}
 
 
 def absent() -> list[str]:
-    """Peers that cannot be imported."""
+    """Names of the peers that cannot be imported."""
     return [name for name, peer in LIBRARIES.items() if peer.absence()]
 
 
 def pairs(table: Tensor) -> Tensor:
-    """Cosines and sines as they are."""
+    """Cosines and sines ``[t f 2]``, unchanged."""
     return table
 
 
 def scores(table: Tensor) -> Tensor:
-    """Scores of some 256 positions with each other, <rho(x) q, rho(y) k> where all pairs of q = k are equal and |q| = 1."""
+    """Scores ``<rho(x) q, rho(y) k>`` among 256 positions, for unit q = k whose pairs of features are all equal."""
     unit = table[:: LENGTH // 256].flatten(1) / table.shape[-2] ** 0.5
     return unit @ unit.T
 
@@ -70,25 +68,28 @@ def scores(table: Tensor) -> Tensor:
 def errors(
     peer: Peer = OURS, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
 ) -> dict[Setting, float]:
-    """Largest error in each setting that a peer, by default isopos, reaches: rotated unit features against a reference.
+    """Largest error by setting of one library, by default isopos: its rotation of unit features against the reference.
 
-    It is that of a function of the cosines and sines ``[t f 2]``, such as `scores`.
+    Args:
+        peer: The library.
+        settings: Settings to measure; those that it cannot reach are left out.
+        of: Function of the table of cosines and sines ``[t f 2]`` that is compared, such as `scores`.
     """
     found, interleaved = {}, peer.layout == "interleaved"
-    unit = torch.tensor([1, 0]).expand(HEAD_DIM // 2, 2)  # rotation shows cosine and sine without another rounding
+    unit = torch.tensor([1, 0]).expand(HEAD_DIM // 2, 2)  # its rotation is the cosine and sine, without further rounding
     unit = (unit if interleaved else unit.mT).flatten().expand(1, 1, LENGTH, -1)
     for setting in settings:
         if setting.start + LENGTH > peer.longest:
             continue
         x = unit.to(setting.dtype)
-        rotated = peer.work(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
+        rotated = peer.workload(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
         table = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).mT
         found[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
     return found
 
 
 def _reference(start: int) -> Tensor:
-    """Cosines and sines ``[t f 2]`` in float64, by numpy from angles in its widest float."""
+    """Cosines and sines ``[t f 2]`` in float64, from angles in numpy's longest float."""
     count = HEAD_DIM // 2
     frequency = np.longdouble(10000) ** (-np.arange(count, dtype=np.longdouble) / count)
     angle = np.arange(start, start + LENGTH, dtype=np.longdouble)[:, None] * frequency
@@ -96,9 +97,9 @@ def _reference(start: int) -> Tensor:
 
 
 def accuracy() -> Table:
-    """The errors of isopos and of every peer that is installed; the caption names the others."""
+    """A table of the errors of isopos and of every installed peer; the caption names the others."""
     missing = absent()
-    note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: its table does not reach so far."
+    note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: out of reach of its table."
     rows, titles = [], ("library", "version", *map(str, SETTINGS))
     for name, peer in LIBRARIES.items():
         if name not in missing:

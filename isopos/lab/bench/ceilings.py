@@ -1,28 +1,26 @@
-"""What a machine does at best: products of matrices, copies, zeros; and the time of attention at that rate."""
+"""Upper limits of a machine's speed: matrix products, copies, zeros; and the time that attention would take at that rate."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["COPY", "FRESH", "PRODUCT", "ROOFLINE", "WORKS", "measured", "operations", "scaled"]
-
 PRODUCT = "matrix products of as many operations"
 COPY = "copies of as many bytes"
 ZEROS = "zeros where results go"
 ROOFLINE = "the slower of copies of as many bytes and products of as many operations"
 FRESH = f"{PRODUCT}, and {ZEROS}"
-PARTS = {ROOFLINE: (COPY, PRODUCT), FRESH: (PRODUCT, ZEROS)}  # what is made of several
-SIDES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
+PARTS = {ROOFLINE: (COPY, PRODUCT), FRESH: (PRODUCT, ZEROS)}  # ceilings made of several measurements
+MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
 
 
 def _product(like: Tensor) -> Callable[[], Tensor]:
-    side = SIDES[like.device.type]
+    side = MATRIX_SIZES[like.device.type]
     a, b = torch.randn(2, side, side, dtype=like.dtype, device=like.device)
     return lambda: a @ b
 
 
-WORKS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
+WORKLOADS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
     PRODUCT: _product,
     COPY: lambda like: like.clone,
     ZEROS: lambda like: lambda: torch.zeros_like(like),
@@ -30,37 +28,35 @@ WORKS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
 
 
 def measured(names: Iterable[str]) -> list[str]:
-    """What is timed for works of these names."""
+    """The measurements that ceilings of these names need."""
     return list(dict.fromkeys(part for name in names for part in PARTS.get(name, (name,))))
 
 
 def scaled(
     seconds: Mapping[str, list[float]], tokens: int, d: int, *, device: str, gradients: bool, causal: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of products of as many operations as attention has, of copies of as many bytes, of zeros in as many results.
-
-    And of what is made of these, as far as they are known: the slower of two, or both.
+    """Scale measured seconds to the operations, bytes and results of one attention call; add the ceilings made of several.
 
     Args:
-        seconds: Of one product, of one copy of q and of zeros of its size, round by round.
-        tokens: Of all heads and samples.
-        d: Features, and values, of a token and head.
+        seconds: Of one product, one copy of q, and zeros of its size, round by round.
+        tokens: Number of tokens, over all heads and samples.
+        d: Features, and values, per token and head.
         device: Where they were measured.
-        gradients: Whether attention goes back, too.
-        causal: Whether it sums over earlier keys, or over all.
+        gradients: Whether the backward pass is included.
+        causal: Whether attention is causal.
     """
     moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
-    share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * SIDES[torch.device(device).type] ** 3)
+    share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * MATRIX_SIZES[torch.device(device).type] ** 3)
     factors = {PRODUCT: share, COPY: moved / 2, ZEROS: 4 if gradients else 1}
-    found = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
+    ceilings = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
     for name, join in ((ROOFLINE, max), (FRESH, lambda *x: sum(x))):
-        if all(part in found for part in PARTS[name]):
-            found[name] = [*map(join, *(found[part] for part in PARTS[name]))]
-    return found
+        if all(part in ceilings for part in PARTS[name]):
+            ceilings[name] = [*map(join, *(ceilings[part] for part in PARTS[name]))]
+    return ceilings
 
 
 def operations(d: int, *, gradients: bool, causal: bool = True) -> int:
-    """Additions and multiplications of attention, a token and head, at the least; causal in chunks of 64 tokens.
+    """Fewest additions and multiplications of attention per token and head; causal attention in chunks of 64 tokens.
 
     Forward 4 d^2 for its part of the state and what it reads there, 2 * 64 d for half a chunk of weights and their sums.
     Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once more, and

@@ -1,4 +1,4 @@
-"""One answer in every setting: the worst error of each scheme, setting and dtype."""
+"""Agreement of all settings: the worst error of each scheme, setting and dtype against the quadratic definition."""
 
 import itertools
 import math
@@ -22,20 +22,18 @@ from isopos.positions import Group, Line, packed, sequence
 from isopos.schemes import REGISTRY, Scheme
 from isopos.state import State
 
-__all__ = ["ATTENTIONS", "DTYPES", "SETTINGS", "Table", "beside", "console", "definition", "measure", "tables"]
-
-BATCH, HEADS, HEAD_DIM, LENGTH = 2, 2, 16, 130  # two chunks of the causal sums, and two tokens
-PADDING = (37, 5)  # tokens of each sample
+BATCH, HEADS, HEAD_DIM, LENGTH = 2, 2, 16, 130  # two chunks of the causal sums, and two more tokens
+PADDING = (37, 5)  # padding tokens of each sample
 FAR = 2**31
 ATTENTIONS: dict[str, Callable[..., Any]] = {"linear": linear_attention, "softmax": softmax_attention}
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
-Error = float | str  # a figure, or why there is none
+Error = float | str  # the error, or why there is none
 Key = tuple[str, str, str, str]  # dtype, scheme, attention, setting
 
 
 class Trial:
-    """A scheme, and random queries, keys and values ``[b h t d]`` of one dtype at positions x ``[t c]``."""
+    """A scheme with random queries, keys and values ``[b h t d]`` of one dtype at positions x ``[t c]``."""
 
     def __init__(self, scheme: Scheme, dtype: torch.dtype):
         self.scheme, self.x, generator = scheme, scheme.group.arrange(LENGTH), torch.Generator().manual_seed(0)
@@ -47,14 +45,14 @@ class Trial:
         self.whole = cache(lambda: definition(scheme, q, k, v, self.x))
 
     def attend(self, x: Tensor | None = None, qkv: Sequence[Tensor] | None = None, **options: Any) -> Tensor:
-        """Attention, causal unless said, at positions x or the trial's own."""
+        """Attention, by default causal, at the trial's positions or others."""
         x, qkv = self.x if x is None else x, self.qkv if qkv is None else qkv
         tokens = [_embedded(self.scheme, token, x) for token in qkv]
         at = self.scheme.at(x, dtype=tokens[0].dtype)
         return ATTENTIONS[self.scheme.attention](*tokens, **{"causal": True, **at, **options})
 
     def stream(self, cuts: Iterable[int], x: Tensor | None = None) -> Tensor:
-        """The same in chunks between these cuts."""
+        """Causal attention as a stream, in chunks between `cuts`."""
         x, state, out = self.x if x is None else x, State(), []
         tokens = [_embedded(self.scheme, token, x) for token in self.qkv]
         for start, stop in itertools.pairwise(cuts):
@@ -65,20 +63,20 @@ class Trial:
         return torch.cat(out, -2)
 
     def alone(self, span: slice, samples: slice = slice(None), *, causal: bool = True) -> Tensor:
-        """The reference of some tokens as a sequence of their own, at positions from the first on."""
+        """Reference of some tokens as a separate sequence, whose positions start at the first."""
         q, k, v = (token[samples, :, span] for token in self.qkv)
         return definition(self.scheme, q, k, v, self.x[: q.shape[-2]], causal=causal)
 
 
 def definition(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool = True) -> Tensor:
-    """Attention by the quadratic definition, in float64 throughout: every weight is formed."""
+    """Attention by the quadratic definition: every weight is computed, in float64."""
     q, k, v = (_embedded(scheme, token.double(), x) for token in (q, k, v))
     at = scheme.at(x, x, dtype=torch.float64)
     return reference.DEFINITIONS[scheme.attention](q, k, v, causal=causal, **at)
 
 
 def _embedded(scheme: Scheme, tokens: Tensor, x: Tensor) -> Tensor:
-    """Tokens ``[b h t d]`` with the scheme's embedding of their positions, the features of heads side by side."""
+    """Tokens ``[b h t d]`` plus the scheme's embedding of their positions, split over heads."""
     if scheme.embedding is None:
         return tokens
     added = scheme.embedding(x, tokens.dtype).unflatten(-1, (scheme.heads, -1)).transpose(-3, -2)
@@ -86,12 +84,12 @@ def _embedded(scheme: Scheme, tokens: Tensor, x: Tensor) -> Tensor:
 
 
 def _behind(group: Group, x: Tensor, rows: int) -> Tensor:
-    """The elements x as they are written behind so many other rows; those of trees have parents elsewhere."""
+    """Elements x for tokens that follow `rows` others; tree positions refer to their parents' rows."""
     return group.shift(group.origin(rows), x)[-len(x) :] if rows and group.refers_to_rows else x
 
 
 def _cuts() -> list[int]:
-    """Between ten random parts of all tokens."""
+    """Borders of ten random parts of all tokens."""
     inner = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(1))[:9].add(1).sort().values.tolist()
     return [0, *inner, LENGTH]
 
@@ -105,12 +103,12 @@ def _packed(trial: Trial) -> tuple[Tensor, Tensor]:
 
 
 def _left(trial: Trial) -> tuple[Tensor, Tensor]:
-    """On a line, padding stands at negative positions where there are such."""
+    """Padding on the left; on a line at negative positions, where the scheme takes them."""
     group = trial.scheme.group
     negative = isinstance(group, Line) and trial.scheme.max_length is None
-    before = [sequence(n) - n if negative else group.origin(n) for n in PADDING]
-    own = [_behind(group, trial.x[: LENGTH - n], n) for n in PADDING]
-    x = torch.stack([torch.cat(parts) for parts in zip(before, own, strict=True)])
+    padding = [sequence(n) - n if negative else group.origin(n) for n in PADDING]
+    tokens = [_behind(group, trial.x[: LENGTH - n], n) for n in PADDING]
+    x = torch.stack([torch.cat(parts) for parts in zip(padding, tokens, strict=True)])
     out = trial.attend(x, mask=torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None])
     return _joined((out[i, :, n:], trial.alone(slice(n, None), slice(i, i + 1))[0]) for i, n in enumerate(PADDING))
 
@@ -136,7 +134,7 @@ def _heads(trial: Trial) -> tuple[Tensor, Tensor]:
 def _cross(trial: Trial) -> tuple[Tensor, Tensor]:
     scheme, x, start = trial.scheme, trial.x, LENGTH - 41
     q, k, v = (_embedded(scheme, token, x) for token in trial.qkv)
-    if scheme.group.refers_to_rows:  # the last rows are no trees of their own
+    if scheme.group.refers_to_rows:  # the last rows of a tree need their ancestors
         at = scheme.at(x, x, dtype=q.dtype)
         query, key = at["isometry"]
         at = at | {"isometry": (query.last(LENGTH - start), key)}
@@ -146,7 +144,7 @@ def _cross(trial: Trial) -> tuple[Tensor, Tensor]:
 
 
 def _decode(trial: Trial) -> tuple[Tensor, Tensor]:
-    """The reference of a relative scheme is at positions from 0 on, which the laws say is the same."""
+    """Steps far from the origin. A relative scheme's reference is at positions from 0 on, equal by the shift law."""
     scheme = trial.scheme
     if not isinstance(scheme.group, Line):
         raise ValueError("positions: expected those of a line")
@@ -163,7 +161,7 @@ def _compiled(trial: Trial) -> tuple[Tensor, Tensor]:
 
 
 class Setting(NamedTuple):
-    """A way to run attention, as the result and its reference."""
+    """A way to run attention; `run` returns its output and the reference."""
 
     what: str
     run: Callable[[Trial], tuple[Tensor, Tensor]]
@@ -171,14 +169,14 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "whole": Setting("a whole sequence, causal", lambda trial: (trial.attend(), trial.whole())),
-    "both": Setting(
-        "a whole sequence, both ways", lambda trial: (trial.attend(causal=False), trial.alone(slice(None), causal=False))
+    "bidirectional": Setting(
+        "a whole sequence, bidirectional", lambda trial: (trial.attend(causal=False), trial.alone(slice(None), causal=False))
     ),
     "chunks": Setting("a stream in random chunks", lambda trial: (trial.stream(_cuts()), trial.whole())),
     "tokens": Setting("a stream, token by token", lambda trial: (trial.stream(range(LENGTH + 1)), trial.whole())),
     "packed": Setting("sequences packed into one", _packed),
     "left": Setting("padded on the left", _left),
-    "right": Setting("padded on the right, both ways", _right),
+    "right": Setting("padded on the right, bidirectional", _right),
     "heads": Setting("two query heads a key head", _heads),
     "cross": Setting("queries of the last tokens only", _cross),
     "2^31": Setting("steps from position 2^31 (lines)", _decode),
@@ -190,16 +188,16 @@ SETTINGS = {
 def measure(
     schemes: Iterable[str] = CATALOG, settings: Iterable[str] = SETTINGS, dtypes: Iterable[str] = DTYPES
 ) -> dict[Key, Error]:
-    """The error for each dtype, scheme, attention and setting, or why there is none.
+    """Errors by dtype, scheme, attention and setting; a reason (str) where the scheme refuses the setting.
 
     Largest |output - reference| over max(1, largest |reference|), both of the same rounded inputs.
     """
-    found: dict[Key, Error] = {}
+    errors: dict[Key, Error] = {}
     for dtype, name, attention in itertools.product(dtypes, schemes, ATTENTIONS):
         try:
             scheme = REGISTRY[name](HEAD_DIM, HEADS, attention=attention)
         except ValueError as error:
-            found |= {(dtype, name, attention, setting): f"{error}".replace(name, "it") for setting in settings}
+            errors |= {(dtype, name, attention, setting): f"{error}".replace(name, "it") for setting in settings}
             continue
         fill_zeros(scheme)
         trial = Trial(scheme, DTYPES[dtype])
@@ -207,14 +205,14 @@ def measure(
             try:
                 out, expected = SETTINGS[setting].run(trial)
                 worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
-                found[dtype, name, attention, setting] = worst.item()
+                errors[dtype, name, attention, setting] = worst.item()
             except ValueError as error:
-                found[dtype, name, attention, setting] = f"{error}"
-    return found
+                errors[dtype, name, attention, setting] = f"{error}"
+    return errors
 
 
 class Table(NamedTuple):
-    """Rows of cells below titles."""
+    """A title, column titles, and rows of cells."""
 
     title: str
     head: tuple[str, ...]
@@ -228,18 +226,18 @@ class Table(NamedTuple):
         return grids.console(titles, self.rows, align, title=self.title, **look)
 
 
-def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
-    """Worst errors by setting and by scheme, then by both for each dtype. Reasons for missing ones are added to notes."""
-    dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*found, strict=True))
+def tables(errors: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
+    """Tables of worst errors: by setting, by scheme, and by both for each dtype. Appends reasons of refusals to `notes`."""
+    dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*errors, strict=True))
     pairs = [(attention, dtype) for attention in attentions for dtype in dtypes]
     heads = [f"{attention} {dtype.replace('float', 'f')}" for attention, dtype in pairs]
 
     def worst(dtype: str, names: Iterable[str], kinds: Iterable[str], ways: Iterable[str]) -> str:
         keys = itertools.product([dtype], names, kinds, ways)
-        return _figure([error for key in keys if isinstance(error := found[key], float)])
+        return _figure([error for key in keys if isinstance(error := errors[key], float)])
 
     def reasons(dtype: str, name: str, way: str) -> set[str]:
-        refused = {a: error for a in attentions if isinstance(error := found[dtype, name, a, way], str)}
+        refused = {a: error for a in attentions if isinstance(error := errors[dtype, name, a, way], str)}
         alike = len(refused) == len(attentions) and len({*refused.values()}) == 1
         return {error if alike else f"{attention}: {error}" for attention, error in refused.items()}
 
@@ -263,13 +261,13 @@ def tables(found: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
 
 
 def _figure(errors: Sequence[float]) -> str:
-    """The largest, or the one that is no number."""
+    """The largest error as text, NaN first; "-" where there are none."""
     worst = max(errors, key=lambda error: (math.isnan(error), error), default=None)
     return "-" if worst is None else f"{worst:.0e}" if worst else "0"
 
 
-def beside() -> Iterator[Table]:
-    """Far positions and bfloat16 in isopos and in the other libraries that are installed."""
+def other_libraries() -> Iterator[Table]:
+    """Errors at far positions and in bfloat16, of isopos and of other installed libraries."""
     for what, of in (("cosines and sines", accuracy.pairs), ("scores of unit queries and keys", accuracy.scores)):
         rows = []
         for name, peer in accuracy.LIBRARIES.items():
@@ -280,10 +278,10 @@ def beside() -> Iterator[Table]:
 
 
 def console(out: Console, *, compiled: bool = False) -> None:
-    """Print the tables; with `compiled` also that setting, which takes minutes."""
+    """Print the tables; with `compiled` also the setting "graph", which takes minutes."""
     notes: list[str] = []
-    found = measure(settings=[setting for setting in SETTINGS if compiled or setting != "graph"])
-    for table in (*tables(found, notes), *beside()):
+    errors = measure(settings=[setting for setting in SETTINGS if compiled or setting != "graph"])
+    for table in (*tables(errors, notes), *other_libraries()):
         out.print(table.rich())
     for n, note in enumerate(notes, 1):
         out.print(f"[{n}] {note}", markup=False, highlight=False)

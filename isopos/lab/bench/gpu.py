@@ -1,46 +1,44 @@
-"""Races on a CUDA device, in bfloat16: against flash attention, copies, and products of matrices.
+"""Races on a CUDA device in bfloat16: against flash attention, copies and matrix products.
 
-Each is run with the kernels of Triton and with PyTorch's operations, a process each. Queries, keys and values lie in memory
-as projections leave them, ``[b t h d]``. A race has its rounds, or as many as it begins
-in `LIMIT` seconds: forward and backward, softmax attention with 128k keys takes seconds a call.
+Each race runs with Triton's kernels and with PyTorch's operations, one process each. Queries, keys and values have the
+memory layout of projections, ``[b t h d]``. No round starts after `LIMIT` seconds: softmax attention over 128k keys takes
+seconds per call, forward and backward.
 """
 
 from typing import Literal
 
 from isopos.lab.bench.ceilings import ROOFLINE
 from isopos.lab.bench.races import BOTH, CLONES, FORWARD, PREPARED, STEP, Race, Shape
-from isopos.lab.bench.timing import Goal, at_least, at_most
+from isopos.lab.timing import Goal, at_least, at_most
 from isopos.ops.gpu import SWITCH
-
-__all__ = ["KERNELS", "LIMIT", "RACES"]
 
 KERNELS = {"triton": {SWITCH: "1"}, "pytorch": {SWITCH: "0"}}
 LIMIT = 10.0  # seconds
-PLAIN, EVERY = "causal, no features", "both ways, no features"  # without a denominator: what the others compute
-BESIDE = {"rotary": at_least(0.97), "permutation": at_least(0.97), "householder + rotary": at_least(0.97)}
+PLAIN, EVERY = "causal, no features", "bidirectional, no features"  # without a denominator, as the baselines compute
+POSITIONS = {"rotary": at_least(0.97), "permutation": at_least(0.97), "householder + rotary": at_least(0.97)}
 NONE = "attention function, no positions"
 Passing = Literal["forward", "forward + backward"]
 
 
 def _attention(passing: Passing, length: int, head_dim: int) -> Race:
-    """Causal sums, with a decay and with positions, too."""
+    """Causal attention, also with a decay and with positions."""
     long = length >= 4096
     soft = at_least(8) if length >= 1 << 16 else at_least(1) if long else None
     pairs: dict[tuple[str, str], Goal | None] = {
         (PLAIN, ROOFLINE): at_least(0.7) if long else None,
         ("causal", "softmax (SDPA)"): soft if passing == BOTH else None,
     }
-    beside = {(f"attention function, {name}", NONE): goal for name, goal in BESIDE.items()}
-    return Race("attention", passing, Shape(length, 8, 16, head_dim), pairs | beside)
+    positions = {(f"attention function, {name}", NONE): goal for name, goal in POSITIONS.items()}
+    return Race("attention", passing, Shape(length, 8, 16, head_dim), pairs | positions)
 
 
-def _both_ways(passing: Passing, length: int, head_dim: int) -> Race:
-    """Sums over all keys, without features and with a denominator, and both ways with a decay."""
+def _bidirectional(passing: Passing, length: int, head_dim: int) -> Race:
+    """Bidirectional attention: without features, with a denominator, with a decay."""
     pairs = {
         (EVERY, ROOFLINE): None,
-        ("both ways", ROOFLINE): None,
+        ("bidirectional", ROOFLINE): None,
         (EVERY, "two products"): None,
-        ("both ways", "softmax (SDPA), both ways"): None,
+        ("bidirectional", "softmax (SDPA), bidirectional"): None,
         (f"{EVERY}, retnet decay", f"{PLAIN}, retnet decay"): None,
     }
     return Race("attention", passing, Shape(length, 8, 16, head_dim), pairs, causal=False)
@@ -49,10 +47,10 @@ def _both_ways(passing: Passing, length: int, head_dim: int) -> Race:
 ATTENTION = (
     *(_attention(BOTH, 1 << n, head_dim) for n in (10, 12, 14, 16, 17) for head_dim in (64, 128)),
     *(_attention(FORWARD, 1 << n, 64) for n in (12, 16)),
-    *(_both_ways(BOTH, 1 << n, head_dim) for n in (10, 12, 14, 16) for head_dim in (64, 128)),
-    *(_both_ways(FORWARD, 1 << n, 64) for n in (12, 16)),
+    *(_bidirectional(BOTH, 1 << n, head_dim) for n in (10, 12, 14, 16) for head_dim in (64, 128)),
+    *(_bidirectional(FORWARD, 1 << n, 64) for n in (12, 16)),
 )
-# 0.9 of the rate of copies: a clone's gradient is no copy
+# 0.9 of the rate of copies: the gradient of a clone is not copied
 COPIES: dict[Passing, Goal] = {FORWARD: at_most(1.11), BOTH: at_most(2.22)}
 ROTARY = tuple(
     Race("rotary", passing, Shape(8192, 8, 16, d), {CLONES: COPIES[passing]}) for passing in COPIES for d in (64, 128)

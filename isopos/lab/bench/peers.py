@@ -1,4 +1,4 @@
-"""Another library's works. There are none here: `benchmarks`, a folder of the repository, adds them to races of its own."""
+"""Workloads of other libraries. None are here: the repository's folder `benchmarks` adds them to races of its own."""
 
 import importlib
 import warnings
@@ -8,29 +8,31 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PEERS", "Peer", "Work"]
-
-Work = Callable[..., Any]  # of queries, keys and, if it is attention, values ``[b h t d]``
+Workload = Callable[..., Any]  # takes queries, keys and, for attention, values ``[b h t d]``
 
 
 class Peer(NamedTuple):
-    """Another library; a rotary embedding of one has base 10000 and rotates queries and keys alike."""
+    """Another library. A rotary embedding of one has base 10000 and rotates queries and keys alike."""
 
-    module: str  # that has to be importable
-    package: str  # its name to pip
-    make: Callable[..., Work]  # of the module, and as `work`
-    layout: Literal["interleaved", "half"] = "interleaved"  # rotated pairs are features 2i, 2i + 1, or i, i + d/2
-    longest: int = 2**62  # positions that it reaches in a reasonable time
+    module: str  # imported by this name
+    package: str  # pip's name
+    make: Callable[..., Workload]  # takes the module and the arguments of `workload`
+    layout: Literal["interleaved", "half"] = "interleaved"  # rotated pairs: features 2i, 2i + 1; or i, i + d/2
+    longest: int = 2**62  # largest position that it reaches in reasonable time
     note: str = ""
 
     def load(self) -> Any:
-        """The module; ImportError, or another error, where it is not installed or does not fit what is."""
+        """Import the module.
+
+        Raises:
+            Exception: Whatever importing it raises, where it is not installed or does not fit other packages.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(self.module)
 
     def absence(self) -> str:
-        """Why the peer is not measured, and what to do; empty where it can be imported."""
+        """Why the library cannot be measured, and what to do; empty where it can be imported."""
         try:
             self.load()
         except ModuleNotFoundError as error:
@@ -41,9 +43,9 @@ class Peer(NamedTuple):
             return f"{self.package} cannot be imported: {type(error).__name__}: {error}"
         return ""
 
-    def work(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Work:
-        """For features like x ``[t d]`` at the positions from `start` on, by a module that may be cast to a dtype."""
+    def workload(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Workload:
+        """The workload for features like x ``[t d]`` at positions from `start` on; `cast` casts its module to a dtype."""
         return self.make(self.load(), x, start, cast)
 
 
-PEERS: dict[str, Peer] = {}  # by name: what races may have beside ours
+PEERS: dict[str, Peer] = {}  # by name

@@ -1,4 +1,4 @@
-"""Sections of a benchmark: races, and figures by themselves. What measures memory has a process of its own each time."""
+"""Sections of a benchmark: races, and single figures. Memory is measured in a new process each time."""
 
 import itertools
 import json
@@ -20,11 +20,9 @@ import torch
 from isopos.attention import linear_attention
 from isopos.lab.bench import gpu, races
 from isopos.lab.bench.races import Shape, scheme_of
-from isopos.lab.bench.timing import Row, at_most, rounds_of
+from isopos.lab.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
-
-__all__ = ["ALLOCATORS", "SECTIONS", "call", "construction", "in_states", "memory", "section", "states_of", "stream"]
 
 SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
 SMALL_PAGES, HUGE_PAGES = ({"THP_MEM_ALLOC_ENABLE": choice} for choice in "01")  # PyTorch's switch, for large tensors
@@ -37,25 +35,37 @@ ALLOCATORS: dict[str, Mapping[str, str]] = {
 MEMORY = {"none": at_most(4.5), "rope": None, "permuteformer": None, "retnet": None}
 LENGTHS = (8192, 32768)
 LONG = 1 << 17  # tokens of a long sequence
-NODES = 65536  # of a tree; at most two for each token that a short section is cut to
-COMMAND, MODULE = ("isopos", "bench"), "isopos.lab.bench.processes"  # what runs it, and what a process of its own runs
-MARK = "\x1e"  # before what a process returns: peers print, too
+NODES = 65536  # of a tree; a section with a limit has at most twice as many as tokens
+COMMAND, MODULE = ("isopos", "bench"), "isopos.lab.bench.processes"  # the command, and the module that child processes run
+MARK = "\x1e"  # precedes results in a child's output: peers print, too
 
 
-def states_of(device: str, state: str) -> Mapping[str, Mapping[str, str]]:
-    """All states or one: on a GPU whose kernels serve, else those of the allocator, of which only glibc's can be told."""
-    known, why = gpu.KERNELS if device != "cpu" else ALLOCATORS, ""
+def variants_of(device: str, variant: str) -> Mapping[str, Mapping[str, str]]:
+    """Environments by variant: backends on a GPU, allocators on a CPU. Only glibc's allocator can be configured.
+
+    Raises:
+        ValueError: Where there is no such variant here.
+    """
+    option, known, why = ("backend", gpu.KERNELS, "") if device != "cpu" else ("allocator", ALLOCATORS, "")
     if device == "cpu" and platform.libc_ver()[0] != "glibc":
         known, why = {"as-is": ALLOCATORS["as-is"]}, ", since only glibc can be told how to keep memory"
-    if state != "all" and state not in known:
-        raise ValueError(f"state: expected all or {' or '.join(known)} here{why}, got {state}")
-    return known if state == "all" else {state: known[state]}
+    if variant != "all" and variant not in known:
+        raise ValueError(f"{option}: expected all or {' or '.join(known)} here{why}, got {variant}")
+    return known if variant == "all" else {variant: known[variant]}
 
 
 def section(
     name: str, rounds: int, most: int = 1 << 62, device: str = "cpu", done: Collection[Sequence[str]] = ()
 ) -> Iterator[Row]:
-    """The rows of a section, in this process; `most` cuts sequences, for a try; races whose rows are `done` are left out."""
+    """Measure a section in this process.
+
+    Args:
+        name: Of the section.
+        rounds: Largest number of rounds.
+        most: Largest length of sequences, for a quick try.
+        device: Where workloads run.
+        done: Titles of rows that exist; races that have all of theirs are left out.
+    """
     known, options = {tuple(title) for title in done}, {}
     if device != "cpu":
         options = {"device": device, "dtype": torch.bfloat16, "limit": gpu.LIMIT}
@@ -64,19 +74,19 @@ def section(
         if not known.issuperset(contest.titles()):
             yield from races.race(name, contest, rounds, **options)
             if device.startswith("cuda"):
-                torch.cuda.synchronize(device)  # raises after an error that no later race survives: these are yet to come
+                torch.cuda.synchronize(device)  # raises after an error from which later races cannot recover
     if device == "cpu":
         yield from _beside_races(name, rounds, most)
 
 
 def _beside_races(name: str, rounds: int, most: int) -> Iterator[Row]:
-    """What a section on a CPU has beside races."""
+    """Rows of a CPU section that are no races."""
     if name == "growth":
         yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
     if name == "threads":
         yield from races.threads(rounds, most)
     if name == "load":
-        yield from races.load(rounds, most)
+        yield from races.under_load(rounds, most)
     if name == "memory":
         lengths = dict.fromkeys(min(length, most) for length in LENGTHS)
         yield from memory(tuple(lengths), min(LONG, most))
@@ -86,18 +96,18 @@ def _beside_races(name: str, rounds: int, most: int) -> Iterator[Row]:
         yield rotation_error(Shape().limited(most))
 
 
-def in_states(
-    name: str, states: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu", done: Sequence[Row] = ()
+def in_variants(
+    name: str, variants: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu", done: Sequence[Row] = ()
 ) -> Iterator[Row]:
-    """The rows of a section in states, environments, a process each, as they come; but races whose rows are `done`."""
-    for state, environment in states.items():
-        titles = [(row.work, row.other) for row in done if (row.section, row.state) == (name, state)]
+    """Measure a section once per variant, in a process each; yield rows as they come, except for races that are done."""
+    for variant, environment in variants.items():
+        titles = [(row.workload, row.baseline) for row in done if (row.section, row.variant) == (name, variant)]
         for content in stream("section", environment, name=name, rounds=rounds, device=device, done=titles):
-            yield replace(Row.from_json(content), state=state)
+            yield replace(Row.from_json(content), variant=variant)
 
 
 def stream(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Iterator[Any]:
-    """What a function of `FUNCTIONS` yields in a process of its own, as it comes; or what it returns."""
+    """Run a function of `FUNCTIONS` in a child process; yield its results as they come."""
     command = [sys.executable, "-m", MODULE, function, json.dumps(arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
         assert process.stdout is not None
@@ -106,7 +116,7 @@ def stream(function: str, environment: Mapping[str, str] | None = None, **argume
                 _, mark, content = line.partition(MARK)
                 if mark:
                     yield json.loads(content)
-        except BaseException:  # whoever reads has stopped
+        except BaseException:  # the consumer stopped
             process.kill()
             raise
     if process.returncode:
@@ -115,13 +125,13 @@ def stream(function: str, environment: Mapping[str, str] | None = None, **argume
 
 
 def call(function: str, **arguments: Any) -> Any:
-    """What a function of `FUNCTIONS` returns in a process of its own."""
+    """Run a function of `FUNCTIONS` in a child process; return its result."""
     (result,) = stream(function, **arguments)
     return result
 
 
 def rotation_error(shape: Shape) -> Row:
-    """The largest error of rotary queries against float64."""
+    """Largest error of rotary queries against float64."""
     rope, x = scheme_of("rope", shape).encoding, torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim)
     near, exact = (rope(sequence(shape.length), dtype) for dtype in (torch.float32, torch.float64))
     error = (near(x).double() - exact(x.double())).abs().max() / x.abs().max()
@@ -130,9 +140,9 @@ def rotation_error(shape: Shape) -> Row:
 
 
 def memory(lengths: tuple[int, ...] = LENGTHS, longest: int = LONG) -> Iterator[Row]:
-    """Peaks of passes with gradients, in units of q, and of long ones without."""
+    """Peak memory: with gradients in units of the bytes of q, and of long sequences without gradients."""
     for length, (spec, goal) in itertools.product(lengths, MEMORY.items()):
-        if goal is None and length != lengths[0]:  # each process takes seconds
+        if goal is None and length != lengths[0]:  # each process takes seconds to start
             continue
         shape = Shape(length)
         figure, unit = call("peak", spec=spec, shape=shape), "peak memory above the inputs / bytes of q"
@@ -144,12 +154,12 @@ def memory(lengths: tuple[int, ...] = LENGTHS, longest: int = LONG) -> Iterator[
 
 
 def peak(spec: str, shape: Shape) -> float:
-    """Peak resident memory of one forward and backward pass above its inputs, as a multiple of the bytes of q."""
+    """Peak resident memory of a forward and backward pass above its inputs, as a multiple of the bytes of q."""
     scheme = scheme_of(spec, shape)
     sizes = (shape.batch, shape.heads, shape.length, shape.head_dim)
     inputs, small = ([torch.randn(size).requires_grad_() for _ in range(3)] for size in (sizes, (*sizes[:2], 256, sizes[3])))
     warm = linear_attention(*small, **scheme.at(sequence(256)), causal=True)
-    warm.backward(torch.ones_like(warm))  # the first gradient that is given makes PyTorch import some 25 MiB
+    warm.backward(torch.ones_like(warm))  # the first explicit gradient makes PyTorch import some 25 MiB
     at, grad = scheme.at(sequence(shape.length)), torch.ones(sizes)
     before = _high_water()
     linear_attention(*inputs, causal=True, **at).backward(grad)
@@ -157,7 +167,7 @@ def peak(spec: str, shape: Shape) -> float:
 
 
 def long(spec: str, shape: Shape) -> float:
-    """Peak resident memory of one pass without gradients above its inputs and output, in MiB."""
+    """Peak resident memory of a forward pass without gradients above inputs and output, in MiB."""
     scheme = scheme_of(spec, shape)
     q, k, v = (torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim) for _ in range(3))
     with torch.no_grad():
@@ -168,10 +178,10 @@ def long(spec: str, shape: Shape) -> float:
 
 
 def construction(rounds: int, nodes: int = NODES) -> Iterator[Row]:
-    """The time to build each scheme, and to encode a large tree in a process of its own."""
+    """Time to build each scheme; and time and memory to encode a large tree, in a child process."""
     size = f"d={Shape().head_dim} H={Shape().heads}"
-    works = {name: lambda make=make: make(Shape().head_dim, Shape().heads) for name, make in REGISTRY.items()}
-    seconds = {name: statistics.median(values) for name, values in rounds_of(works, rounds).items()}
+    workloads = {name: lambda make=make: make(Shape().head_dim, Shape().heads) for name, make in REGISTRY.items()}
+    seconds = {name: statistics.median(values) for name, values in rounds_of(workloads, rounds).items()}
     for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:5]:
         yield Row("construction", f"construction of {name}, {size}", figure=1e3 * seconds[name], unit="ms, slowest five")
     median = 1e3 * statistics.median(seconds.values())
@@ -188,24 +198,24 @@ def construction(rounds: int, nodes: int = NODES) -> Iterator[Row]:
 
 
 def tree(nodes: int) -> dict[str, float]:
-    """The seconds, the peak memory above the start and the bytes of a complete binary tree's operators."""
+    """Seconds, peak bytes above the start, and result bytes of the operators of a complete binary tree."""
     row = torch.arange(nodes)
     positions = torch.stack(((row - 1).div(2, rounding_mode="floor"), (row - 1) % 2), -1)
     positions[0] = -1
     encoding = REGISTRY["ape-tree"](64, 1).encoding
     with torch.no_grad():
         encoding(positions[:3])
-        before, begun = _high_water(), time.perf_counter()
+        before, start = _high_water(), time.perf_counter()
         rho = encoding(positions)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     result = sum(tensor.nbytes for tensor in rho.tensors())
     return {"seconds": seconds, "bytes": _high_water() - before, "result": result}
 
 
 def _high_water() -> int:
-    """The largest resident memory of this process so far, in bytes."""
+    """Largest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the parent held when it started this process
+    if status.exists():  # getrusage would include the parent's memory at the fork
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -219,9 +229,9 @@ FUNCTIONS = {
 
 
 def main(function: str, arguments: str) -> None:
-    """Run a function in this process; each of what it gives is printed as a line of JSON."""
-    for found in FUNCTIONS[function](**json.loads(arguments)):
-        print(MARK + json.dumps(found), flush=True)
+    """Run a function of `FUNCTIONS` in this process, and print each result as a line of JSON."""
+    for result in FUNCTIONS[function](**json.loads(arguments)):
+        print(MARK + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is timed, by name: functions of the same inputs; and races: which take turns at which sizes, with our goals."""
+"""Workloads by name, functions of the same inputs; and races: which workloads are compared at which sizes, with goals."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from isopos.feature_maps import elu1
 from isopos.lab.bench import ceilings
 from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
+from isopos.lab.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
 from isopos.nn import Attention, Steps
 from isopos.positions import sequence
 from isopos.scheme import Scheme
@@ -29,27 +29,12 @@ from isopos.schemes import build
 from isopos.spec import split_spec
 from isopos.state import State
 
-__all__ = [
-    "LENGTHS",
-    "RACES",
-    "WORKS",
-    "Race",
-    "Shape",
-    "growth",
-    "load",
-    "once",
-    "race",
-    "scheme_of",
-    "threads",
-]
-__all__ += ["work_of"]
-
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
 
 
 class Shape(NamedTuple):
-    """Sizes of queries, keys and values; a decoding step looks back on a cache.
+    """Sizes of queries, keys and values; a decoding step attends to `cache` earlier tokens.
 
     Examples:
         >>> print(Shape(length=512, batch=1), Shape(length=1, cache=32768), Shape().limited(100))
@@ -68,17 +53,21 @@ class Shape(NamedTuple):
         return f"B={self.batch} H={self.heads} {length}d={self.head_dim}{cache}"
 
     def limited(self, most: int) -> "Shape":
-        """The shape with at most so many tokens."""
+        """The shape with at most `most` tokens."""
         return self._replace(length=min(self.length, most), cache=min(self.cache, most))
 
 
-def work_of(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
-    """A work for one shape: ours, PyTorch's or a peer's; ImportError where that is not installed."""
-    return PEERS[name].work(torch.empty(shape.length, shape.head_dim, dtype=dtype)) if name in PEERS else WORKS[name](shape)
+def workload_of(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
+    """A workload for one shape: ours, PyTorch's or a peer's; ImportError where the peer is not installed."""
+    return (
+        PEERS[name].workload(torch.empty(shape.length, shape.head_dim, dtype=dtype))
+        if name in PEERS
+        else WORKLOADS[name](shape)
+    )
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
-    """A scheme with options for the heads of a shape."""
+    """A scheme, with options, for the heads of a shape."""
     name, options = split_spec(spec)
     return build(name, shape.head_dim, shape.heads, options)
 
@@ -119,7 +108,7 @@ def _table(shape: Shape) -> Tensor:
 
 
 def _half_split(shape: Shape):
-    """The formula that most code uses, on pairs (i, i + d/2)."""
+    """The common formula, on pairs (i, i + d/2)."""
     cos, sin = (part.repeat(1, 2) for part in _table(shape).unbind(-1))
 
     def rotate(x: Tensor) -> Tensor:
@@ -130,7 +119,7 @@ def _half_split(shape: Shape):
 
 
 def _stacked(shape: Shape):
-    """The formula of torchtune, on pairs (2i, 2i+1) in float32."""
+    """torchtune's formula, on pairs (2i, 2i + 1) in float32."""
     cos, sin = _table(shape).unbind(-1)
 
     def rotate(x: Tensor) -> Tensor:
@@ -141,29 +130,29 @@ def _stacked(shape: Shape):
 
 
 def _stream(shape: Shape, spec: str = ""):
-    """A stream, of a scheme whose positions advance, or of none."""
-    scheme, state, place = scheme_of(spec, shape) if spec else None, State(), 0
+    """Decoding steps that return a new state; with a scheme whose positions advance, or without."""
+    scheme, state, position = scheme_of(spec, shape) if spec else None, State(), 0
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        nonlocal state, place
+        nonlocal state, position
         none = {"feature_map": elu1, "state": state}
-        at = none if scheme is None else scheme.at(torch.tensor([[place]]), state=state)
+        at = none if scheme is None else scheme.at(torch.tensor([[position]]), state=state)
         out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
-        place += 1
+        position += 1
         return out
 
     return step
 
 
 def _added(shape: Shape):
-    """As many numbers as a state has, added to another's in place: the least that a step reads and writes, and once more."""
+    """Add a tensor of the state's size to another in place: the least that a step must read and write, and one more read."""
     size = shape.batch, shape.heads, shape.head_dim, shape.head_dim + 1
     state, more = torch.zeros(size), torch.randn(size)
     return lambda q, k, v: state.add_(more)
 
 
 def _scaled(shape: Shape):
-    """As many numbers as a state has, read once and written once."""
+    """Read and write a tensor of the state's size once."""
     state = torch.ones(shape.batch, shape.heads, shape.head_dim, shape.head_dim + 1)
     return lambda q, k, v: state.mul_(1)
 
@@ -184,7 +173,7 @@ def _einsum_step(shape: Shape):
 
 
 def _cached(shape: Shape):
-    """Softmax attention of one query to a full cache, whose last token it replaces."""
+    """One query's softmax attention to a full cache, whose last token it replaces."""
     keys, values = (torch.randn(1, 1, shape.cache, shape.head_dim).repeat(*shape[1:3], 1, 1) for _ in range(2))
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -195,20 +184,20 @@ def _cached(shape: Shape):
 
 
 BARE = "none:feature_map=identity,denominator=none"
-WORKS: dict[str, Callable[[Shape], Any]] = {
+WORKLOADS: dict[str, Callable[[Shape], Any]] = {
     "causal": _attention,
     "causal, retnet decay": partial(_attention, spec="none:decay=retnet"),
     "causal, no features": partial(_attention, spec=BARE),
     "causal, no features, retnet decay": partial(_attention, spec=f"{BARE},decay=retnet"),
     "causal, masked": _masked,
     "causal, packed": _packed,
-    "both ways": partial(_attention, causal=False),
-    "both ways, no features": partial(_attention, spec=BARE, causal=False),
-    "both ways, no features, retnet decay": partial(_attention, spec=f"{BARE},decay=retnet", causal=False),
+    "bidirectional": partial(_attention, causal=False),
+    "bidirectional, no features": partial(_attention, spec=BARE, causal=False),
+    "bidirectional, no features, retnet decay": partial(_attention, spec=f"{BARE},decay=retnet", causal=False),
     "two products": lambda shape: lambda q, k, v: q @ (k.mT @ v),
     "two products, elu + 1, divided": lambda shape: _divided_products,
     "softmax (SDPA)": lambda shape: partial(F.scaled_dot_product_attention, is_causal=True),
-    "softmax (SDPA), both ways": lambda shape: F.scaled_dot_product_attention,
+    "softmax (SDPA), bidirectional": lambda shape: F.scaled_dot_product_attention,
     "rotation": _rotation,
     "two clones": lambda shape: lambda q, k: (q.clone(), k.clone()),
     "rotate-half": _half_split,
@@ -223,7 +212,7 @@ WORKS: dict[str, Callable[[Shape], Any]] = {
     "einsum step": _einsum_step,
     "softmax (SDPA) step": _cached,
 }
-POSITIONS = {  # the scheme, and the goal of its speed beside none
+POSITIONS = {  # the scheme, and the goal of its speed against no positions
     "no positions": ("none", None),
     "rotary": ("rope", at_least(0.95)),
     "permutation": ("lrpe-permutation:basis=identity", at_least(0.95)),
@@ -232,27 +221,27 @@ POSITIONS = {  # the scheme, and the goal of its speed beside none
     "householder + permutation": ("lrpe-permutation", None),
     "householder + unitary": ("lrpe-unitary:learned=false", None),
 }
-WORKS |= {f"attention function, {name}": partial(_attention, spec=spec) for name, (spec, _) in POSITIONS.items()}
-WORKS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, (spec, _) in POSITIONS.items()}
+WORKLOADS |= {f"attention function, {name}": partial(_attention, spec=spec) for name, (spec, _) in POSITIONS.items()}
+WORKLOADS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, (spec, _) in POSITIONS.items()}
 
 FORWARD, BOTH, STEP = "forward", "forward + backward", "step"
 INPUTS = {"attention": 3, "rotary": 2, "layer": 1}
-LENGTHS = tuple(2**n for n in range(10, 18))  # of `growth`
+LENGTHS = tuple(2**n for n in range(10, 18))  # of the section growth
 TWICE, ONCE = at_most(2.2), at_most(2.6)
 
 
 @dataclass(frozen=True)
 class Race:
-    """Works at one size: pairs of ours and another, with the goal of each pair; `what` tells their inputs."""
+    """Pairs of workloads at one size, each with the goal of ours against the baseline; `what` names their kind of inputs."""
 
     what: Literal["attention", "rotary", "layer"]
     passing: Literal["forward", "forward + backward", "step"]
     shape: Shape
     pairs: Mapping[tuple[str, str], Goal | None]
-    causal: bool = True  # whose operations ceilings have; or those of sums over all keys
+    causal: bool = True  # whether ceilings count the operations of causal attention
 
     def titles(self) -> list[tuple[str, str]]:
-        """What its rows are: ours with the pass and the size, and the other."""
+        """Workload and baseline of each row: ours with the pass and the size, and the baseline."""
         passing = () if self.passing == STEP else (self.passing,)
         return [(", ".join((ours, *passing, str(self.shape))), other) for ours, other in self.pairs]
 
@@ -262,8 +251,8 @@ WRITTEN = {("causal", FRESH): None}
 DECAY = {("causal, retnet decay", "causal"): at_most(1.1)}
 BESIDES = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
 PRODUCTS = {
-    ("both ways, no features", "two products"): at_most(1.05),
-    ("both ways", "two products, elu + 1, divided"): at_most(1.05),
+    ("bidirectional, no features", "two products"): at_most(1.05),
+    ("bidirectional", "two products, elu + 1, divided"): at_most(1.05),
 }
 
 
@@ -330,36 +319,36 @@ def race(
     dtype: torch.dtype = torch.float32,
     limit: float = math.inf,
 ) -> Iterator[Row]:
-    """The rows of a race, a pair each; the row of what is not installed, does not fit into memory or fails says so.
+    """Run a race; yield a row per pair. A row says why there is no ratio: not installed, out of memory, or an error.
 
     Args:
         section: Of the rows.
         contest: The race.
-        rounds: At most; none begins after `limit` seconds, once there are three.
-        device: Where works run.
+        rounds: Largest number of rounds.
+        device: Where workloads run.
         dtype: Of queries, keys and values.
-        limit: In seconds.
+        limit: Seconds after which no further round starts, once there are three.
     """
     what, passing, shape = contest.what, contest.passing, contest.shape
     names = dict.fromkeys(itertools.chain(*contest.pairs))
     notes = {name: why for name in names if name in PEERS and (why := PEERS[name].absence())}
-    works, seconds = {}, {}
+    workloads, seconds = {}, {}
     with swept(), _noted(notes, WHOLE), nullcontext() if passing == BOTH else torch.no_grad():
-        torch.cuda.empty_cache()  # of a race of another size
-        with torch.device(device):  # of all that is made here
+        torch.cuda.empty_cache()  # memory of the previous race
+        with torch.device(device):  # for every tensor created here
             inputs = _inputs(what, shape, passing, dtype, tokens_first=device != "cpu")
             grads = _grads(what, inputs)
             for name in ceilings.measured(names):
                 if name not in notes:
                     with _noted(notes, name):
-                        works[name] = _work(name, what, shape, passing, inputs, grads)
-        for name in [*works]:
+                        workloads[name] = _one_pass(name, what, shape, passing, inputs, grads)
+        for name in [*workloads]:
             with _noted(notes, name):
-                seconds_of(works[name], device)  # compiles kernels, and shows whether memory does for it
+                seconds_of(workloads[name], device)  # compiles kernels, and shows whether memory suffices
             if name in notes:
-                del works[name]
+                del workloads[name]
                 torch.cuda.empty_cache()
-        seconds = rounds_of(works, rounds, device, limit)
+        seconds = rounds_of(workloads, rounds, device, limit)
     size = shape.batch * shape.heads * shape.length, shape.head_dim
     seconds |= ceilings.scaled(seconds, *size, device=device, gradients=passing == BOTH, causal=contest.causal)
     for title, ((ours, other), goal) in zip(contest.titles(), contest.pairs.items(), strict=True):
@@ -370,7 +359,7 @@ def race(
 
 @contextmanager
 def _noted(notes: dict[str, str], name: str) -> Iterator[None]:
-    """What goes wrong with a work is noted, and printed where it is no want of memory; the others go on."""
+    """Catch an error of a workload and note it under its name; print its traceback unless memory ran out."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -381,10 +370,10 @@ def _noted(notes: dict[str, str], name: str) -> Iterator[None]:
 
 
 def threads(rounds: int, most: int) -> Iterator[Row]:
-    """Causal attention by 1 thread, 2, 4 and so on up to all cores, beside half as many."""
+    """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half as many."""
     shape, before = Shape(2048).limited(most), torch.get_num_threads()
     inputs = _inputs("attention", shape, BOTH)
-    work = _work("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
+    work = _one_pass("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
     counts = [2**n for n in range(max(2, os.cpu_count() or 1).bit_length())]
 
     def by(count: int) -> Callable[[], Any]:
@@ -404,22 +393,22 @@ def threads(rounds: int, most: int) -> Iterator[Row]:
         )
 
 
-def load(rounds: int, most: int) -> Iterator[Row]:
-    """Causal attention while other processes keep one core busy, then two, beside products then, and itself when alone."""
+def under_load(rounds: int, most: int) -> Iterator[Row]:
+    """Causal attention while 1 or 2 other processes compute: compared with matrix products then, and with itself before."""
     for contest in LOADED:
         contest = replace(contest, shape=contest.shape.limited(most))
         idle = list(race("load", contest, rounds))
         for count in (1, 2):
             with busy(count):
                 for row, alone in zip(race("load", contest, rounds), idle, strict=True):
-                    work = f"{row.work}, {count} busy"
-                    yield replace(row, work=work)
-                    yield Row("load", work, "itself, none busy", IDLE, row.ours_seconds, alone.ours_seconds)
+                    workload = f"{row.workload}, {count} busy"
+                    yield replace(row, workload=workload)
+                    yield Row("load", workload, "itself, none busy", IDLE, row.ours_seconds, alone.ours_seconds)
 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Processes that do nothing but compute, at this one's priority."""
+    """Run processes that keep a core busy each, at this process's priority."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -431,20 +420,20 @@ def busy(count: int) -> Iterator[None]:
 
 def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     """Time of causal attention with rotary positions as its length doubles."""
-    works, shapes = {}, [Shape(length, batch=1, heads=4) for length in lengths]
+    workloads, shapes = {}, [Shape(length, batch=1, heads=4) for length in lengths]
     for shape in shapes:
         inputs = _inputs("attention", shape, BOTH)
         grads = _grads("attention", inputs)
-        works[str(shape)] = _work("attention function, rotary", "attention", shape, BOTH, inputs, grads)
-    seconds, rows = rounds_of(works, rounds), []
+        workloads[str(shape)] = _one_pass("attention function, rotary", "attention", shape, BOTH, inputs, grads)
+    seconds, rows = rounds_of(workloads, rounds), []
     for shape, longer in itertools.pairwise(shapes):
         times = seconds[str(longer)], seconds[str(shape)]
         rows.append(Row("growth", f"causal, rotary, {BOTH}, {longer}", f"L={shape.length}", TWICE, *times))
-    return once(rows)
+    return allow_one_steeper(rows)
 
 
-def once(rows: list[Row]) -> list[Row]:
-    """Rows of growth whose steepest may be steeper: where the data no longer fit into the cache."""
+def allow_one_steeper(rows: list[Row]) -> list[Row]:
+    """Rows of growth, of which the steepest gets a weaker goal: there the data no longer fit into the cache."""
     steepest = max(rows, key=lambda row: row.spread.median)
     return [replace(row, goal=ONCE) if row is steepest else row for row in rows]
 
@@ -452,7 +441,7 @@ def once(rows: list[Row]) -> list[Row]:
 def _inputs(
     what: str, shape: Shape, passing: str, dtype: torch.dtype = torch.float32, *, tokens_first: bool = False
 ) -> list[torch.Tensor]:
-    """Of a layer ``[b t m]``; of heads ``[b h t d]``, in memory perhaps as projections leave them, ``[b t h d]``."""
+    """Random inputs: of a layer ``[b t m]``; of heads ``[b h t d]``, with `tokens_first` laid out as ``[b t h d]``."""
     batch, length, heads, width = shape.batch, shape.length, shape.heads, shape.head_dim
     sizes = (batch, length, heads * width) if what == "layer" else (batch, heads, length, width)
     if tokens_first and what != "layer":
@@ -463,17 +452,17 @@ def _inputs(
 
 
 def _grads(what: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of what works give of these inputs, if they need any; one set for all works: it may take gigabytes."""
+    """Gradients of outputs, where inputs need gradients; one set for all workloads, since it may take gigabytes."""
     return [torch.randn_like(x) for x in (inputs if what == "rotary" else inputs[:1]) if x.requires_grad]
 
 
-def _work(
+def _one_pass(
     name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor], grads: list[torch.Tensor]
 ) -> Callable[[], Any]:
-    """One pass of a work; gradients are of its inputs and of what it learns."""
-    if name in ceilings.WORKS:
-        return ceilings.WORKS[name](inputs[0].detach())
-    call = work_of(name, shape, inputs[0].dtype)
+    """One pass of a workload; gradients are those of its inputs and parameters."""
+    if name in ceilings.WORKLOADS:
+        return ceilings.WORKLOADS[name](inputs[0].detach())
+    call = workload_of(name, shape, inputs[0].dtype)
     if passing != BOTH:
         return lambda: call(*inputs)
     module = call.func if isinstance(call, partial) else None

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: every round's seconds with the machine they were taken on, as JSON, and a chart."""
+"""Files of a benchmark: bench.json, with every round's seconds and the machine, and a chart."""
 
 import datetime
 import importlib.metadata
@@ -18,18 +18,16 @@ from matplotlib.patches import Patch
 from isopos import __version__
 from isopos.lab.bench.gpu import LIMIT
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.bench.timing import Row
 from isopos.lab.runs.files import replacing, write_json
+from isopos.lab.timing import Row
 from isopos.ops.library import libraries
 
-__all__ = ["CHART", "DATA", "chart", "draw", "heading", "machine", "merged", "read", "target", "write"]
-
 DATA, CHART = "bench.json", "bench.svg"
-COLORS = ("#0072b2", "#d55e00", "#009e73")  # of states
+COLORS = ("#0072b2", "#d55e00", "#009e73")  # one per variant
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Versions, threads and processor: what figures depend on."""
+    """Versions, threads and processor, on which figures depend."""
     versions = {"isopos": __version__, "isopos.ops.library": libraries()[1], "torch": torch.__version__}
     for peer in PEERS.values():
         try:
@@ -52,20 +50,24 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def heading(rounds: int, device: str = "cpu") -> str:
-    """What a reader of rows must know: the machine, and what their words mean."""
+    """A paragraph above the rows: the machine, and how ratios are taken."""
     about = machine(device)
     where = f"{about['cpu']}, {about['threads']} threads" if device == "cpu" else about["device"]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    fewer = "" if device == "cpu" else f", of long races as many as begin in {LIMIT:g} s, and 3 at the least"
+    fewer = "" if device == "cpu" else f", for long races as many as start within {LIMIT:g} s, but at least 3"
     return (
         f"{versions}; {where}, {about['dtype']}. Medians of {rounds} interleaved rounds{fewer}; "
-        "ratios are taken within rounds. speed: the other's time / ours; time: ours / the other's. A difference is none "
-        "where the quartiles of its ratio are on both sides of 1."
+        "ratios are taken within rounds. speed: baseline time / ours; time: ours / baseline time. No difference is claimed "
+        "where the quartiles of the ratio are on both sides of 1."
     )
 
 
 def target(out: str, *, keep: bool = False) -> Path | None:
-    """The folder to write into, if there is one; ValueError, before any work, where files lie there that one must `keep`."""
+    """The folder to write into; None where `out` is empty.
+
+    Raises:
+        ValueError: Before any measurement, where files are there that one must `keep`.
+    """
     if not out:
         return None
     folder = Path(out)
@@ -80,7 +82,7 @@ def target(out: str, *, keep: bool = False) -> Path | None:
 
 
 def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
-    """The rows that `write` has left there, if any; ValueError where machine, threads or rounds are others."""
+    """The rows of an earlier run in a folder; ValueError where the machine, the threads or the rounds differ."""
     if not (folder / DATA).exists():
         return []
     content, about = json.loads((folder / DATA).read_text()), machine(device) | {"rounds": rounds}
@@ -92,17 +94,17 @@ def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """Each row once, the last one where it was measured again: by sections, and those of one work below each other."""
-    works: dict[tuple[str, str, str, str], dict[str, Row]] = {}
+    """Each row once, the latest where it was measured again; by section, variants of a workload next to each other."""
+    variants: dict[tuple[str, str, str, str], dict[str, Row]] = {}
     for row in rows:
-        works.setdefault((row.section, row.work, row.other, row.unit), {})[row.state] = row
-    found = [row for states in works.values() for row in states.values()]
-    sections = list(dict.fromkeys(row.section for row in found))
-    return sorted(found, key=lambda row: sections.index(row.section))
+        variants.setdefault((row.section, row.workload, row.baseline, row.unit), {})[row.variant] = row
+    merged = [row for by_variant in variants.values() for row in by_variant.values()]
+    sections = list(dict.fromkeys(row.section for row in merged))
+    return sorted(merged, key=lambda row: sections.index(row.section))
 
 
 def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> Path:
-    """Write rows as JSON; return the file."""
+    """Write rows and machine as JSON; return the path."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "command": command,
@@ -116,7 +118,7 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: 
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """Write rows as a chart, where there are ratios; return the files."""
+    """Draw a chart of the rows that have a ratio; return the files written."""
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
         return []
@@ -126,23 +128,23 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
 
 
 def chart(rows: Sequence[Row]) -> Figure:
-    """One bar a ratio, our speed in units of the other's on a logarithmic axis, with quartiles and goals."""
-    colors = dict(zip(dict.fromkeys(row.state for row in rows), itertools.cycle(COLORS), strict=False))
+    """One bar per ratio: our speed in units of the baseline's on a logarithmic axis, with quartiles and goals."""
+    colors = dict(zip(dict.fromkeys(row.variant for row in rows), itertools.cycle(COLORS), strict=False))
     figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         low, middle, high = row.spread if not row.cost else (1 / ratio for ratio in reversed(row.spread))
         spread = [[middle - low], [high - middle]]
-        style = {"color": colors[row.state], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
-        axes.barh(place, middle - 1, left=1, **style)
+        style = {"color": colors[row.variant], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
+        axes.barh(y, middle - 1, left=1, **style)
         if row.goal is not None:
             goal = 1 / row.goal.value if row.cost else row.goal.value
-            axes.plot([goal, goal], [place - 0.45, place + 0.45], color="black", lw=2)
+            axes.plot([goal, goal], [y - 0.45, y + 0.45], color="black", lw=2)
     axes.set_xscale("log")
     axes.axvline(1, color="black", lw=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row.work}  vs  {row.other}" for row in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{row.workload}  vs  {row.baseline}" for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    figure.supxlabel("times as fast as the other; whiskers: quartiles of rounds; black marks: goals", fontsize=9)
-    handles = [Patch(color=color, label=state) for state, color in colors.items()]
+    figure.supxlabel("times as fast as the baseline; whiskers: quartiles of rounds; black marks: goals", fontsize=9)
+    handles = [Patch(color=color, label=variant) for variant, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper right", fontsize=8)
     return figure

@@ -9,51 +9,39 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.commands import bounded
+from isopos.lab.tasks.task import require
 
-__all__ = ["Options", "run"]
+RACES = Literal["attention", "rotary", "decode", "sublayer", "threads", "load", "growth"]
+Section = Literal["all", RACES, "memory", "construction", "accuracy", "exactness"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure on this machine: ours beside PyTorch's in turns, as ratios with their spread; memory, construction, accuracy.
+    """Measure this machine: isopos against PyTorch in interleaved rounds, as ratios with quartiles; memory and accuracy.
 
-    Exactness is the error of every scheme in every setting and dtype, which takes a minute.
+    The section exactness prints the error of every scheme in every setting and dtype; it takes a minute.
     """
 
-    section: Annotated[
-        Literal[
-            "all",
-            "attention",
-            "rotary",
-            "decode",
-            "sublayer",
-            "threads",
-            "load",
-            "growth",
-            "memory",
-            "construction",
-            "accuracy",
-            "exactness",
-        ],
-        tyro.conf.Positional,
-    ] = "all"
-    """What to measure; "all" leaves out exactness."""
-    device: Literal["cpu", "cuda"] = "cpu"  # Where: a GPU has the sections attention, rotary and decode.
-    state: Literal["all", "as-is", "reused", "huge-pages", "triton", "pytorch"] = "all"
-    """One of the states that are measured one after the other: of glibc's allocator on a CPU, as it is, told to reuse memory
-    or with huge pages; on a GPU whose kernels serve."""
-    rounds: int = 9  # Rounds in which works take turns; on a GPU fewer where they take long.
-    out: str = ""  # A folder for bench.json, with every round's seconds, and bench.svg; by default nothing is written.
-    overwrite: bool = False  # Replace them if they exist.
-    resume: bool = False  # Go on with them, after an interruption or with what is missing: races they have are left out.
-    compiled: bool = False  # With exactness: compiled into one graph, too, which takes minutes.
+    section: Annotated[Section, tyro.conf.Positional] = "all"
+    """Section to measure; "all" leaves out exactness."""
+    device: Literal["cpu", "cuda"] = "cpu"  # Device; a GPU has the sections attention, rotary and decode.
+    allocator: Literal["all", "as-is", "reused", "huge-pages"] = "all"
+    """Memory allocator on a CPU: glibc's as it is, set to reuse memory, or with huge pages; by default each in turn."""
+    backend: Literal["all", "triton", "pytorch"] = "all"  # Kernels on a GPU; by default each in turn.
+    state: Literal["", "all", "as-is", "reused", "huge-pages", "triton", "pytorch"] = ""
+    """Former name of --allocator and --backend; it goes in the next version."""
+    rounds: int = 9  # Interleaved rounds per race; fewer on a GPU where calls take long.
+    out: str = ""  # Folder for bench.json (seconds of every round) and bench.svg; by default nothing is written.
+    overwrite: bool = False  # Replace the files if they exist.
+    resume: bool = False  # Add missing races to the files in --out.
+    compiled: bool = False  # Section exactness: measure compiled graphs as well (minutes).
 
 
 def run(options: Options, console: Console) -> int:
-    """Print the rows of a section, or of all but exactness, and write them if there is a folder."""
+    """Print the rows of a section, or of all but exactness; write them to a folder if one is given."""
     from isopos.lab.bench import accuracy, exactness, gpu, processes, results
-    from isopos.lab.bench.timing import TITLES
     from isopos.lab.reports import grids
+    from isopos.lab.timing import titles
     from isopos.lab.training.run import usable_device
 
     section, rounds, device = options.section, options.rounds, usable_device(options.device)
@@ -68,8 +56,11 @@ def run(options: Options, console: Console) -> int:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     bounded(options, rounds=100_000)
     if options.resume and (options.overwrite or not options.out):
-        raise ValueError("resume: expected a folder to go on with, --out, that is not to be replaced, no --overwrite")
-    states = processes.states_of(device, options.state)
+        raise ValueError("resume: expected a folder to go on with, --out, without --overwrite")
+    used, unused = ("allocator", "backend") if device == "cpu" else ("backend", "allocator")
+    ignored = getattr(options, unused)
+    require(unused, ignored, f"all on {options.device}, whose option is --{used}", ignored == "all")
+    variants = processes.variants_of(device, options.state or getattr(options, used))
     folder = results.target(options.out, keep=not (options.overwrite or options.resume))
     rows = results.read(folder, rounds, device) if options.resume and folder else []
     names = [name for name in (processes.SECTIONS if device == "cpu" else gpu.RACES) if section in ("all", name)]
@@ -78,11 +69,11 @@ def run(options: Options, console: Console) -> int:
     command, written = shlex.join([*processes.COMMAND, *sys.argv[2:]]), []
     for name in names:
         with console.status(name):
-            for row in processes.in_states(name, states, rounds, device, rows):
+            for row in processes.in_variants(name, variants, rounds, device, rows):
                 rows = results.merged([*rows, row])
-                if folder is not None:  # after every row: an interruption finds what there is
+                if folder is not None:  # after every row: an interruption keeps the rows so far
                     written = [results.write(folder, rows, command, rounds, device)]
-        console.print(grids.console(TITLES, [row.cells() for row in rows if row.section == name]))
+        console.print(grids.console(titles(device), [row.cells() for row in rows if row.section == name]))
         if folder is not None:
             written += results.draw(folder, rows)
     if device == "cpu" and section in ("all", "accuracy"):

@@ -15,28 +15,26 @@ if TYPE_CHECKING:
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
 
-__all__ = ["UNMEASURED", "Options", "run"]
-
-UNMEASURED = 3  # the exit status where the user's own code raises
+UNMEASURED = 3  # exit status if the user's code raises
 
 
 @dataclass(frozen=True)
 class Options:
     """Measure the laws of a scheme, or of your own encoding.
 
-    Exits with 1 where one is broken, naming it with an example, and with 3 where what your code raises leaves it open.
+    Exit status: 0 if all hold; 1 if one fails, with a counterexample; 3 if your code raises.
     """
 
     subject: Annotated[str, tyro.conf.Positional]
-    """A scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, or of what makes one without arguments."""
-    head_dim: int = 16  # Head size of a scheme.
-    heads: int = 4  # Heads of a scheme.
+    """Scheme with options (rope:decay=retnet), or MODULE:NAME of an encoding, a class, or a function without arguments."""
+    head_dim: int = 16  # Features per head of a scheme.
+    heads: int = 4  # Number of heads of a scheme.
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """dtype of the queries and keys whose precision is measured."""
+    """dtype of queries and keys for the law of precision."""
 
 
 def run(options: Options, console: Console) -> int:
-    """Print what `isopos.laws` finds."""
+    """Print the report of `isopos.laws.check`."""
     import torch
 
     from isopos import laws
@@ -47,7 +45,7 @@ def run(options: Options, console: Console) -> int:
         subject = _subject(options)
     except (Exception, SystemExit) as error:
         if not (where := raised_at(error)):
-            raise  # an answer of ours
+            raise  # our own error message
         print(printable(f"{options.subject}: could not be measured: {type(error).__name__}: {error}{where}"))
         return UNMEASURED
     report = laws.check(subject, dtype=getattr(torch, options.dtype))
@@ -56,7 +54,7 @@ def run(options: Options, console: Console) -> int:
 
 
 def _subject(options: Options) -> "Encoding | Scheme":
-    """The scheme of that name; or what is called so in a module, or what that class or factory makes."""
+    """The scheme of a name; or an attribute of a module, called if it is a class or function."""
     from isopos.encodings import Encoding
     from isopos.scheme import Scheme
     from isopos.schemes import build, closest
@@ -66,9 +64,10 @@ def _subject(options: Options) -> "Encoding | Scheme":
         scheme, choices = split_spec(options.subject)
         return build(scheme, options.head_dim, options.heads, choices)
     module = own_module(name, "subject")
-    own = {name: None for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)}
+    classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)]
     if not hasattr(module, attribute):
-        raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, own or {'nothing': None})}")
+        known = dict.fromkeys(classes or ["nothing"])
+        raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, known)}")
     made = getattr(module, attribute)
     try:
         made = made() if callable(made) and not isinstance(made, (Encoding, Scheme)) else made

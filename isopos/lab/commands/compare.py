@@ -1,4 +1,4 @@
-"""`isopos compare`: check everything, train run by run, time the schemes interleaved, show a table and write a report."""
+"""`isopos compare`: train a model with several schemes, time them in interleaved rounds, and report which is best."""
 
 import functools
 import pickle
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isopos.lab import tasks
-from isopos.lab.commands import bounded
+from isopos.lab.commands import bounded, parse_known
 from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Model, Recipe, Training
 from isopos.lab.reports import grids
@@ -22,45 +22,43 @@ from isopos.lab.reports.comparison import FILE, ranking
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs import cluster, folders, signals
 from isopos.lab.runs.files import printable, write_json
-from isopos.lab.runs.folders import RESULT, run_place
+from isopos.lab.runs.folders import RESULT, run_folder
 from isopos.lab.runs.locks import check_free, holder, locked, try_lock
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.language import Language
 from isopos.lab.tasks.task import Data, Task, require
-from isopos.spec import arguments_of, join_spec, map_spec, parse_schemes, split_spec
-
-__all__ = ["Options", "default", "run"]
+from isopos.spec import join_spec, map_spec, parse_schemes, split_spec
 
 ROUNDS = 9
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train the same model with several positional encodings, side by side, and show which to use.
+    """Train the same model with several positional encodings, and rank them.
 
-    Ends with a table, the best scheme on top, and writes runs/NAME/: a folder a run and report.html. What follows the first
-    options are fields of all runs.
+    Prints a table, best scheme first, and writes runs/NAME/ with a folder per run and report.html. The options after --ray
+    are fields of all runs.
     """
 
     task: Annotated[
         str, tyro.conf.arg(help=f"What the model learns: {', '.join(tasks.TASKS)}, or MODULE:NAME of a task of your own.")
     ] = "language"
     schemes: str = Language.schemes
-    """Names from `isopos list`, each with options of its own: rope,rope:decay=retnet,denominator=plain,lrpe-unitary. Joined
-    by + they are of layers, in a pattern that repeats: rope*3+none has positions in three layers of four."""
-    attention: Literal["linear", "softmax"] = "linear"  # Of every scheme that does not choose its own with attention=...
+    """Schemes from `isopos list`, each with options: rope,rope:decay=retnet,denominator=plain,lrpe-unitary. Schemes joined
+    by + form a pattern of layers that repeats: rope*3+none has positions in three of four layers."""
+    attention: Literal["linear", "softmax"] = "linear"  # Attention of schemes without the option attention=...
     seeds: int = 1
-    """Repeat with seeds 0, 1, ... and report means, and differences with 95% intervals, for which 3 are the least."""
-    name: str = ""  # Folder under runs/; by default compare- and the time.
+    """Number of seeds: 0, 1, ... With at least 3, differences of means have 95% intervals."""
+    name: str = ""  # Name of the folder below runs/; by default compare- and the time.
     overwrite: bool = False  # Replace runs/NAME if it exists.
     ray: Annotated[str, tyro.conf.arg(metavar="HOST:PORT|auto")] = ""
-    """Train the runs on the machines of a Ray cluster, which share this folder; auto: the cluster of this machine."""
+    """Train on the machines of a Ray cluster, which must share this folder; auto: the cluster of this machine."""
     settings: tyro.conf.OmitArgPrefixes[Task] = field(default_factory=Language)
     model: tyro.conf.OmitArgPrefixes[Model] = field(default_factory=Model)
     training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=lambda: Training(device="auto", save_every=0))
 
     def recipes(self) -> list[Recipe]:
-        """One recipe a scheme and seed; schemes of one seed differ in nothing but the scheme."""
+        """One recipe per scheme and seed; recipes of one seed differ in the scheme only."""
         base = Recipe(training=self.training, model=self.model, task=self.settings)
         specs = []
         for spec in (map_spec(text, self._chosen) for text in parse_schemes(self.schemes)):
@@ -70,16 +68,21 @@ class Options:
         return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
 
     def _chosen(self, spec: str) -> str:
-        """A scheme with the attention that is asked for, unless it chooses its own."""
+        """Add the option attention to a scheme that does not have it."""
         name, options = split_spec(spec)
         if self.attention != "linear":
             options.setdefault("attention", self.attention)
         return join_spec(name, options)
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    task: str = "language"
+
+
 def default(arguments: Sequence[str]) -> Options:
-    """What the options are where no others are given: those of the task that the arguments name."""
-    name = arguments_of(arguments).get("task") or "language"
+    """Default options of the task that a command line names."""
+    name = parse_known(_Chosen, arguments).task
     task = tasks.find(name)()
     recipe = Recipe(training=Training(device="auto", save_every=0), task=task).edit(**task.edits)
     recipe.check_names(Options.__dataclass_fields__)
@@ -87,7 +90,7 @@ def default(arguments: Sequence[str]) -> Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Run a comparison and return the exit status: 0, or 130 after Ctrl-C (143: SIGTERM): a report has what is finished."""
+    """Run a comparison; return 0, or 130 after Ctrl-C (143: SIGTERM), when the report shows the finished runs."""
     import torch
 
     from isopos.lab.training.memory import check_memory
@@ -122,38 +125,38 @@ def _compare(
     recipes: list[Recipe], data: Data, folder: Path, about: dict[str, Any], console: Console, train: Callable[..., None]
 ) -> int:
     status = 0
-    folders.begin(folder, FILE, about)
+    folders.start_folder(folder, FILE, about)
     try:
         train(recipes, data, folder, console)
-        console.print("timing training steps, scheme by scheme in turns")
+        console.print("timing training steps in interleaved rounds")
         about |= {"speed": _speeds(recipes, data), "complete": True}
     except KeyboardInterrupt as stop:
-        status = signals.status(stop)
+        status = signals.exit_status(stop)
         console.print("[yellow]interrupted: the report holds what is finished")
     finally:
-        with signals.waiting():  # another Ctrl-C would leave no report
+        with signals.deferred():  # another Ctrl-C would leave no report
             write_json(folder / FILE, about)
             _finish(folder, console, complete=about["complete"])
     return status
 
 
 def _finish(folder: Path, console: Console, *, complete: bool) -> None:
-    """Show the report; where no run has ended, the folder that was replaced takes its place again."""
+    """Show the report; if no run has ended, restore the folder that was replaced."""
     from isopos.lab.commands import report
 
-    before = folders.aside(folder)
-    if not ranking(folder).rows and folders.put_back(folder):
+    before = folders.aside_path(folder)
+    if not ranking(folder).rows and folders.restore(folder):
         grids.say(console, f"no run was finished: {folder} is what it was")
         return
     report.show(folder, console)
     if complete:
-        folders.remove(before)
+        folders.remove_folder(before)
     elif before.exists():
         grids.say(console, f"until a comparison is complete, {before} keeps what {folder} was")
 
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
-    """Recipes that build, a folder that can be made, and what a reader of the results should know before."""
+    """Check all options; return recipes, folder and warnings."""
     import torch
 
     from isopos.lab.training.run import check_recipe, usable_device
@@ -169,10 +172,10 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
         warnings += check_recipe(recipe)[1]
     if options.ray:
         cluster.check_cluster(options.ray, device, torch.get_num_threads())
-    folder = run_place(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
+    folder = run_folder(options.name or time.strftime("compare-%Y%m%d-%H%M%S"))
     check_free(folder)
     if not folder.exists():
-        folders.put_back(folder)  # a kill came while it was replaced
+        folders.restore(folder)  # after a kill during its replacement
     if folder.exists() and not options.overwrite:
         raise ValueError(f"name: {folder} exists; choose another with --name, or replace it with --overwrite")
     if folder.exists() and not (folder / FILE).exists():
@@ -186,7 +189,7 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
     task = recipes[0].task
     with Bars(console) as bars:
         for recipe in recipes:
-            signals.heed()
+            signals.raise_pending()
             title = recipe.scheme + (f" seed {recipe.seed}" if recipes[-1].seed else "")
             show = bars.add(title, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
             result = train(recipe, data, folder / cell_name("", recipe.scheme, recipe.seed), show)
@@ -195,18 +198,18 @@ def _train_all(recipes: list[Recipe], data: Data, folder: Path, console: Console
 
 
 def _spread(source: Recipe, address: str, recipes: list[Recipe], data: Data, folder: Path, console: Console) -> None:
-    """As `_train_all`, on a cluster, whose processes load the data of the recipe `source`."""
+    """Train on a cluster, whose processes load the data of the recipe `source`; see `_train_all`."""
     jobs = []
     for recipe in recipes:
-        place = folder / cell_name("", recipe.scheme, recipe.seed)
-        arguments = (source, recipe, data.sha256, place)
-        jobs.append(cluster.Job(place.name, _remote, arguments, place / RESULT, recipe.training.steps))
+        path = folder / cell_name("", recipe.scheme, recipe.seed)
+        arguments = (source, recipe, data.sha256, path)
+        jobs.append(cluster.Job(path.name, _remote, arguments, path / RESULT, recipe.training.steps))
     if not do_jobs(jobs, address, recipes[0].training.device, folder / FILE, console):
         raise ValueError(f"ray: expected each run to end, but not all of them could; {folder} has those that did")
 
 
 def _remote(source: Recipe, recipe: Recipe, sha256: str, folder: Path, seconds: float) -> str:
-    """Train a run in a process of a cluster, from the start or its last checkpoint; say what it came to if not finished."""
+    """Train a run in a process of a cluster, resuming from its last checkpoint; return its status unless it finished."""
     from isopos.lab.training.run import train
 
     data = _loaded(pickle.dumps(source))
@@ -220,13 +223,13 @@ def _remote(source: Recipe, recipe: Recipe, sha256: str, folder: Path, seconds: 
 
 @functools.lru_cache(maxsize=1)
 def _loaded(source: bytes) -> Data:
-    """The data of a comparison, for all runs that a process trains."""
+    """The data of a comparison, cached for all runs of a process."""
     recipe = pickle.loads(source)
     return recipe.task.load(recipe)
 
 
 def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
-    """Training speed of each scheme relative to `none` with the same attention: medians of interleaved rounds."""
+    """Training speed of each scheme relative to `none` with the same attention: medians over interleaved rounds."""
     from isopos.lab.tasks.build import build_scheme
     from isopos.lab.training.run import step_times
 
@@ -237,6 +240,6 @@ def _speeds(recipes: list[Recipe], data: Data) -> dict[str, float]:
     schemes = {scheme: scheme for scheme in (*bases, *bases.values())}
     rounds = []
     for seconds in step_times(first[0], data, schemes, ROUNDS):
-        signals.heed()
+        signals.raise_pending()
         rounds.append(seconds)
     return {spec: statistics.median(seconds[base] / seconds[spec] for seconds in rounds) for spec, base in bases.items()}

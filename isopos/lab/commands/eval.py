@@ -1,4 +1,4 @@
-"""`isopos eval`: the weights of a run, scored again."""
+"""`isopos eval`: score the weights of a run again."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,26 +15,24 @@ from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
 from isopos.spec import read, split_spec
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """Score the weights of a run, or the last checkpoint of one that has not ended; the figures go to its eval.json."""
+    """Score the weights of a run, or the last checkpoint of an unfinished one; append the figures to its eval.json."""
 
     run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME.
-    split: str = "validation"  # Which held-out data: validation or test, where there is one.
+    split: str = "validation"  # Held-out data: validation, or test if there is one.
     length: tuple[int, ...] = ()
-    """Multiples of the training length, where samples have any; by default those of a comparison."""
+    """Lengths of samples as multiples of the training length, where a task has them; by default those of a comparison."""
     scored: float = 0.0
-    """How many tokens at the end of each window count, as PermuteFormer's 256 of 512; below 1 a share of them; 0: all."""
-    limit: int = -1  # At most so many tokens or samples; 0: all; -1: as in training.
-    view: tuple[str, ...] = ()  # Choices of the task's own, as NAME=NUMBER: of images height=48, width=64, shift=2.
+    """Tokens at the end of each window that count, such as PermuteFormer's 256 of 512; below 1: a share; 0: all."""
+    limit: int = -1  # Largest number of tokens or samples; 0: all; -1: as in training.
+    view: tuple[str, ...] = ()  # Choices of a task, as NAME=NUMBER; for images height=48, width=64, shift=2.
     extend: str = ""
     """Change the frequencies of a rotary scheme for each length, by linear, dynamic, yarn, longrope or llama3, with options
     as in yarn:fast=16 or longrope:rescale=1+1.2+2.5+4. The factor is that of the length, or one for all: yarn:factor=16."""
     other_data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Score what the recipe's data is now, where it has changed since the run was trained: then part of it may be known."""
+    """Allow data that changed since the run was trained; part of it may have been seen in training."""
 
 
 def run(options: Options, console: Console) -> int:
@@ -42,7 +40,7 @@ def run(options: Options, console: Console) -> int:
     from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)
-    recipe, model = checkpoints.build(folder)
+    recipe, model = checkpoints.build_model(folder)
     with locked(folder):
         return _score(options, console, folder, recipe, model)
 
@@ -52,7 +50,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
 
     views = _views(options, recipe.task)
     for view in views:
-        _extend(options.extend, model, recipe.task, view)  # what cannot be is said before any work
+        _extend(options.extend, model, recipe.task, view)  # refuses before any work
     data, other = _data(options, console, folder, recipe)
     trained, last = folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
     done = read_rows(folder / "metrics.jsonl")
@@ -60,39 +58,40 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         checkpoints.read_weights(model, trained)
         source, step = trained.name, max((row["step"] for row in done), default=0)
     elif last is not None:
-        checkpoints.fill(model, last)
+        checkpoints.load_checkpoint(model, last)
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
         raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
     require("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)
-    rows, found = [], {}
+    rows, figures = [], {}
     for view in views:
         _extend(options.extend, model, recipe.task, view)
         scored = data.measure(model, recipe, view)
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
-        found[str(view.multiple)] = dict(scored.figures) or None
+        figures[str(view.multiple)] = dict(scored.figures) or None
     path = folder / "eval.json"
-    earlier = read_json(path, list[dict], "remove it, and the figures are written anew") if path.exists() else []
-    choice = {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
-    choice |= {"extend": options.extend} if options.extend else {}
-    choice |= {"data": data.sha256} if other else {}
-    write_json(path, [*earlier, {"weights": source, "step": step, **choice, "figures": found}])  # before anything is printed
-    own = "".join(f", {name} {value}" for name, value in views[0].own)
-    own += f", extended by {options.extend}" if options.extend else ""
-    own += ", which is not what it was trained on" * other
-    grids.say(console, f"{folder}: {source}, step {step}; {data.name}{own}")
+    earlier = read_json(path, list[dict], "remove it, and the figures are written again") if path.exists() else []
+    entry: dict[str, Any] = {"weights": source, "step": step}
+    entry |= {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
+    entry |= {"extend": options.extend} if options.extend else {}
+    entry |= {"data": data.sha256} if other else {}
+    write_json(path, [*earlier, entry | {"figures": figures}])  # before printing, which may fail
+    choices = "".join(f", {name} {value}" for name, value in views[0].own)
+    choices += f", extended by {options.extend}" if options.extend else ""
+    choices += ", which is not the data of training" * other
+    grids.say(console, f"{folder}: {source}, step {step}; {data.name}{choices}")
     console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
-    lacking = [row[-1] for view, row in zip(views, rows, strict=True) if found[str(view.multiple)] is None]
-    if lacking and (options.length or len(lacking) == len(rows)):
-        raise ValueError(lacking[0])
+    reasons = [row[-1] for view, row in zip(views, rows, strict=True) if figures[str(view.multiple)] is None]
+    if reasons and (options.length or len(reasons) == len(rows)):
+        raise ValueError(reasons[0])
     return 0
 
 
 def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> tuple[Data, bool]:
-    """The data of a run, which its model can read, and whether it is other data than the run was trained on."""
+    """Load the data of a run; return it, and whether it differs from the data of training."""
     before = fingerprint(folder)
     data = recipe.task.load(recipe, console, run=folder)
     if (other := before not in ("", data.sha256)) and not options.other_data:
@@ -101,14 +100,14 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
             "which changed since; give the run back its data, or score this with --other-data"
         )
     if other:
-        found, had = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
+        now, then = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
         for name in recipe.task.settled:
-            require(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
+            require(f"data: {name}", now[name], f"{then[name]}, as the model of {folder} has it", now[name] == then[name])
     return data, other
 
 
 def _views(options: Options, task: Task) -> list[View]:
-    """What is asked for, where the samples of the task have it."""
+    """The views to score; ValueError if the task's samples do not have them."""
     require(
         "scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf")
     )
@@ -123,7 +122,7 @@ def _views(options: Options, task: Task) -> list[View]:
 
 
 def _extend(spec: str, model: Any, task: Task, view: View) -> None:
-    """Give the schemes of a model the frequencies of a rule for the lengths of a view."""
+    """Change the frequencies of a model's schemes by a rule, for the lengths of a view."""
     from isopos.scheme import Scheme
 
     if not spec:
@@ -144,7 +143,7 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
 
 
 def _value(option: str, text: str) -> Any:
-    """What an option of a rule is in text."""
+    """Parse an option of a rule."""
     if option == "truncate" and text in ("true", "false"):
         return text == "true"
     piece = read(f"extend: {option}", text)
@@ -154,6 +153,6 @@ def _value(option: str, text: str) -> Any:
 
 
 def _choice(text: str) -> tuple[str, int]:
-    """Name and number of one of a task's own choices."""
+    """Parse NAME=NUMBER, a choice of a task."""
     name, value = read("view", text).entry("NAME=NUMBER")
     return name, value.whole_number("NAME=NUMBER")

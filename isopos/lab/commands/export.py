@@ -1,4 +1,4 @@
-"""`isopos export`: the language model of a run as a folder that transformers reads."""
+"""`isopos export`: a run's language model as a folder for transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +10,17 @@ from rich.console import Console
 from isopos.lab.runs.files import printable
 from isopos.lab.tasks import spec
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """Write a run's language model and its tokenizer as a folder that transformers' Auto classes read (extra hf)."""
+    """Write a run's language model and tokenizer as a folder for transformers' Auto classes (needs the extra hf)."""
 
     run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME/rope-seed0.
-    folder: Annotated[str, tyro.conf.Positional]  # Where to write configuration, weights and tokenizer: a new folder.
+    folder: Annotated[str, tyro.conf.Positional]  # New folder for configuration, weights and tokenizer.
 
 
 def run(options: Options, console: Console) -> int:
-    """Write them, and print the folder's path."""
+    """Write the model and print the folder's path."""
     folder = Path(options.folder)
     if folder.exists():
         raise ValueError(f"folder: expected a new one, got {folder}, which is there; remove it or name another")

@@ -12,34 +12,32 @@ from isopos.lab.commands import bounded
 from isopos.lab.tasks import spec
 from isopos.lab.tasks.task import require
 
-__all__ = ["Options", "generate", "run"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """Continue a prompt with the language model of a run, and print the text as it comes."""
+    """Continue a prompt with the language model of a run; prints the text as it is generated."""
 
     run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME/rope-seed0.
     prompt: str = "The "  # Text to continue.
-    tokens: int = 400  # How many to generate: bytes, words or pieces, as the run was trained.
+    tokens: int = 400  # Number of tokens to generate (bytes, words or pieces, as in training).
     temperature: float = 1.0
-    """Below 1 sharpens the model's distribution, above 1 flattens it; 0 takes the most probable token."""
-    top_p: float = 1.0  # Draw among the most probable tokens that have this probability together.
-    seed: int = 0  # Of the draws.
+    """Temperature of sampling: below 1 sharpens the distribution, above 1 flattens it; 0 takes the most probable token."""
+    top_p: float = 1.0  # Sample from the most probable tokens with this total probability.
+    seed: int = 0  # Seed of sampling.
 
 
 def run(options: Options, console: Console) -> int:
-    """Print the prompt and what follows."""
-    found = generate(options)
+    """Print the prompt and its continuation."""
+    text = generate(options)
     print(options.prompt, end="", flush=True)
-    for piece in found:
+    for piece in text:
         print(piece, end="", flush=True)
     print()
     return 0
 
 
 def generate(options: Options) -> Iterator[str]:
-    """Pieces of text as they come: the prompt is read at once, then each token is chosen from the model's distribution."""
+    """Yield pieces of generated text. The prompt is processed at once, then one token is sampled at a time."""
     import torch
 
     from isopos.lab.data.tokenizers import tokenizer_of

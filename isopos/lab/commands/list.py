@@ -8,16 +8,14 @@ from rich.console import Console
 
 from isopos.catalog import CATALOG
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """Print the schemes, one line and citation each."""
+    """Print all schemes, each with one line and its citation."""
 
 
 def run(options: Options, console: Console) -> int:
-    """Print them as plain text; the citation stands below where the terminal is narrow."""
+    """Print schemes as plain text; in a narrow terminal the citation is on a line below."""
     width = max(map(len, CATALOG))
     summary, citation = (max(map(len, texts)) for texts in zip(*(entry[:2] for entry in CATALOG.values()), strict=True))
     wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= width + summary + citation + 4

@@ -1,4 +1,4 @@
-"""`isopos report`: what a comparison came to, from its folder alone."""
+"""`isopos report`: the result of a comparison, from its folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +10,16 @@ from rich.console import Console
 from isopos.lab.reports import grids
 from isopos.lab.reports.comparison import FILE, ranking
 
-__all__ = ["Options", "run", "show"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """Show what a comparison came to, and write its report.html again: of one that was killed, or whose page is lost."""
+    """Print the table of a comparison and write its report.html again, also after an interruption."""
 
-    folder: Annotated[str, tyro.conf.Positional]  # Of a comparison: runs/NAME.
+    folder: Annotated[str, tyro.conf.Positional]  # Folder of a comparison: runs/NAME.
 
 
 def run(options: Options, console: Console) -> int:
-    """Show a comparison, finished or not."""
+    """Print the result of a comparison, complete or not."""
     folder = Path(options.folder)
     if not (folder / FILE).is_file():
         known = sorted(str(path.parent) for path in folder.glob(f"*/{FILE}"))
@@ -32,7 +30,7 @@ def run(options: Options, console: Console) -> int:
 
 
 def show(folder: Path, console: Console) -> None:
-    """Write the report, print the table and where the report is."""
+    """Write the report; print the table and the report's path."""
     from isopos.lab.reports import page
 
     path = page.write(folder)

@@ -1,4 +1,4 @@
-"""`isopos runs`: what runs came to, from their folders."""
+"""`isopos runs`: a list of runs, from their folders."""
 
 import time
 from dataclasses import dataclass
@@ -9,23 +9,21 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.reports import grids
-from isopos.lab.runs.folders import read_ended, recipe_of
-
-__all__ = ["Options", "run"]
+from isopos.lab.runs.folders import read_recipe, read_run
 
 
 @dataclass(frozen=True)
 class Options:
-    """List the runs under a folder: recipe, state, loss and score."""
+    """List the runs below a folder: scheme, status, step, loss (nats) and score."""
 
-    folder: Annotated[str, tyro.conf.Positional] = "runs"  # Where they are.
+    folder: Annotated[str, tyro.conf.Positional] = "runs"  # Folder to search.
 
 
 def run(options: Options, console: Console) -> int:
-    """Print a table of the runs in a folder and in its folders, the latest last."""
+    """Print a table of all runs below a folder, latest last."""
     folder = Path(options.folder)
-    found = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
-    runs = [path.parent for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # those are half made
+    paths = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
+    runs = [path.parent for path in paths if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # not hidden ones
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
     rows = [_cells(one, one.relative_to(folder).as_posix()) for one in runs]
@@ -39,11 +37,11 @@ def _changed(run: Path) -> float:
 
 def _cells(run: Path, name: str) -> list[str]:
     try:
-        recipe = recipe_of(run)
-        rows, result = read_ended(run, recipe)
+        recipe = read_recipe(run)
+        rows, result = read_run(run, recipe)
         main = recipe.task.metrics[0]
         best = result.scores[main.title] if result else None
-    except (ValueError, KeyError) as error:  # of one run, which hides no other
+    except (ValueError, KeyError) as error:  # the other runs are still listed
         return [name, "", f"cannot be read: {error}", "", "", "", ""]
     training = [row for row in rows if row.get("loss") is not None]
     validations = [row["validation"] for row in rows if row.get("validation") is not None]

@@ -1,4 +1,4 @@
-"""Runs of a command on the machines of a cluster, with their progress on the console."""
+"""Run the jobs of a command on a cluster, with a progress bar."""
 
 import contextlib
 import time
@@ -11,15 +11,13 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.cluster import Failed, Job, spread
 
-__all__ = ["do_jobs"]
-
-SEEN = 60.0  # seconds until what another machine wrote is seen here, on a network's file system
+VISIBLE = 60.0  # seconds until what another machine wrote is seen here, on a network's file system
 
 
 def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, console: Console) -> bool:
-    """Do jobs on the cluster at an address, as `cluster.spread` does; return whether each of them could be done.
+    """Run jobs on the cluster at an address and print their outcomes; return whether all succeeded.
 
-    Each job has as many threads as PyTorch has in this process, so that its numbers are those of a run here.
+    Each job has as many threads as PyTorch has in this process, so that it computes the same numbers as a run here.
     """
     import torch
 
@@ -29,22 +27,23 @@ def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, consol
         contextlib.closing(spread(jobs, address, device, torch.get_num_threads(), shared)) as ended,
     ):
         show = bars.add(f"{len(jobs)} runs on a cluster", total)
-        for job, said in ended:
-            if isinstance(said, Failed):
-                failed |= not said.again
-                said = f"{said.reason}; {'it is begun again' if said.again else 'it is not done'}"
-                grids.say(bars.progress.console, f"{job.name}: {said}")
+        for job, outcome in ended:
+            if isinstance(outcome, Failed):
+                failed |= not outcome.retried
+                outcome = f"{outcome.reason}; {'it starts again' if outcome.retried else 'it is not done'}"
+                grids.say(bars.progress.console, f"{job.name}: {outcome}")
                 continue
-            if not said and not _seen(job.leaves):
-                failed, said = True, f"{job.leaves} is not seen here: machines of a cluster need the folder at the same path"
-            grids.say(bars.progress.console, f"{job.name}: {said or 'done'}")
+            if not outcome and not _appears(job.output):
+                failed = True
+                outcome = f"{job.output} is not seen here: machines of a cluster need the folder at the same path"
+            grids.say(bars.progress.console, f"{job.name}: {outcome or 'done'}")
             done += job.steps
             show(done)
     return not failed
 
 
-def _seen(path: Path) -> bool:
-    end = time.monotonic() + SEEN
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + VISIBLE
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
     return path.exists()

@@ -1,61 +1,61 @@
-"""`isopos train`: check everything, train or go on with one run, and say what it came to."""
+"""`isopos train`: train or resume one run, and print its result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from isopos.catalog import expect
+from isopos.lab.commands import parse_known
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, recipe_function
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
-from isopos.spec import arguments_of
-
-__all__ = ["Options", "default", "run"]
 
 
 def _recipes() -> str:
-    """What each recipe is, by the first line that its function says of itself."""
+    """The first line of each recipe's docstring."""
     return " ".join(f"{name}: {(recipe_function(name).__doc__ or name).splitlines()[0]}" for name in RECIPES)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train the run of a recipe in runs/NAME; what follows here are its fields, which may be changed.
+    """Train a run in runs/NAME from a recipe, whose fields are the options below.
 
-    A new run takes a name of its own. Ctrl-C and SIGTERM leave a checkpoint, and --resume goes on from the last one.
+    Ctrl-C and SIGTERM write a checkpoint; --resume continues from the last one.
     """
 
     recipe: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(help=f"{_recipes()} Or MODULE:NAME of a task of your own.")
     ] = "quickstart"
-    scale: Literal["tiny", "small", "paper"] = "small"  # Sizes: tiny takes seconds; paper is what the paper says.
-    name: str = ""  # Folder under runs/; by default the recipe's name.
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Go on with the run that is there.
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Replace the run that is there.
+    scale: Literal["tiny", "small", "paper"] = "small"  # Size of model and data: tiny takes seconds; paper is the paper's.
+    name: str = ""  # Name of the folder below runs/; by default the recipe's name.
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Continue the run in the folder.
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Replace the run in the folder.
     change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)  # Fields of the recipe.
-    named: tyro.conf.Suppress[str] = recipe  # The recipe whose fields these are.
+    named: tyro.conf.Suppress[str] = recipe  # The recipe that determined these options.
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    scale: str = ""
 
 
 def default(arguments: Sequence[str]) -> Options:
-    """What the options are where no others are given: the recipe and scale that the arguments name."""
-    given = arguments_of(arguments)
+    """Default options of the recipe and the scale that a command line names."""
+    chosen = parse_known(_Chosen, arguments).scale
     recipe = arguments[1] if len(arguments) > 1 and not arguments[1].startswith("-") else Options.recipe
-    scale = given["scale"] if given.get("scale") in SCALES else Options.scale
-    if "scale" in given and recipe not in RECIPES:
+    scale: Any = chosen if chosen in SCALES else Options.scale
+    if chosen and recipe not in RECIPES:
         raise ValueError(f"scale: expected none beside a task, which has one recipe of its own, got one for {recipe}")
-    change, own = preset(recipe, scale), Options.__dataclass_fields__
-    change.check_names(own)
-    for name in given:
-        expect("field of a recipe", name.removeprefix("no_"), (*change.names, *own, "help"))
-    return Options(recipe, scale, change=change, named=recipe)  # pyright: ignore[reportArgumentType]
+    change = preset(recipe, scale)
+    change.check_names(Options.__dataclass_fields__)
+    return Options(recipe, scale, change=change, named=recipe)
 
 
 def run(options: Options, console: Console) -> int:
-    """Train, and return the exit status: 0, or 1 where it diverged."""
-    from isopos.lab.runs.folders import check_vacant, recipe_of, run_place, same_recipe
+    """Train and return the exit status: 0, or 1 if training diverged."""
+    from isopos.lab.runs.folders import check_same_recipe, check_vacant, read_recipe, run_folder
     from isopos.lab.runs.locks import check_free
     from isopos.lab.training import run as training
     from isopos.lab.training.memory import check_memory
@@ -66,12 +66,12 @@ def run(options: Options, console: Console) -> int:
         raise ValueError(f"recipe: expected it first, isopos train {options.recipe} --..., got it after other options")
     if resume and overwrite:
         raise ValueError("resume: expected either --resume or --overwrite, got both")
-    folder = run_place(options.name or options.recipe.replace(":", "+"))
+    folder = run_folder(options.name or options.recipe.replace(":", "+"))
     recipe, warnings = training.check_recipe(options.change)
     if first:
         check_free(folder)
     if resume:
-        same_recipe(folder, recipe.settled_as(recipe_of(folder)))
+        check_same_recipe(folder, recipe.settled_as(read_recipe(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)

@@ -1,4 +1,4 @@
-"""Recipes: what a run is, and functions of a scale that return complete ones, a file a task. No torch here."""
+"""Recipes of runs: functions of a scale that return complete recipes, one file per task. No torch here."""
 
 import importlib
 from collections.abc import Callable
@@ -32,11 +32,11 @@ RECIPES = {
     "transduction": "transduction:transduction",
     "tree-transduction": "transduction:tree_transduction",
 }
-"""In which file of this folder each recipe is: a function of a scale that returns a complete one."""
+"""Each recipe's file in this folder and its function, which takes a scale."""
 
 
 def preset(name: str, scale: str) -> Recipe:
-    """The recipe of a name of `RECIPES`; or of a task by its name, or MODULE:NAME, with the edits that it has for itself."""
+    """The recipe of a name in `RECIPES`; or the default recipe of a task, by its name or MODULE:NAME."""
     if name in RECIPES:
         return recipe_function(name)(scale)
     if name not in TASKS and ":" not in name:
@@ -46,6 +46,6 @@ def preset(name: str, scale: str) -> Recipe:
 
 
 def recipe_function(name: str) -> Callable[[str], Recipe]:
-    """The function of a scale that a name of `RECIPES` stands for."""
+    """The function of a recipe by its name in `RECIPES`."""
     module, _, function = RECIPES[name].partition(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), function)

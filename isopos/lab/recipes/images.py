@@ -3,23 +3,18 @@
 from isopos.lab.tasks.images import Images
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["cct", "deit"]
-
-EPOCH = {
-    "cct": 45_000 // 128,
-    "deit": 1_281_167 // 1600,
-}  # updates; of CIFAR-10 without the tenth that is held out
+EPOCH = {"cct": 45_000 // 128, "deit": 1_281_167 // 1600}  # updates; CIFAR-10 without the tenth that is held out
 
 
 def cct(scale: str) -> Recipe:
     """The compact convolutional transformer of the algebraic paper's Table 3 (CCT-7/3x1, Hassani et al. 2021), on CIFAR-10.
 
-    Width 256, feed-forward 512, GELU, 7 layers, 4 heads, attention dropout and stochastic depth 10% (appendix B). Batches of
-    128, weight decay 3e-2, label smoothing 0.1, 5 epochs of warm-up to 5e-4 and a cosine are those of both authors' code;
-    300 epochs are the algebraic paper's. Its code, as Hassani's script for CIFAR-10, changes images by AutoAugment's policy
-    (Cubuk et al. 2018), then moves them by at most 4 pixels and flips them, as here; what comes in is black there, of the
-    colour of the edge here. The algebraic paper's code has 100 tokens where Hassani's and this one have 256, and more
-    dropout: notes of the table ape-3 say in what it differs. At the other scales digits are drawn, and moved alone.
+    Width 256, feed-forward 512, GELU, 7 layers, 4 heads, attention dropout and stochastic depth 10% (appendix B). Both
+    authors' code has batches of 128, weight decay 3e-2, label smoothing 0.1, 5 epochs of warm-up to 5e-4 and a cosine; the
+    algebraic paper has 300 epochs. Its code, like Hassani's script for CIFAR-10, applies AutoAugment's policy (Cubuk et al.
+    2018), then moves images by at most 4 pixels and flips them, as here; new pixels are black there, and have the colour of
+    the edge here. The algebraic paper's code has 100 tokens where Hassani's and this one have 256, and more dropout; the
+    notes of the table ape-3 list the differences. Other scales use drawn digits, which are only moved.
     """
     paper = Recipe(task=Images()).edit(
         scheme="ape-grid:attention=softmax,initial=identity,locality=0.98,metric=euclidean",
@@ -55,10 +50,10 @@ def deit(scale: str) -> Recipe:
     """DeiT-small with linear attention, as in LRPE's Table 3, on ImageNet.
 
     12 layers of 384, feed-forward 1536, GELU, 6 heads, 300 epochs of batches of 1600, AdamW with betas 0.9 and 0.98, weight
-    decay 0.05, 20 epochs of warm-up to 5e-4, then a cosine (Table 8). The paper says no more; patches of 16 pixels of 224,
-    stochastic depth 0.1, label smoothing 0.1, repeated augmentation, RandAugment 9/0.5, mixup 0.8, cutmix 1 and erasing 0.25
-    are DeiT's (Touvron et al. 2021, Table 9), parts that are scaled and flipped its code's; its class token is a mean here.
-    At the other scales digits are drawn, and moved alone.
+    decay 0.05, 20 epochs of warm-up to 5e-4, then a cosine (Table 8). The rest is not in the paper. From DeiT (Touvron et
+    al. 2021, Table 9): patches of 16 pixels of 224, stochastic depth 0.1, label smoothing 0.1, repeated augmentation,
+    RandAugment 9/0.5, mixup 0.8, cutmix 1 and erasing 0.25; from its code: random crops that are scaled and flipped. The
+    mean of all tokens replaces its class token. Other scales use drawn digits, which are only moved.
     """
     paper = Recipe(task=Images()).edit(
         scheme="lrpe-orthogonal",
@@ -95,7 +90,7 @@ def deit(scale: str) -> Recipe:
 
 
 def _scaled(paper: Recipe, scale: str) -> Recipe:
-    """The same kind of run on digits, which are not flipped, at sizes for two CPU cores."""
+    """The recipe for drawn digits without flips, at sizes for two CPU cores."""
     small = paper.edit(data="", height=0, width=0, patch=4, layers=3, model_dim=64, heads=4)
     small = small.edit(augment="crop", policy="none", erasing=0.0, mixup=0.0, cutmix=0.0, repeats=1, smoothing=0.0)
     small = small.edit(hidden_dim=128, steps=800, batch=32, stochastic_depth=0.0, attention_dropout=0.0, learning_rate=2e-3)

@@ -2,11 +2,9 @@
 
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["lrpe_alm", "permuteformer_lm", "quickstart"]
-
 
 def quickstart(scale: str) -> Recipe:
-    """A byte-level model of the Python language reference, or of your text: a minute on 2 cores."""
+    """A byte-level model of the Python language reference, or of your text; a minute on 2 cores."""
     small = Recipe().edit(device="auto")
     tiny = small.edit(steps=50, length=64, layers=1, model_dim=32, heads=2)
     paper = small.edit(steps=5000, length=512, batch=32, layers=6, model_dim=512, heads=8, validate_every=500)
@@ -16,10 +14,10 @@ def quickstart(scale: str) -> Recipe:
 def lrpe_alm(scale: str) -> Recipe:
     """LRPE's autoregressive language model (Table 8, column ALM; section 4): WikiText-103, 50,000 updates of 128 windows.
 
-    The paper's Adam is that of Fairseq, whose weight decay is decoupled: AdamW here. Its dropout is not stated; 0.1 is that
-    of Fairseq's command for this text, whose other numbers are the paper's, and which ties embeddings and logits. 267,744
-    tokens are the words of WikiText-103, whatever the table calls them. Their logits are 0.5 GB a window: with fewer than 32
-    devices raise `accumulate`. Attention dropout, "only used for vanilla attention", is not stated either: 0, as there.
+    The paper uses Fairseq's Adam, whose weight decay is decoupled: AdamW here. It does not state its dropout; 0.1 is in
+    Fairseq's command for this text, whose other numbers are the paper's, and which ties embeddings and logits. The 267,744
+    tokens are the words of WikiText-103. Logits take 0.5 GB per window: with fewer than 32 devices increase `accumulate`.
+    Attention dropout, "only used for vanilla attention", is not stated either: 0, as in Fairseq.
     """
     paper = Recipe().edit(
         scheme="lrpe-orthogonal",
@@ -50,15 +48,15 @@ def lrpe_alm(scale: str) -> Recipe:
 def permuteformer_lm(scale: str) -> Recipe:
     """PermuteFormer's language model (section 4.2.1): WikiText-103, 6 layers of 512, feed-forward 1024, 8 heads, length 512.
 
-    r in [0.88, 0.99] and ReLU features are the scheme's own, as are wider queries and keys (`width=4`, section 4.1). The
-    rest (updates, windows, learning rate, optimizer, dropout), which the paper leaves to Fairseq, is as in `lrpe_alm`.
+    The scheme itself has r in [0.88, 0.99], ReLU features and wider queries and keys (`width=4`, section 4.1). The paper
+    leaves the rest (updates, windows, learning rate, optimizer, dropout) to Fairseq; it is as in `lrpe_alm`.
     """
     paper = lrpe_alm("paper").edit(scheme="permuteformer:width=4", hidden_dim=1024)
     return _scaled(paper, scale)
 
 
 def _scaled(paper: Recipe, scale: str) -> Recipe:
-    """The same kind of run at sizes for one GPU (small) or two CPU cores and the reference text (tiny)."""
+    """The recipe at sizes for one GPU (small), or for two CPU cores and the reference text (tiny)."""
     hidden = paper.model.hidden_dim
     small = paper.edit(layers=4, model_dim=256, hidden_dim=hidden // 2, heads=4, length=256, batch=32)
     small = small.edit(accumulate=4, steps=10_000, warmup=1000, validation_tokens=100_000)

@@ -3,15 +3,13 @@
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["listops"]
-
 
 def listops(scale: str) -> Recipe:
     """ListOps; at the scale paper as the Long Range Arena trains its transformer (Tay et al. 2020; base_listops_config.py).
 
-    That is 6 layers of 512 with 8 heads, 5000 updates of 32 expressions of at most 2000 tokens, and a peak learning rate of
-    0.05 / sqrt(1000). Its data is the folder listops-1000 of lra_release.gz. Its class token is a mean here, its dropout,
-    which it does not state, 0.1. At the other scales random expressions are learned: small takes a minute on 2 cores.
+    There: 6 layers of 512 with 8 heads, 5000 updates of 32 expressions of at most 2000 tokens, peak learning rate 0.05 /
+    sqrt(1000), data in the folder listops-1000 of lra_release.gz. Here a mean replaces its class token, and its dropout,
+    which is not stated, is 0.1. Other scales learn random expressions; small takes a minute on 2 cores.
     """
     small = Recipe(task=ListOps()).edit(**ListOps.edits, device="auto")
     sizes = {

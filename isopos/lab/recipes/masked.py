@@ -1,4 +1,4 @@
-"""Recipes of masked language models, and of what they learn afterwards."""
+"""Recipes of masked language models, and of fine-tuning them."""
 
 from dataclasses import replace
 
@@ -6,16 +6,14 @@ from isopos.lab.tasks.glue import Glue
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.task import Recipe
 
-__all__ = ["lrpe_blm", "lrpe_glue"]
-
 
 def lrpe_blm(scale: str) -> Recipe:
     """LRPE's bidirectional language model (Table 8, column BLM): RoBERTa's architecture, 23,000 updates of 512 windows.
 
-    The paper's text is WikiBook, Wikipedia and books of 22 GB collected by Wettig et al. (2022), which is not distributed:
-    --data names another; here WikiText-103. With the mask the 50,264 pieces are its vocabulary of 50,265. It says windows of
-    "51", read as 512, and neither dropout, share of masked tokens nor tied embeddings: RoBERTa's 0.1, 15% and tied; Wettig
-    et al. mask 40% (--mask-share 0.4). Its Adam is that of Fairseq, whose weight decay is decoupled: AdamW here.
+    The paper's text, WikiBook (Wikipedia and books, 22 GB, Wettig et al. 2022), is not distributed: WikiText-103 here, or
+    another by --data. The 50,264 pieces and the mask are its vocabulary of 50,265. Its windows of "51" are read as 512. It
+    states neither dropout, share of masked tokens nor tied embeddings; here RoBERTa's: 0.1, 15%, tied. Wettig et al. mask
+    40% (--mask-share 0.4). It uses Fairseq's Adam, whose weight decay is decoupled: AdamW here.
     """
     paper = Recipe(task=Masked()).edit(
         scheme="lrpe-orthogonal",
@@ -51,9 +49,10 @@ def lrpe_blm(scale: str) -> Recipe:
 
 
 def lrpe_glue(scale: str) -> Recipe:
-    """A task of GLUE, --data FOLDER, which begins with the weights of the run lrpe-blm at the same scale.
+    """A task of GLUE, --data FOLDER, fine-tuned from the weights of the run lrpe-blm at the same scale.
 
-    LRPE says nothing of its fine-tuning: RoBERTa's numbers here (Liu et al. 2019, Table 10), 5000 updates for its 10 epochs.
+    LRPE does not describe its fine-tuning. Here: RoBERTa's numbers (Liu et al. 2019, Table 10), 5000 updates for its 10
+    epochs.
     """
     before = lrpe_blm(scale)
     paper = replace(before, task=Glue(start="runs/lrpe-blm", length=512)).edit(

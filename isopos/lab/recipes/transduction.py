@@ -1,12 +1,10 @@
-"""Recipes of encoder-decoders: of sequences and of trees."""
+"""Recipes of encoder-decoders for sequences and trees."""
 
 from isopos.lab.tasks.task import Recipe
 from isopos.lab.tasks.transduction import Transduction
 from isopos.lab.tasks.tree_transduction import TreeTransduction
 
-__all__ = ["transduction", "tree_transduction"]
-
-PAPER = {  # of all models of Algebraic Positional Encodings that transduce
+PAPER = {  # all encoder-decoders of Algebraic Positional Encodings
     "batch": 64,
     "layers": 2,
     "model_dim": 512,
@@ -21,10 +19,10 @@ PAPER = {  # of all models of Algebraic Positional Encodings that transduce
 def transduction(scale: str) -> Recipe:
     """Copy, reverse or repeat random symbols; at the scale paper as in Algebraic Positional Encodings (Appendix B).
 
-    That is lengths of N(100, 10) and a vocabulary of 20, 2 + 2 pre-norm layers of 512 with ReLU, 2048 inside and 8 heads,
-    tied vectors, and AdamW with 5% of warm-up to 5e-4, then a cosine. The authors' code, as first published, says 10,000,
-    1000 and 1000 samples, 200 epochs of batches of 64, and ends of the rate of 1e-7 and 1e-9, which are a first step and 0
-    here. Its version of December 2024 has 6000, 2000 and 2000 samples and 400 epochs.
+    There: lengths of N(100, 10), a vocabulary of 20, 2 + 2 pre-norm layers of 512 with ReLU, 2048 inside and 8 heads, tied
+    vectors, and AdamW with 5% of warm-up to 5e-4, then a cosine. The authors' code, as first published, has 10,000, 1000 and
+    1000 samples, 200 epochs of batches of 64, and learning rates from 1e-7 to 1e-9 at the ends, here a first step and 0. Its
+    version of December 2024 has 6000, 2000 and 2000 samples and 400 epochs.
     """
     small = Recipe(task=Transduction()).edit(scheme="rope:attention=softmax", **Transduction.edits, device="auto")
     sizes = {
@@ -40,9 +38,9 @@ def transduction(scale: str) -> Recipe:
 def tree_transduction(scale: str) -> Recipe:
     """Operations on random trees; at the scale paper as in Algebraic Positional Encodings (section 4, Appendix B).
 
-    That is depths of N(7, 1), 20 labels, and models and learning as those of `transduction`. The authors' code says 6000,
-    2000 and 2000 samples, 400 epochs of batches of 64, and writes sources breadth first, as here. Notes of the table ape-2
-    say in what it differs.
+    There: depths of N(7, 1), 20 labels; models and training as in `transduction`. The authors' code has 6000, 2000 and 2000
+    samples, 400 epochs of batches of 64, and breadth-first sources, as here. The notes of the table ape-2 list the
+    differences.
     """
     small = Recipe(task=TreeTransduction()).edit(
         scheme="ape-tree:attention=softmax", **TreeTransduction.edits, device="auto"

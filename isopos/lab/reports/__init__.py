@@ -1,1 +1,1 @@
-"""What is shown of runs: tables, pictures, pages, progress."""
+"""Reports of runs: tables, pictures, pages, progress."""

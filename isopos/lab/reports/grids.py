@@ -1,4 +1,4 @@
-"""Tables of texts, in markdown and for a console, and what is said beside them: names are data, never markup."""
+"""Tables of text, in Markdown and for a console, and lines around them. Cells are data, never markup."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,18 +9,16 @@ from rich.text import Text
 
 from isopos.lab.runs.files import printable
 
-__all__ = ["console", "markdown", "say", "warn"]
-
-RULES, SIDES = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
+RULES, JUSTIFY = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
-    r"""A table, without a newline at its end.
+    r"""A Markdown table, without a final newline.
 
     Args:
         header: Titles of columns.
         rows: Cells.
-        align: A letter a column, l or r; those that are missing are l.
+        align: One letter per column, l or r; missing ones are l.
 
     Examples:
         >>> print(markdown(("name", "a|b"), [("rope", "1.5")], "lr"))
@@ -36,17 +34,17 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
 def console(
     header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, title: str = "", **options: Any
 ) -> Table:
-    """The same for a console, with options of rich's `Table`; long cells are folded, and what looks like markup is none."""
+    """A table for a console, with options of rich's `Table`; long cells are folded, markup in cells is not interpreted."""
     table = Table(header_style="bold", title=Text(printable(title), "table.title") if title else None, **options)
     for name, letter in zip(header, align.ljust(len(header), "l"), strict=True):
-        table.add_column(Text(name), justify=SIDES[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
+        table.add_column(Text(name), justify=JUSTIFY[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
 def say(out: Console, *lines: str) -> None:
-    """Print lines as they are, each in one."""
+    """Print each line unchanged and unwrapped."""
     for line in lines:
         out.print(printable(line), markup=False, soft_wrap=True)
 

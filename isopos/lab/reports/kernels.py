@@ -1,7 +1,7 @@
 """The relative kernel of a scheme: scores of random queries and keys as a function of positions.
 
-Scores come from the attention functions themselves, whose values are the unit vectors: what a picture shows is what a model
-computes, with feature map, decay, terms and embedding.
+Scores come from the attention functions, applied to unit vectors as values: a picture shows what a model computes, with
+feature map, decay, terms and embedding.
 """
 
 import itertools
@@ -17,29 +17,32 @@ from isopos.poses import Projective
 from isopos.positions import Group, Product, Ring, Tree, depths, grid, sequence
 from isopos.schemes import Scheme
 
-__all__ = ["REACH", "Panel", "fill_zeros", "panels", "paths", "scores"]
-
-REACH, LONGEST_RING, SIDE, NODES = 64, 1024, 12, 40  # steps of a line, elements of a ring, steps of a map, nodes of a tree
+REACH, LONGEST_RING, MAP_REACH, NODES = (
+    64,
+    1024,
+    12,
+    40,
+)  # steps of a line, elements of a ring, steps of a map, nodes of a tree
 
 
 class Panel(NamedTuple):
-    """Scores at all pairs of positions of one part of a group, while those of other parts stay at the origin."""
+    """Scores at all pairs of positions of one part of a group; positions in other parts are the origin."""
 
     group: Group  # the part: a line, a ring (of cameras around a point, too), a tree, or a product of lines and rings
-    position: Tensor  # [t c], of this part; on lines and rings the middle one is where offsets count from
+    position: Tensor  # [t c] of this part; on lines and rings offsets are relative to the middle one
     score: Tensor  # [h t t], query by key; see `scores`
 
     @property
     def directional(self) -> bool:
-        """Whether scores tell the query's position from the key's."""
+        """Whether scores change when query and key exchange positions."""
         return not torch.allclose(self.score, self.score.mT, rtol=0, atol=1e-9 * max(1.0, self.score.abs().max().item()))
 
     @property
     def relative(self) -> bool:
-        """Whether scores are equal where offsets are."""
+        """Whether scores depend on offsets only."""
         if self.group.refers_to_rows:
             depth = depths(self.position)
-            pruned = (depth < depth.max()).nonzero()[:, 0]  # in preorder they are to the root what the next are to its child
+            pruned = (depth < depth.max()).nonzero()[:, 0]  # relative to the root as the next rows to its child
             pairs = [self.score[:, rows[:, None], rows] for rows in (pruned, torch.arange(1, 1 + len(pruned)))]
         else:
             sides = [math.isqrt(len(self.position))] * 2 if self.group.columns > 1 else [len(self.position)]
@@ -48,34 +51,34 @@ class Panel(NamedTuple):
         return torch.allclose(*pairs, rtol=0, atol=1e-9 * max(1.0, self.score.abs().max().item()))
 
     def row(self) -> tuple[Tensor, Tensor]:
-        """Offsets ``[t c]`` and scores ``[h t]`` of the query in the middle."""
+        """Offsets ``[t c]`` and scores ``[h t]`` of the middle query."""
         middle = len(self.position) // 2
         return self.position - self.position[middle], self.score[:, middle]
 
 
 def panels(scheme: Scheme, *, reach: int = REACH, seed: int = 0) -> Iterator[Panel]:
-    """What there is to draw: `reach` steps of a line either way, a period of a ring, two axes of a grid, a small tree."""
+    """Panels of a scheme: `reach` steps of a line to both sides, a period of a ring, two axes of a grid, a small tree."""
     for first, group in _parts(scheme.group):
         position = _positions(group, reach, scheme.max_length)
         cameras = isinstance(group, Projective)
-        places = group.arrange(len(position)) if cameras else position
+        elements = group.arrange(len(position)) if cameras else position
         x = scheme.group.origin(len(position))
-        x[:, first : first + places.shape[1]] = places
+        x[:, first : first + elements.shape[1]] = elements
         yield Panel(Ring(len(position)) if cameras else group, position, scores(scheme, x, seed))
 
 
 @torch.no_grad()
 def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
-    """Scores ``[h t t]`` of one random query and one key a head, at all pairs of positions ``[t c]``, in float64.
+    """Scores ``[h t t]`` of one random query and one key per head at all pairs of positions ``[t c]``, in float64.
 
-    The key resembles the query, with a correlation of 0.7: of unrelated ones rotations show nothing but waves, and of equal
-    ones, or of a mean over many, no rotation shows direction.
+    The key has a correlation of 0.7 with the query: unrelated ones would show waves only, and equal ones, or a mean over
+    many, would not show the direction of rotations.
 
-    With linear attention they are weights, as multiples of the root mean square of those at equal positions; with softmax
-    attention logits, less that of a query with a key at its own position. Where keys take steps, attention is causal, and
-    scores of later keys mirror those of earlier ones.
+    Linear attention: weights, divided by the root mean square of those at equal positions. Softmax attention: logits minus
+    the logit at equal positions. For content-dependent positions attention is causal, and scores of later keys mirror
+    those of earlier ones.
     """
-    outside = scheme.outside  # tokens that have no position come first
+    outside = scheme.outside  # tokens without position come first
     x = torch.cat((scheme.group.origin(outside), x))
     generator = torch.Generator().manual_seed(seed)
     content = torch.randn(2, scheme.heads * scheme.encoding.features, generator=generator, dtype=torch.float64)
@@ -88,7 +91,7 @@ def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
         q, k = (a + scheme.embedding(x, torch.float64) for a in (q, k))
     q, k = (a.unflatten(-1, (scheme.heads, -1)).transpose(0, 1)[None] for a in (q, k))
     at: dict[str, Any] = {**scheme.at(x, dtype=torch.float64), "causal": bool(scheme.phases)}
-    at.pop("transport", None)  # values here are not a model's
+    at.pop("transport", None)  # values here are unit vectors
     v = torch.eye(len(x), dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     if scheme.attention == "linear":
         at["denominator"] = None
@@ -108,7 +111,7 @@ def _mirrored(score: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_zeros(scheme: Scheme) -> bool:
-    """Fill learned tables that start at zero, which would show nothing, with random numbers; whether there were any."""
+    """Fill learned tables that start at zero with random numbers, so that they show; return whether there were any."""
     empty = [parameter for parameter in scheme.parameters() if not parameter.any()]
     generator = torch.Generator().manual_seed(0)
     for parameter in empty:
@@ -117,15 +120,15 @@ def fill_zeros(scheme: Scheme) -> bool:
 
 
 def paths(position: Tensor) -> list[str]:
-    """The branches from the root to each node of a tree ``[n 2]``, whose rows follow their parents'."""
-    found: list[str] = []
+    """Branches from the root to each node of a tree ``[n 2]``, whose rows follow their parents'."""
+    branches: list[str] = []
     for parent, branch in position.tolist():
-        found.append("" if parent < 0 else found[parent] + (str(branch) if branch < 10 else f"({branch})"))
-    return found
+        branches.append("" if parent < 0 else branches[parent] + (str(branch) if branch < 10 else f"({branch})"))
+    return branches
 
 
 def _parts(group: Group) -> Iterator[tuple[int, Group]]:
-    """First column and group of each panel: two axes of a grid are one."""
+    """First column and group of each panel; two axes of a grid share one."""
     if not isinstance(group, Product):
         yield 0, group
     elif len(group.parts) > 1 and not any(isinstance(leaf, Tree | Projective) for leaf in group.leaves):
@@ -141,16 +144,16 @@ def _positions(group: Group, reach: int, longest: int | None) -> Tensor:
     if isinstance(group, Tree):
         return _complete_tree(group.branches)
     if isinstance(group, Projective):
-        return sequence(2 * SIDE + 1)
+        return sequence(2 * MAP_REACH + 1)
     if isinstance(group, Product):
-        return grid(*(2 * SIDE + 1 for _ in group.parts))
+        return grid(*(2 * MAP_REACH + 1 for _ in group.parts))
     count = 2 * (min(group.period, LONGEST_RING) // 2 if isinstance(group, Ring) else reach) + 1
     count = count if longest is None else min(count, longest)
     return sequence(count - (count + 1) % 2)
 
 
 def _complete_tree(branches: int) -> Tensor:
-    """A complete tree in preorder: as deep as `NODES` allow, but one level."""
+    """A complete tree in preorder with at most `NODES` nodes, but at least one level."""
     depth = 1
     while depth < NODES // 2 and sum(branches**level for level in range(depth + 2)) <= NODES:
         depth += 1

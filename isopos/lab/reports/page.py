@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML file, made from the folder alone, that loads nothing from outside."""
+"""The report of a comparison: one HTML file made from its folder, without external resources."""
 
 import io
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from isopos.lab.reports.comparison import Ranking, Run, about, ranking, read_runs
+from isopos.lab.reports.comparison import Ranking, Run, ranking, read_comparison, read_runs
 from isopos.lab.reports.kernels import panels
 from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
 from isopos.lab.runs.checkpoints import load_run
@@ -22,83 +22,41 @@ from isopos.positions import Line
 from isopos.scheme import Scheme
 from isopos.spec import of_layers
 
-__all__ = ["write"]
-
 SMOOTH = 10  # steps
 PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
-STYLE = """
-:root { color-scheme: light dark; --text: #222; --page: #fff; --faint: #666; --line: #ddd; --best: #eef7ee; --warn: #a00 }
-@media (prefers-color-scheme: dark) {
-:root { --text: #ddd; --page: #16181c; --faint: #aaa; --line: #3a3d44; --best: #1d3324; --warn: #ff8080 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; overflow-wrap: break-word }
-body { color: var(--text); background: var(--page) } small { color: var(--faint) } .warn { color: var(--warn) }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
-th, td { padding: .3em .7em; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
-th button { all: unset; cursor: pointer } th button:focus-visible { outline: 2px solid }
-th[aria-sort] { text-decoration: underline }
-td.n { text-align: right; font-variant-numeric: tabular-nums } tr.best { background: var(--best) }
-figure { margin: 1em 0 } td img { min-height: 64px; image-rendering: pixelated }
-svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px }
-.switches label { margin-right: 1.2em; white-space: nowrap }
-"""
-SCRIPT = """
-const number = text => parseFloat(text.replace(/[,()%]/g, ""));
-for (const table of document.querySelectorAll("table")) {
-  const body = table.tBodies[0];
-  [...table.tHead.rows[0].cells].forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
-    const falling = head.ariaSort === "ascending";
-    for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
-    head.setAttribute("aria-sort", falling ? "descending" : "ascending");
-    const key = row => row.cells[column].textContent;
-    const rows = [...body.rows].sort((a, b) => {
-      const [x, y] = [number(key(a)), number(key(b))];
-      if (isNaN(x) !== isNaN(y)) return isNaN(x) ? 1 : -1;
-      return (falling ? -1 : 1) * (isNaN(x) ? key(a).localeCompare(key(b)) : x - y);
-    });
-    body.append(...rows);
-  }));
-}
-for (const box of document.querySelectorAll(".switches input")) {
-  const own = line => line.id.startsWith("curve-" + box.value + "-seed");
-  const lines = [...document.querySelectorAll("[id^='curve-']")].filter(own);
-  const show = () => lines.forEach(line => line.style.display = box.checked ? "" : "none");
-  box.addEventListener("change", show);
-  show();
-}
-"""
+STYLE, SCRIPT = (Path(__file__).with_name(f"page.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))
 
 
 def write(folder: Path) -> Path:
-    """Write report.html, and curves.svg beside it, from what the folder holds; return the report's path."""
-    said, runs, found = about(folder), read_runs(folder), ranking(folder)
-    curves = _svg(_curves(runs, found), "Training loss by step, a line a run")
+    """Write report.html and curves.svg of a comparison; return the report's path."""
+    about, runs, ranked = read_comparison(folder), read_runs(folder), ranking(folder)
+    curves = _svg(_curves(runs, ranked), "Training loss by step, one line per run")
     write_text(folder / "curves.svg", curves)
     first = {run.recipe.scheme: run for run in reversed(runs) if run.result}
-    best_first = [first[row.scheme] for row in found.rows if row.status == "finished"]
+    best_first = [first[row.scheme] for row in ranked.rows if row.status == "finished"]
     pictures = [section for run in best_first for section in _kernel_sections(run)]
-    unfinished = sorted(set(said["planned"]) - {run.folder.name for run in runs if run.result})
+    unfinished = sorted(set(about["planned"]) - {run.folder.name for run in runs if run.result})
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>isopos: {_text(folder.name)}</title>",
         f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
-        f"<p>{_text(_setting(said, runs))}</p>",
+        f"<p>{_text(_setting(about, runs))}</p>",
         ""
-        if said["complete"]
+        if about["complete"]
         else f'<p class="warn">Interrupted: unfinished {_text(", ".join(unfinished) or "timing")}.</p>',
         '<div class="wide">',
-        _html(found.header, [found.cells(row, found.header) for row in found.rows], found.numbers, best=found.leads),
+        _html(ranked.header, [ranked.cells(row, ranked.header) for row in ranked.rows], ranked.numbers, best=ranked.leads),
         "</div>",
-        *(f"<p><small>{_text(note)}</small></p>" for note in found.notes()),
+        *(f"<p><small>{_text(note)}</small></p>" for note in ranked.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
-        "<h2>What each scheme sees</h2>",
-        "<p>Weight (linear attention) or logit (softmax attention) of a random query and a key that resembles it, in each "
-        "head, compared with that at the same position, as a function of their offset: of each head, the mean, its even and "
-        "its odd part. Without an odd part a scheme is blind to direction. Beside it the mean at each pair of positions: "
-        "constant along diagonals where it depends on relative positions only. Of a grid the mean is a map over "
-        "offsets, of a tree a matrix over its nodes, beside the tree.</p>",
+        "<h2>Relative kernel of each scheme</h2>",
+        "<p>Weight (linear attention) or logit (softmax attention) of a random query and a similar key, compared with that "
+        "at the same position, as a function of their offset: each head, their mean, its even and its odd part. Without an "
+        "odd part a scheme does not see direction. Next to it the mean for each pair of positions, which is constant along "
+        "diagonals if it depends on relative positions only. For a grid the mean is a map over offsets; for a tree, a "
+        "matrix over its nodes, next to the tree.</p>",
         *pictures,
         *_examples(best_first[:1]),
         f'<script type="module">{SCRIPT}</script>',
@@ -113,8 +71,8 @@ def _text(name: str) -> str:
     return escape(printable(name))
 
 
-def _setting(said: dict[str, Any], runs: list[Run]) -> str:
-    text = f"Data: {said['data']}, {said['summary']}, sha256 {said['sha256'][:12]}. "
+def _setting(about: dict[str, Any], runs: list[Run]) -> str:
+    text = f"Data: {about['data']}, {about['summary']}, sha256 {about['sha256'][:12]}. "
     if runs:
         recipe = runs[0].recipe
         m, t = recipe.model, recipe.training
@@ -122,11 +80,11 @@ def _setting(said: dict[str, Any], runs: list[Run]) -> str:
             f"{recipe.task.setting(recipe)} {m.layers} layers, width {m.model_dim}, {m.heads} heads; {t.steps} steps of "
             f"{t.batch} samples, {t.optimizer} {t.learning_rate}. "
         )
-    return text + f"torch {said['torch']}, {said['device']}, {said['threads']} threads."
+    return text + f"torch {about['torch']}, {about['device']}, {about['threads']} threads."
 
 
 def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), *, best: bool = False) -> str:
-    """A table; with `best` its first row is highlighted."""
+    """An HTML table; with `best` its first row is highlighted."""
     head = "".join(f'<th scope="col"><button type="button">{_text(title)}</button></th>' for title in titles)
     marks = [" class=n" * (title in numbers) for title in titles]
     body = "</tr><tr>".join(
@@ -138,37 +96,37 @@ def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
 
 
 def _cell(text: str, title: str) -> str:
-    """A text, or the picture that it is the address of."""
+    """The text, or an image if it is a data URL."""
     return f'<img src="{text}" alt="{_text(title)}">' if PICTURE.fullmatch(text) else _text(text)
 
 
 def _switch(scheme: str) -> str:
-    """What shows and hides a scheme's curves."""
+    """A checkbox that shows and hides a scheme's curves."""
     name = _text(scheme)
     return f'<label><input type="checkbox" value="{name}" checked> {name}</label>'
 
 
 def _examples(runs: Sequence[Run]) -> Iterator[str]:
-    """Held-out samples with a model's answers, where its task has some."""
+    """Held-out samples with a model's answers, if its task has some."""
     for run in runs:
         path = run.folder / EXAMPLES
         if path.exists():
             samples = read_json(path, list[dict], "remove it, and the report goes without")
-            yield f"<h2>What {_text(run.recipe.scheme)} answers</h2>"
+            yield f"<h2>Answers of {_text(run.recipe.scheme)}</h2>"
             titles = list(samples[0]) if samples else []
             rows = [[str(sample.get(title, "-")) for title in titles] for sample in samples]
             yield f'<div class="wide">{_html(titles, rows)}</div>'
 
 
-def _curves(runs: list[Run], found: Ranking) -> Figure:
+def _curves(runs: list[Run], ranked: Ranking) -> Figure:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    order, task = [row.scheme for row in found.rows], found.task
-    for place, scheme in enumerate(order + sorted({run.recipe.scheme for run in runs} - set(order))):
+    order, task = [row.scheme for row in ranked.rows], ranked.task
+    for index, scheme in enumerate(order + sorted({run.recipe.scheme for run in runs} - set(order))):
         for n, run in enumerate(run for run in runs if run.recipe.scheme == scheme):
             points = [(step, loss * task.loss_scale) for step, loss in _smooth(run.training)]
             xy, label = zip(*points, strict=True) if points else ([], []), None if n else literal(scheme)
-            axes.plot(*xy, label=label, gid=f"curve-{scheme}-seed{run.recipe.seed}", **line_style(place))
+            axes.plot(*xy, label=label, gid=f"curve-{scheme}-seed{run.recipe.seed}", **line_style(index))
     axes.set(xlabel="step", ylabel=f"training loss, {task.loss_unit}")
     if runs:
         axes.legend(fontsize=8, frameon=False)
@@ -177,7 +135,7 @@ def _curves(runs: list[Run], found: Ranking) -> Figure:
 
 
 def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
-    """Steps, and means over the `SMOOTH` up to each in nats: a curve with less noise than each step's batch has."""
+    """Steps and mean losses in nats over `SMOOTH` steps each."""
     for n in range(0, len(rows), SMOOTH):
         losses = [row["loss"] for row in rows[n : n + SMOOTH] if row["loss"] is not None]
         if losses:
@@ -185,7 +143,7 @@ def _smooth(rows: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
 
 
 def _kernel_sections(run: Run) -> Iterator[str]:
-    """One of each scheme of a model."""
+    """A section per scheme of a model."""
     scheme, specs = load_run(run.folder)[1].scheme, [*dict.fromkeys(of_layers(run.recipe.scheme))]
     parts = dict.fromkeys(scheme.each if isinstance(scheme, PerLayer) else [scheme])
     for part, spec in zip(parts, specs, strict=True):
@@ -209,11 +167,11 @@ def _kernel_section(scheme: Scheme, name: str) -> str:
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
         draw(figure.subplots(), panel, scheme, alone=True)
-    return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure, f"What {name} sees")}</figure>'
+    return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure, f"Relative kernel of {name}")}</figure>'
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """The figure as an svg element that has a text, without the prologue that names a document type elsewhere."""
+    """The figure as an svg element with a label, without XML prologue."""
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -1,4 +1,4 @@
-"""What the cells of a paper's table came to, read from their folders: figures, ranks, curves. Nothing is trained here."""
+"""Results of a paper's table, read from the folders of its cells: figures, ranks, curves. Nothing is trained here."""
 
 import math
 import re
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from isopos.lab.bench.timing import Spread
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
-from isopos.lab.reports.intervals import LEAST, Difference
+from isopos.lab.reports.intervals import MIN_SEEDS, Difference
 from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import replacing, write_json, write_text
 from isopos.lab.runs.folders import read_rows
@@ -31,29 +31,33 @@ from isopos.lab.tables.loader import (
 )
 from isopos.lab.tasks.language import TextTask
 from isopos.lab.tasks.task import Metric
+from isopos.lab.timing import Spread
 
-__all__ = ["FIGURES", "PAIRED", "differences", "spearman", "write"]
-
-# Fields that make no difference to a model or are told elsewhere:
-SILENT = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
-FIGURES = "figures.json"  # ours: by column, row and seed
-PAIRED = "## Distance to"  # and the name of the reference row: the title of the second table
-FEW = 3  # rows from which on a rank correlation is a number worth printing
+# Fields that do not change a model, or are reported elsewhere:
+IGNORED = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
+FIGURES = "figures.json"  # our figures by column, row and seed
+PAIRED = "## Distance to"  # title of the second table, followed by the name of the reference row
+FEW = 3  # fewest rows for a rank correlation
 
 
 @dataclass(frozen=True)
-class Found:
-    """A row: our figures by column and its validations by corpus, each by seed, and reasons why there are none by column."""
+class RowResults:
+    """Our results of a row: figures by column and seed, validations by corpus and seed, and reasons for missing figures."""
 
-    line: TableRow
+    table_row: TableRow
     values: Mapping[str, Mapping[int, float]]
     curves: Mapping[str, Mapping[int, Mapping[int, float]]]
     reasons: Mapping[str, str]
-    stand_in: bool = False  # whether another split than a column's was scored
+    stand_in: bool = False  # whether a split other than the column's was scored
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return self.table_row.name
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; equal values share the mean of their ranks. Not a number where all values of one side are equal.
+    """Rank correlation; equal values share the mean of their ranks. NaN if all values of one side are equal.
 
     Examples:
         >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
@@ -66,14 +70,14 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def differences(paper: Recipe, ours: Recipe) -> str:
-    """How a recipe differs from the paper's, in one sentence.
+    """Describe how a recipe differs from the paper's, in one sentence.
 
     Examples:
         >>> differences(Recipe().edit(steps=50_000), Recipe())
         'steps 250 (paper: 50,000).'
     """
     was, now = paper.as_dict(), ours.as_dict()
-    changed = [name for name in now if name not in SILENT and was[name] != now[name]]
+    changed = [name for name in now if name not in IGNORED and was[name] != now[name]]
     texts = [f"{name.replace('_', ' ')} {_value(name, now[name])} (paper: {_value(name, was[name])})" for name in changed]
     return "; ".join(texts) + "." if texts else "The recipe is the paper's."
 
@@ -87,196 +91,204 @@ def _value(name: str, value: Any) -> str:
 
 
 def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
-    """Write table.md, figures.json and curves.svg in a table's folder; return it for a terminal, and what is said below."""
+    """Write table.md, figures.json and curves.svg of a table; return the table for a console, and the notes below it."""
     about = read_about(folder)
-    rows = [_found(table, line, folder, about) for line in table.rows]
+    rows = [_results(table, row, folder, about) for row in table.rows]
     titles, grid = _grid(table, rows, about)
-    align, said = "ll".ljust(len(titles), "r"), list(_said(table, rows, folder, about))
+    align, notes = "ll".ljust(len(titles), "r"), list(_notes(table, rows, folder, about))
     lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
-    lines += [grids.markdown(titles, grid, align), "", *(f"- {text}" for text in said), ""]
-    lines += _apart(table, rows, about)
+    lines += [grids.markdown(titles, grid, align), "", *(f"- {text}" for text in notes), ""]
+    lines += _distance_table(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
     if not table.timed:
-        found = {column.title: {row.line.name: row.values[column.title] for row in rows} for column in table.columns}
-        write_json(folder / FIGURES, {title: {name: own for name, own in by.items() if own} for title, by in found.items()})
-    draw = _speed_picture if table.timed else _along if table.along else _curves
-    figure = draw(table, rows, _alone(table, about))
+        figures = {column.title: {row.name: row.values[column.title] for row in rows} for column in table.columns}
+        figures = {title: {name: seeds for name, seeds in by.items() if seeds} for title, by in figures.items()}
+        write_json(folder / FIGURES, figures)
+    draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
+    figure = draw(table, rows, _trained_from_scratch(table, about))
     with replacing(folder / "curves.svg") as part:
         figure.savefig(part, format="svg", metadata={"Date": None})
-    return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), said
+    return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
 
 
-def _found(table: PaperTable, line: TableRow, folder: Path, about: Mapping[str, Any]) -> Found:
+def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str, Any]) -> RowResults:
     if table.timed:
-        rounds = {one.title: [r for r in speed_rounds(folder, one.corpus) if line.name in r] for one in table.columns}
-        ratios = {title: {n: table.ratio(one, line.name) for n, one in enumerate(some)} for title, some in rounds.items()}
-        return Found(line, ratios, {}, {})
+        rounds = {one.title: [r for r in speed_rounds(folder, one.corpus) if row.name in r] for one in table.columns}
+        ratios = {title: {n: table.ratio(one, row.name) for n, one in enumerate(some)} for title, some in rounds.items()}
+        return RowResults(row, ratios, {}, {})
     values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
     curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
     reasons, stand_in = {}, False
-    for corpus in about["corpora"] if line.scheme else ():
+    for corpus in about["corpora"] if row.scheme else ():
         for seed in range(about["seeds"]):
-            cell = folder / "cells" / cell_name(corpus, line.on(corpus), seed)
+            cell = folder / "cells" / cell_name(corpus, row.on(corpus), seed)
             if not (cell / SCORES).exists():
                 continue
             scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
-            curve = {row["step"]: row["validation"] for row in metrics if row.get("validation") is not None}
+            curve = {one["step"]: one["validation"] for one in metrics if one.get("validation") is not None}
             curves[corpus][seed] = curve
             for column in (column for column in table.columns if column.corpus == corpus):
-                found = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
-                stand_in |= found.get("split", column.split) != column.split
-                if found["value"] is None:
-                    reasons[column.title] = found["reason"]
+                scored = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
+                stand_in |= scored.get("split", column.split) != column.split
+                if scored["value"] is None:
+                    reasons[column.title] = scored["reason"]
                 else:
-                    values[column.title][seed] = found["value"] if column.after == 1 else _early(curve, column.after)
-    return Found(line, values, curves, reasons, stand_in)
+                    values[column.title][seed] = scored["value"] if column.after == 1 else _early(curve, column.after)
+    return RowResults(row, values, curves, reasons, stand_in)
 
 
 def _early(curve: Mapping[int, float], share: float) -> float:
-    """The last validation within a share of the updates, or the first."""
+    """The last validation within a share of the updates, or the first one."""
     return curve[max((step for step in curve if step <= share * max(curve)), default=min(curve))]
 
 
-def _grid(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _grid(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     columns = [column for column in table.columns if not column.corpus or column.corpus in about["corpora"]]
-    papers = any(row.line.figures for row in rows)
+    papers = any(row.table_row.figures for row in rows)
     titles = ["row", "scheme"]
     for column in columns:
         titles += [f"{column.title}: paper"] * papers + [f"{column.title}: ours" if papers else column.title]
     reached = {
-        name: f"updates to {table.baseline}'s {_main(table, name).title}" for name in _alone(table, about) if not table.timed
+        name: f"updates to {table.baseline}'s {_main(table, name).title}"
+        for name in _trained_from_scratch(table, about)
+        if not table.timed
     }
     titles += [text + f", {name}" * (len(reached) > 1) for name, text in reached.items()]
     grid = []
     for row in rows:
-        schemes = [row.line.scheme, *(f"{name}: {scheme}" for name, scheme in row.line.schemes.items() if scheme)]
-        cells = [row.line.name, "; ".join(filter(None, schemes)) or "not here"]
+        schemes = [row.table_row.scheme, *(f"{name}: {scheme}" for name, scheme in row.table_row.schemes.items() if scheme)]
+        cells = [row.name, "; ".join(filter(None, schemes)) or "not here"]
         for column in columns:
             at = table.columns.index(column)
-            cells += [table.metric(column).text(_papers(row.line, at))] * papers
+            cells += [table.metric(column).text(_papers(row.table_row, at))] * papers
             mark = " *" * (table.marked and _leads(table, rows, row, column))
-            cells.append(_ours(table, row, column) + mark if row.line.on(column.corpus) else "-")
+            cells.append(_ours(table, row, column) + mark if row.table_row.on(column.corpus) else "-")
         cells += [_updates(table, rows, row, corpus) for corpus in reached]
         grid.append(cells)
     return titles, grid
 
 
-def _alone(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
-    """The corpora on which training began with random weights, and what they are here."""
-    begun = {corpus.name for corpus in table.corpora if corpus.start}
-    return {name: text for name, text in about["corpora"].items() if name not in begun}
+def _trained_from_scratch(table: PaperTable, about: Mapping[str, Any]) -> dict[str, str]:
+    """Corpora without a warm start, with the names of their data here."""
+    warm_started = {corpus.name for corpus in table.corpora if corpus.start}
+    return {name: text for name, text in about["corpora"].items() if name not in warm_started}
 
 
-def _papers(line: TableRow, at: int) -> float | None:
-    """The paper's figure in a column; none where it has none, which a table calls nan."""
-    return line.figures[at] if line.figures and not math.isnan(line.figures[at]) else None
+def _papers(row: TableRow, at: int) -> float | None:
+    """The paper's figure in a column; None if it has none (nan in the TOML)."""
+    return row.figures[at] if row.figures and not math.isnan(row.figures[at]) else None
 
 
-def _reference(table: PaperTable, rows: Sequence[Found]) -> Found:
-    return next(row for row in rows if row.line.name == (table.reference or table.baseline))
+def _reference(table: PaperTable, rows: Sequence[RowResults]) -> RowResults:
+    return next(row for row in rows if row.name == (table.reference or table.baseline))
 
 
-def _apart(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> list[str]:
-    """Lines with a table of the differences to the reference row, of the rows that share seeds with it; or none."""
+def _mean_text(values: Sequence[float], metric: Metric, sign: str = "") -> str:
+    """Mean with a sign, and standard deviation if there are several values."""
+    spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}{metric.style}}{spread}"
+
+
+def _distance_table(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> list[str]:
+    """Markdown lines of the differences to the reference row, for rows that share seeds with it; empty if there are none."""
     reference, grid = _reference(table, rows), []
     columns = [column for column in table.columns if not table.timed and column.corpus in about["corpora"]]
     for row in rows:
         cells = []
         for column in columns:
-            apart, metric = _less(row, reference, column), _finer(table.metric(column))
-            spread = f" ± {metric.text(statistics.stdev(apart))}" if len(apart) > 1 else ""
-            text = f"{statistics.mean(apart):+{metric.style}}{spread}" if apart else "-"
-            cells.append(f"**{text}**" if apart and Difference.paired(apart).shown else text)
+            values = _differences(row, reference, column)
+            text = _mean_text(values, _finer(table.metric(column)), "+") if values else "-"
+            cells.append(f"**{text}**" if values and Difference.paired(values).excludes_zero else text)
         if row is not reference and any(cell != "-" for cell in cells):
-            grid.append([row.line.name, *cells])
+            grid.append([row.name, *cells])
+    if not grid:
+        return []
     titles = ["row", *(column.title for column in columns)]
-    what = (
-        "A figure less the reference's of the same seed: means and standard deviations over seeds; bold where Student's 95% "
-        f"interval, of {LEAST} seeds at least, excludes 0."
+    note = (
+        "Figures minus the reference's of the same seed: means and standard deviations over seeds; bold where Student's 95% "
+        f"interval, of at least {MIN_SEEDS} seeds, excludes 0."
     )
-    shown = [f"{PAIRED} {reference.line.name}", "", what, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
-    return shown if grid else []
+    return [f"{PAIRED} {reference.name}", "", note, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
 
 
 def _main(table: PaperTable, corpus: str) -> Metric:
-    """By which validations while training are."""
+    """The metric of validations during training."""
     return table.task_of(corpus).metrics[0]
 
 
-def _ours(table: PaperTable, row: Found, column: Column) -> str:
+def _ours(table: PaperTable, row: RowResults, column: Column) -> str:
     values, metric = list(row.values[column.title].values()), _finer(table.metric(column))
     if not values:
         return "none" if column.title in row.reasons else "missing"
     if table.timed:  # ratios of rounds
         ratio = Spread.of(values)
         return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
-    spread = f" ± {metric.text(statistics.stdev(values))}" if len(values) > 1 else ""
-    return metric.text(statistics.mean(values)) + spread
+    return _mean_text(values, metric)
 
 
-def _less(row: Found, other: Found, column: Column) -> list[float]:
-    """A row's figures less another's of the same seed."""
-    own, theirs = row.values[column.title], other.values[column.title]
-    return [own[seed] - theirs[seed] for seed in own if seed in theirs]
+def _differences(row: RowResults, other: RowResults, column: Column) -> list[float]:
+    """Differences between two rows' figures of the same seeds."""
+    a, b = row.values[column.title], other.values[column.title]
+    return [a[seed] - b[seed] for seed in a if seed in b]
 
 
-def _leads(table: PaperTable, rows: Sequence[Found], row: Found, column: Column) -> bool:
-    """Whether a row's mean is the best, or no difference to it is shown; never with fewer seeds than an interval takes.
+def _leads(table: PaperTable, rows: Sequence[RowResults], row: RowResults, column: Column) -> bool:
+    """Whether a row's mean is the best, or not shown to differ from it. False with fewer than `MIN_SEEDS` seeds.
 
-    Nor is any where no row of the column is shown to differ from the best.
+    False for all rows if none is shown to differ from the best.
     """
-    rank, found = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= LEAST]
-    if row not in found:
+    rank, candidates = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= MIN_SEEDS]
+    if row not in candidates:
         return False
-    best = min(found, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
-    apart = {one.line.name: _less(one, best, column) for one in found}
+    best = min(candidates, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
+    paired = {one.name: _differences(one, best, column) for one in candidates}
     level = {
-        name: not Difference.paired(values, max(1, len(found) - 1)).shown
-        for name, values in apart.items()
-        if len(values) >= LEAST
+        name: not Difference.paired(values, max(1, len(candidates) - 1)).excludes_zero
+        for name, values in paired.items()
+        if len(values) >= MIN_SEEDS
     }
-    return level.get(row.line.name, False) and not all(level.values())
+    return level.get(row.name, False) and not all(level.values())
 
 
 def _finer(metric: Metric) -> Metric:
-    """With one digit more than the paper's figures have, for means and spreads; of a percentage with at most two."""
+    """The metric with one more digit than the paper's figures, for means and spreads; percentages have at most two."""
     if metric.style == ".2%":
         return metric
     return replace(metric, style=re.sub(r"\.(\d+)", lambda digits: f".{int(digits[1]) + 1}", metric.style))
 
 
-def _mean_curve(row: Found, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:
-    """Mean validation by update, over the seeds, at the updates that all of them have."""
+def _mean_curve(row: RowResults, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:
+    """Mean validation over seeds by update, at the updates that all seeds have."""
     kept = [curve for seed, curve in row.curves[corpus].items() if curve and (seeds is None or seed in seeds)]
     steps = sorted(set.intersection(*(set(curve) for curve in kept))) if kept else []
     return {step: statistics.mean(curve[step] for curve in kept) for step in steps}
 
 
-def _distances(row: Found, reference: Found, corpus: str) -> dict[int, list[float]]:
-    """A row's validation less the reference's by update, a number for each seed that both have."""
+def _distances(row: RowResults, reference: RowResults, corpus: str) -> dict[int, list[float]]:
+    """Validation minus the reference's by update, one number per shared seed."""
     seeds = sorted({*row.curves[corpus]} & {*reference.curves[corpus]})
     pairs = [(row.curves[corpus][seed], reference.curves[corpus][seed]) for seed in seeds]
-    steps = sorted(set.intersection(*({*own} & {*other} for own, other in pairs))) if pairs else []
-    return {step: [own[step] - other[step] for own, other in pairs] for step in steps}
+    steps = sorted(set.intersection(*({*a} & {*b} for a, b in pairs))) if pairs else []
+    return {step: [a[step] - b[step] for a, b in pairs] for step in steps}
 
 
-def _updates(table: PaperTable, rows: Sequence[Found], row: Found, corpus: str) -> str:
-    """The first validated update at which a row is as good as the baseline in the end: means over the seeds of both."""
-    if not row.line.on(corpus) or not row.curves[corpus]:
-        return "-" if not row.line.on(corpus) else "missing"
-    base = next(other for other in rows if other.line.name == table.baseline)
+def _updates(table: PaperTable, rows: Sequence[RowResults], row: RowResults, corpus: str) -> str:
+    """The first validated update at which a row reaches the baseline's final value: means over shared seeds."""
+    if not row.table_row.on(corpus) or not row.curves[corpus]:
+        return "-" if not row.table_row.on(corpus) else "missing"
+    base = next(other for other in rows if other.name == table.baseline)
     shared = sorted({*row.curves[corpus]} & {*base.curves[corpus]})
-    goal, own = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
-    if not goal or not own:
+    goal, curve = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
+    if not goal or not curve:
         return "missing"
     rank = _main(table, corpus).rank
     last = rank(goal[max(goal)])
-    return next((f"{step:,}" for step, value in own.items() if rank(value) <= last), "not reached")
+    return next((f"{step:,}" for step, value in curve.items() if rank(value) <= last), "not reached")
 
 
-def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
-    """What must be known beside the figures."""
+def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
+    """Notes below the table."""
     if any(about["corpora"]):
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
@@ -285,13 +297,13 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
         alike.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
     for text, names in alike.items():
-        yield f"Scale{f' of {_listed(names)}' if len(pairs) > 1 else ''}: {text}"
+        yield f"Scale{f' of {_joined(names)}' if len(pairs) > 1 else ''}: {text}"
     if not table.timed:
         for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-            own = corpus is not None and corpus.recipe and not corpus.start
-            if corpus is not chosen[0] and not own:
-                continue  # the same as of the first, or told by its scale
-            model = f"A model of {corpus.name}" if corpus and own else "A model"
+            separate = corpus is not None and corpus.recipe and not corpus.start
+            if corpus is not chosen[0] and not separate:
+                continue  # as for the first corpus, or stated with its scale
+            model = f"A model of {corpus.name}" if corpus and separate else "A model"
             seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
             kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, TextTask) else "" for r in (original, ours)]
             paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
@@ -310,16 +322,16 @@ def _said(table: PaperTable, rows: Sequence[Found], folder: Path, about: Mapping
         yield from _seconds(table, folder)
     if table.marked:
         yield (
-            "Marked (*) are the best figure and those of which no difference to it is shown: the 95% interval of the "
-            "differences paired by seed, for all rows at once (5% divided by the number of the others), includes 0. Where "
-            f"no row differs from the best, none is, nor with fewer than {LEAST} seeds."
+            "Marked (*) are the best figure and figures not shown to differ from it: the 95% interval of the differences "
+            "paired by seed, for all rows at once (5% divided by the number of other rows), includes 0. None is marked if "
+            f"no row differs from the best, or with fewer than {MIN_SEEDS} seeds."
         )
     yield from _ranks(table, rows, about)
-    yield from _settling(table, rows, about)
+    yield from _early_order(table, rows, about)
     yield from table.notes
     for row in rows:
         for title, reason in row.reasons.items():
-            yield f"{row.line.name}, {title}: {reason}."
+            yield f"{row.name}, {title}: {reason}."
     if missing := "; ".join(_missing(table, rows, about)):
         yield f"Missing: {missing}."
     seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
@@ -334,7 +346,7 @@ def _millions(count: float) -> str:
 
 
 def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
-    """What the baseline took, where ratios are of times."""
+    """The baseline's time, if the table shows ratios of times."""
     if TIMED[table.kind].better == "higher":
         return
     for column in table.columns:
@@ -343,7 +355,7 @@ def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
             yield f"{column.title}: {table.baseline} takes {middle}, the median of {len(taken)} rounds."
 
 
-def _listed(names: Sequence[str]) -> str:
+def _joined(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -351,14 +363,14 @@ def _short(name: str) -> str:
     return name if name.startswith("hf:") or " " in name else Path(name).name
 
 
-def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
+def _ranks(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> Iterator[str]:
     """Rank correlations with the paper's order, and both orders."""
     if about["scale"] == "tiny":
-        if any(row.line.figures for row in rows):
+        if any(row.table_row.figures for row in rows):
             yield "This scale shows that the table runs; it says nothing about the order of the schemes."
         return
     for at, column in enumerate(table.columns):
-        both = [(row.line.name, _papers(row.line, at), row.values[column.title]) for row in rows]
+        both = [(row.name, _papers(row.table_row, at), row.values[column.title]) for row in rows]
         middle = statistics.median if table.timed else statistics.mean  # as the table shows
         pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours and paper is not None]
         if len(pairs) < FEW:
@@ -372,10 +384,10 @@ def _ranks(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -
         )
 
 
-def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the order of rows changes with training: validations after a tenth of the updates beside the last ones."""
-    for corpus in _alone(table, about) if about["scale"] != "tiny" else ():
-        curves = {row.line.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
+def _early_order(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> Iterator[str]:
+    """Rank correlation between the order after a tenth of the updates and the final order."""
+    for corpus in _trained_from_scratch(table, about) if about["scale"] != "tiny" else ():
+        curves = {row.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
         if early:
@@ -389,48 +401,46 @@ def _settling(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]
 
 
 def _order(names: Iterable[str], ranks: Sequence[float]) -> str:
-    """Names, the best first."""
+    """Names in order of their ranks, best first."""
     return ", ".join(name for _, name in sorted(zip(ranks, names, strict=True)))
 
 
-def _missing(table: PaperTable, rows: Sequence[Found], about: Mapping[str, Any]) -> Iterator[str]:
-    """Cells without figures, by corpus and row; corpora that were not run; rows whose scheme isopos has not."""
+def _missing(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> Iterator[str]:
+    """Missing cells, corpora that were not run, and rows without a scheme here."""
     for row in rows:
-        if not row.line.scheme:
-            yield f"{row.line.name}, whose scheme is not here"
+        if not row.table_row.scheme:
+            yield f"{row.name}, whose scheme is not here"
         for corpus in () if table.timed else about["corpora"]:
             lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
-            if row.line.on(corpus) and lacking:
-                yield f"{row.line.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
+            if row.table_row.on(corpus) and lacking:
+                yield f"{row.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
         for column in table.columns if table.timed else ():
-            if row.line.on(column.corpus) and not row.values[column.title]:
-                yield f"{row.line.name}{f' on {column.corpus}' if column.corpus else ''}"
+            if row.table_row.on(column.corpus) and not row.values[column.title]:
+                yield f"{row.name}{f' on {column.corpus}' if column.corpus else ''}"
     for corpus in table.corpora:
         if corpus.name not in about["corpora"]:
             yield f"{corpus.name}, for which --data {corpus.name}=PATH gives one"
 
 
-def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
-    """By update, a column of panels a corpus: validation, mean over seeds, and its distance to the reference's.
+def _curves(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, str]) -> Figure:
+    """Validation by update, one panel per corpus: means over seeds, and below them distances to the reference.
 
-    Distances are paired by seed; their band is the 95% interval, which fewer than three seeds do not have.
+    Distances are paired by seed; the band is their 95% interval, if there are at least `MIN_SEEDS` seeds.
     """
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
     panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
-    drawn = [row for row in rows if row.line.scheme]
+    drawn = [row for row in rows if row.table_row.scheme]
     reference = _reference(table, rows)
     for (above, below), corpus in zip(panels.T, names, strict=False):
         title = _main(table, corpus).title
         for n, row in enumerate(drawn):
             if curve := _mean_curve(row, corpus):
-                above.plot(list(curve), list(curve.values()), label=literal(row.line.name), **line_style(n))
-            if apart := _distances(row, reference, corpus):
-                found = [Difference.paired(values) for values in apart.values()]
-                low, high = ([one.mean + sign * one.half for one in found] for sign in (-1, 1))
-                below.plot(list(apart), [one.mean for one in found], **line_style(n))
-                below.fill_between(list(apart), low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+                above.plot(list(curve), list(curve.values()), label=literal(row.name), **line_style(n))
+            if distances := _distances(row, reference, corpus):
+                paired = [Difference.paired(values) for values in distances.values()]
+                _plot_band(below, list(distances), [one.mean for one in paired], [one.half for one in paired], n)
         above.set(ylabel=f"validation, {title}", title=literal(f"{corpus}: {_short(names[corpus])}"))
-        below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.line.name}'s, paired by seed"))
+        below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.name}'s, paired by seed"))
         plain(above)
         plain(below)
     if names and panels[0, 0].get_legend_handles_labels()[0]:
@@ -438,29 +448,32 @@ def _curves(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) 
     return figure
 
 
-def _along(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
-    """A panel a corpus: figures by a choice in which columns differ, means over seeds within a standard deviation."""
+def _plot_band(axes: Axes, x: Sequence[float], mean: Sequence[float], half: Sequence[float], n: int, **options: Any) -> None:
+    """Plot means in the n-th style, with a band of half widths."""
+    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+    axes.plot(x, mean, **line_style(n), **options)
+    axes.fill_between(x, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
+
+
+def _figures_by_choice(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, str]) -> Figure:
+    """Figures by the choice on the x axis, one panel per corpus: means over seeds, within a standard deviation."""
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
     for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
-        columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.along])
+        columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.x_axis])
         for n, row in enumerate(rows):
-            shown = [(one.view[table.along], values) for one in columns if (values := [*row.values[one.title].values()])]
-            if not shown:
-                continue
-            at, values = zip(*shown, strict=True)
-            mean = [statistics.mean(of) for of in values]
-            spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
-            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-            axes.plot(at, mean, label=literal(row.line.name), **line_style(n))
-            axes.fill_between(at, low, high, color=line_style(n)["color"], alpha=0.15, linewidth=0)
-        axes.set(xlabel=table.along, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
+            points = [(one.view[table.x_axis], values) for one in columns if (values := [*row.values[one.title].values()])]
+            if points:
+                x, values = zip(*points, strict=True)
+                spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
+                _plot_band(axes, x, [statistics.mean(of) for of in values], spread, n, label=literal(row.name))
+        axes.set(xlabel=table.x_axis, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
         if axes.lines:
             axes.legend(fontsize=8, frameon=False)
         plain(axes)
     return figure
 
 
-def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str, str]) -> Figure:
+def _ratios(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, str]) -> Figure:
     figure = Figure(figsize=(8 if len(table.columns) == 1 else 4 * len(table.columns) + 3, 4), layout="constrained")
     panels = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0]
     for at, (axes, column) in enumerate(zip(panels, table.columns, strict=True)):
@@ -468,10 +481,10 @@ def _speed_picture(table: PaperTable, rows: Sequence[Found], names: Mapping[str,
         for shown, (n, row) in enumerate(drawn):
             low, median, high = Spread.of([*row.values[column.title].values()])
             axes.errorbar(median, -n, xerr=(high - low) / 2, fmt="o", color="C0", label=None if shown else "ours")
-            if row.line.figures:
-                axes.plot(row.line.figures[at], -n, "x", color="C1", label=None if shown else "paper")
+            if row.table_row.figures:
+                axes.plot(row.table_row.figures[at], -n, "x", color="C1", label=None if shown else "paper")
         axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
-        axes.set_yticklabels([literal(row.line.name) for row in rows if any(row.values.values())])
+        axes.set_yticklabels([literal(row.name) for row in rows if any(row.values.values())])
         axes.set(xlabel=literal(column.title))
         if drawn:
             axes.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""Pictures of relative kernels: curves, maps and matrices, in colours that colour-blind readers tell apart."""
+"""Pictures of relative kernels: curves, maps and matrices, in colours for colour-blind readers."""
 
 import itertools
 import os
@@ -21,8 +21,6 @@ from isopos.positions import Ring
 from isopos.schemes import Scheme, build, resolve
 from isopos.spec import join_spec, split_spec
 
-__all__ = ["SUFFIXES", "draw", "draw_curve", "draw_heat", "draw_tree", "line_style", "literal", "plain", "show"]
-
 SUFFIXES = (".png", ".svg", ".pdf")
 WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
 WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
@@ -31,10 +29,10 @@ WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
 def show(
     scheme: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
 ) -> Path:
-    """Draw the relative kernel of a scheme with options into a file, by default named after it, and return its path.
+    """Draw the relative kernel of a scheme with options into a file, by default named after it; return its path.
 
     Raises:
-        ValueError: Before any work, where the scheme or the file do not fit.
+        ValueError: Before any work, if the scheme or the file name does not fit.
     """
     name, options = split_spec(scheme)
     spec, built = join_spec(name, options), build(name, head_dim, heads, options)
@@ -42,11 +40,11 @@ def show(
         raise ValueError(f"reach: expected at least 1 step, got {reach}")
     path = _target(Path(out or spec.replace(":", "+").replace("/", "-") + ".png"), overwrite)
     drawn = fill_zeros(built)
-    shown = list(panels(built, reach=reach))
-    figure = Figure(figsize=(7.5 if len(shown) == 1 else 6.2 * len(shown), 5.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        draw(axes, panel, built, alone=len(shown) == 1)
-    figure.suptitle("\n".join(_title(spec, built, shown, drawn)), fontsize=11)
+    every_panel = list(panels(built, reach=reach))
+    figure = Figure(figsize=(7.5 if len(every_panel) == 1 else 6.2 * len(every_panel), 5.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
+        draw(axes, panel, built, alone=len(every_panel) == 1)
+    figure.suptitle("\n".join(_title(spec, built, every_panel, drawn)), fontsize=11)
     try:
         with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
@@ -67,7 +65,7 @@ def _target(path: Path, overwrite: bool) -> Path:
     return path
 
 
-def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[str]:
+def _title(spec: str, scheme: Scheme, every_panel: list[Panel], drawn: bool) -> list[str]:
     choices = dict(scheme.choices)
     attention = choices.pop("attention")
     sums = [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
@@ -76,16 +74,19 @@ def _title(spec: str, scheme: Scheme, shown: list[Panel], drawn: bool) -> list[s
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
         *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
-        *(["direction-blind"] if not (scheme.phases or any(panel.directional for panel in shown)) else []),
+        *(["direction-blind"] if not (scheme.phases or any(panel.directional for panel in every_panel)) else []),
         *(["causal, later keys mirror earlier ones"] if scheme.phases else []),
-        *(["no relative kernel: scores depend on the positions themselves"] * (not all(panel.relative for panel in shown))),
+        *(
+            ["no relative kernel: scores depend on the positions themselves"]
+            * (not all(panel.relative for panel in every_panel))
+        ),
         *(["tables that start at zero drawn at random"] if drawn else []),
     ]
     return [spec, ", ".join(words), CATALOG[resolve(split_spec(spec)[0])].citation, *filter(None, ["; ".join(notes)])]
 
 
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
-    """The curve of a line or ring, the map of a grid, the matrix of a tree; not alone, its title says of what."""
+    """Draw a panel: a curve for a line or ring, a map for a grid, a matrix for a tree; with a title unless `alone`."""
     if not alone:
         axes.set_title(f"along the {panel.group.noun}, the rest at the origin", fontsize=10)
     offset, row = panel.row()
@@ -107,7 +108,7 @@ def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
 
 
 def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> None:
-    """The mean over heads of scores ``[h t]`` by offset ``[t 1]``, its even and odd part, and each head faintly."""
+    """Draw scores ``[h t]`` by offset ``[t 1]``: their mean over heads, its even and odd part, and each head faintly."""
     steps, heads, mean = (x.numpy() for x in (offset[:, 0], score, score.mean(0)))
     for n, head in enumerate(heads if len(heads) > 1 else ()):
         axes.plot(steps, head, color=HEAD, alpha=0.35, linewidth=0.8, label="each head" if n == 0 else None)
@@ -123,7 +124,7 @@ def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> Non
 
 
 def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ...] | None = None) -> None:
-    """A table of scores, query by key; colours diverge from zero where there are scores of both signs."""
+    """Draw a matrix of scores, query by key; colours diverge from zero if there are both signs."""
     image = axes.imshow(score.numpy(), extent=extent, **_colours(score))  # pyright: ignore[reportArgumentType]
     axes.set(xlabel="key position", ylabel="query position")
     for axis in (axes.xaxis, axes.yaxis):
@@ -134,7 +135,7 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
 
 
 def _colours(score: Tensor) -> dict[str, Any]:
-    """Colours that diverge from zero where there are scores of both signs."""
+    """Colours that diverge from zero if there are scores of both signs."""
     low, high = score.min().item(), score.max().item()
     most = max(-low, high)
     return (
@@ -143,7 +144,7 @@ def _colours(score: Tensor) -> dict[str, Any]:
 
 
 def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
-    """The tree of a panel, each node in the colour of its score as a key of one node, which has a ring; means over heads."""
+    """Draw the tree of a panel, each node coloured by its mean score as a key of the node with a ring."""
     parents, branches = panel.position.T.tolist()
     children = [[n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))]
     across, down, leaves = [0.0] * len(parents), [0] * len(parents), itertools.count()
@@ -166,17 +167,17 @@ def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
 
 
 def line_style(n: int) -> dict[str, Any]:
-    """Of the n-th line of a picture: ten colours, then the same with dashes."""
+    """Style of the n-th line of a picture: ten colours, then the same with dashes."""
     return {"color": colormaps["tab10"](n % 10), "linestyle": ("-", (0, (6, 2)), (0, (1, 2)))[n // 10 % 3]}
 
 
 def literal(name: str) -> str:
-    """A name as a picture shows it, never as mathematics."""
+    """A name with its $ escaped, so that matplotlib does not read it as mathematics."""
     return printable(name).replace("$", r"\$")
 
 
 def plain(axes: Axes) -> None:
-    """Without a frame at the top and the right, on a faint grid; ticks are whole numbers where those of the lines are."""
+    """Remove the frame's top and right, add a faint grid; ticks are integers if all x values are."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     if all((np.asarray(line.get_xdata(), float) % 1 == 0).all() for line in axes.get_lines()):

@@ -1,4 +1,4 @@
-"""Progress of runs: bars on a terminal; in a log file, a batch job or CI, a line at the start, every tenth and the end."""
+"""Progress of runs: bars on a terminal; lines elsewhere, at the start, every tenth of the steps and the end."""
 
 import datetime
 import time
@@ -9,18 +9,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isopos.lab.runs.files import printable
 
-__all__ = ["Bars"]
-
-PARTS = 10  # lines of a run, after its first
+PARTS = 10  # lines per run, after its first
 Show = Callable[..., None]
 
 
 class Bars:
-    """Bars or lines on a console, while it is entered.
+    """Progress bars, or lines, on a console within the context.
 
     Args:
         console: Where to print.
-        total: Steps of all runs, which then share one bar that goes when they have ended; by default each has its own.
+        total: Steps of all runs, to show one bar for all that vanishes at the end; by default each run has a bar.
 
     Examples:
         >>> with Bars(Console(width=100)) as bars:
@@ -37,7 +35,7 @@ class Bars:
         self.progress = Progress(*columns, *texts, console=console, transient=total is not None, disable=self.lines)
         self.total = total
         self.shared = None if total is None else self.progress.add_task("", total=total, loss="", rate="")
-        self._line = ""  # of the run in progress, where it is not printed yet
+        self._line = ""  # of the current run, if not printed yet
 
     def __enter__(self) -> "Bars":
         self.progress.start()
@@ -53,23 +51,23 @@ class Bars:
         self._line = ""
 
     def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:
-        """What shows a step of a run: a function of its number and, where there are such, its loss and its rate.
+        """Start the progress of a run; return a function that shows a step with, optionally, its loss and rate.
 
-        Where all runs share a bar, `before` are the steps of others before it.
+        If all runs share a bar, `before` is the number of steps of earlier runs.
         """
-        self._print()  # the last step of the run before, which may have ended before its time
+        self._print()  # last step of the previous run, which may have ended early
         task = self.progress.add_task(title, total=steps, loss="", rate="") if self.shared is None else self.shared
         self.progress.update(task, description=title, completed=before)
         self._line, printed, start = f"{title}: 0/{steps}", 0, None
 
         def show(step: int, loss: float | None = None, rate: float | None = None) -> None:
             nonlocal printed, start
-            shown = "" if loss is None else f"{loss:.3f} {unit}"
-            speed = "" if rate is None else f"{rate:,.0f} {rate_unit}"
-            self.progress.update(task, completed=before + step, loss=shown, rate=speed)
-            start = start or (step, time.monotonic())  # a run that is resumed does not start at 0
-            left = _left(start, step, (self.total or steps) - before)
-            self._line = ", ".join(filter(None, (f"{title}: {step}/{steps}", shown, speed, left)))
+            loss_text = "" if loss is None else f"{loss:.3f} {unit}"
+            rate_text = "" if rate is None else f"{rate:,.0f} {rate_unit}"
+            self.progress.update(task, completed=before + step, loss=loss_text, rate=rate_text)
+            start = start or (step, time.monotonic())  # a resumed run does not start at 0
+            remaining = _left(start, step, (self.total or steps) - before)
+            self._line = ", ".join(filter(None, (f"{title}: {step}/{steps}", loss_text, rate_text, remaining)))
             if step * PARTS // steps > printed:
                 printed = step * PARTS // steps
                 self._print()
@@ -79,7 +77,7 @@ class Bars:
 
 
 def _left(start: tuple[int, float], step: int, steps: int) -> str:
-    """The time that is left at the mean speed since a step and its time."""
+    """Remaining time at the mean speed since `start`, a step and its time."""
     if step in (start[0], steps):
         return ""
     seconds = (steps - step) * (time.monotonic() - start[1]) / (step - start[0])

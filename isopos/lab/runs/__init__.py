@@ -1,1 +1,1 @@
-"""Run folders: what a run leaves, each file written so that a kill at any moment leaves a whole one."""
+"""Run folders. Each file is written so that a kill at any moment leaves the old file or the new one."""

@@ -1,8 +1,8 @@
-"""The weights of a run: checkpoints on the way, and those that it ended with.
+"""Weights of a run: checkpoints during training, and the final weights.
 
-A checkpoint is a new folder, flushed to the disk and then marked complete in one step. A kill or a full disk while one is
-written leaves those before it as they are; one without its mark does not count, and one whose content is not what the mark
-says is refused. Nothing but tensors and plain values is unpickled. The last weights are a safetensors file.
+A checkpoint is a new folder, flushed to disk and then marked complete in one step. A kill or a full disk during writing
+leaves earlier checkpoints unchanged. A checkpoint without its mark is ignored; one whose content differs from its mark is
+refused. Only tensors and plain values are unpickled. The final weights are a safetensors file.
 """
 
 import hashlib
@@ -22,25 +22,9 @@ from safetensors.torch import load_model, save_model
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.files import Damaged, check_plain, damaged, flush_folder, mismatch, read_json, replacing, write_json
-from isopos.lab.runs.folders import REMEDY, recipe_of
+from isopos.lab.runs.folders import REMEDY, read_recipe
 
-__all__ = [
-    "KEEP",
-    "WEIGHTS",
-    "Checkpoint",
-    "begin_with",
-    "best",
-    "build",
-    "complete",
-    "fill",
-    "load_run",
-    "newest",
-    "read",
-    "read_weights",
-    "save",
-]
-
-KEEP = 2  # the last ones, beside the best
+KEEP = 2  # latest checkpoints kept, in addition to the best
 STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
 MARKED = {"step": int, "sha256": str, "validation": float | None, "better": Literal["lower", "higher"], "ended": bool}
 
@@ -49,31 +33,35 @@ class Checkpoint(NamedTuple):
     """A complete checkpoint."""
 
     folder: Path
-    step: int  # updates done
-    validation: float | None  # the main metric there, if it was validated
-    better: str  # whether the lower or the higher one is
-    ended: bool  # whether training ends here
+    step: int  # number of updates
+    validation: float | None  # the main metric, if it was validated
+    better: str  # which values are better: "lower" or "higher"
+    ended: bool  # whether training ended here
 
 
 def complete(run: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, the oldest first; or a ValueError where a mark is damaged."""
-    found = []
+    """The complete checkpoints of a run, oldest first; ValueError if a mark is damaged."""
+    checkpoints = []
     for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
         remedy = f"remove {mark.parent} to go on without it"
-        about = read_json(mark, MARKED, remedy, lambda value: {"better": "lower"} | value)
-        if about["validation"] is not None and not math.isfinite(about["validation"]):
-            damaged(mark, f"validation: expected a finite number, got {about['validation']}", remedy)
-        found.append(Checkpoint(mark.parent, *(about[name] for name in Checkpoint._fields[1:])))
-    return found
+        values = _read_mark(mark, remedy)
+        if values["validation"] is not None and not math.isfinite(values["validation"]):
+            damaged(mark, f"validation: expected a finite number, got {values['validation']}", remedy)
+        checkpoints.append(Checkpoint(mark.parent, *(values[name] for name in Checkpoint._fields[1:])))
+    return checkpoints
+
+
+def _read_mark(mark: Path, remedy: str) -> dict[str, Any]:
+    return read_json(mark, MARKED, remedy, lambda values: {"better": "lower"} | values)
 
 
 def newest(run: Path) -> Checkpoint | None:
-    """The last complete checkpoint of a run, if there is one."""
+    """The last complete checkpoint of a run; None if there is none."""
     return next(reversed(complete(run)), None)
 
 
 def best(run: Path) -> Checkpoint | None:
-    """The complete checkpoint with the best validation, if one was validated; of equal ones the first."""
+    """The complete checkpoint with the best validation, the first of equals; None if none was validated."""
     validated = [(one.validation, one) for one in complete(run) if one.validation is not None]
     signed = [(value if one.better == "lower" else -value, one.step, one) for value, one in validated]
     return min(signed)[-1] if signed else None
@@ -87,10 +75,10 @@ def save(
     better: str = "lower",
     ended: bool = False,
 ) -> Path:
-    """Write a checkpoint of tensors and plain values, then remove those that are neither the best nor among the last.
+    """Write a checkpoint of tensors and plain values, then remove older ones except the best and the latest.
 
     Raises:
-        OSError: Where it cannot be written; what was there before is as it was.
+        OSError: If it cannot be written; earlier checkpoints are unchanged.
     """
     folder = run / "checkpoints" / f"step-{step:08d}"
     last = newest(run)
@@ -106,7 +94,7 @@ def save(
         mark = {"step": step, "sha256": digest, "validation": validation, "better": better, "ended": ended}
         write_json(folder / MARK, mark)
         flush_folder(folder.parent)
-    except (OSError, RuntimeError) as error:  # torch has its own error for what its writer meets
+    except (OSError, RuntimeError) as error:  # PyTorch's writer raises RuntimeError
         shutil.rmtree(folder, ignore_errors=True)
         remedy = f"{last.folder} is whole: make room and go on from it with --resume" if last else "make room"
         raise OSError(f"checkpoint: cannot write {folder}: {error}; {remedy}") from None
@@ -118,15 +106,15 @@ def _prune(run: Path) -> None:
     kept = {checkpoint.folder for checkpoint in (*complete(run)[-KEEP:], best(run)) if checkpoint}
     for folder in (run / "checkpoints").iterdir():
         if folder not in kept:
-            (folder / MARK).unlink(missing_ok=True)  # first, so that a half removed one never counts
+            (folder / MARK).unlink(missing_ok=True)  # first, so that a partly removed checkpoint is not complete
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What was saved, on the CPU.
+    """Read the content of a checkpoint onto the CPU.
 
     Raises:
-        ValueError: Where it is damaged; the message names it, and the one before it.
+        ValueError: If it is damaged; the message names it and the one before it.
     """
     run, path = checkpoint.folder.parent.parent, checkpoint.folder / STATE
     before = [other for other in complete(run) if other.step < checkpoint.step]
@@ -135,14 +123,13 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         check_plain(path)
         with path.open("rb") as file:
-            digest = read_json(checkpoint.folder / MARK, MARKED, remedy, lambda value: {"better": "lower"} | value)["sha256"]
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            if hashlib.file_digest(file, "sha256").hexdigest() != _read_mark(checkpoint.folder / MARK, remedy)["sha256"]:
                 raise ValueError("its content is not what was written")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Damaged:
         raise
-    except Exception as error:  # whatever PyTorch meets in what is not a checkpoint
+    except Exception as error:  # whatever PyTorch raises for a damaged file
         pickled = isinstance(error, UnpicklingError)
         damaged(path, "it holds more than tensors and plain values" if pickled else error or type(error).__name__, remedy)
     kinds = {"model": dict[str, torch.Tensor], "optimizer": dict, "best": list[float], "step": Literal[checkpoint.step]}
@@ -151,8 +138,8 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
     return state
 
 
-def fill(model: Any, checkpoint: Checkpoint) -> None:
-    """Give a model the weights of a checkpoint; ValueError, which names it, where it is damaged or another model's."""
+def load_checkpoint(model: Any, checkpoint: Checkpoint) -> None:
+    """Load the weights of a checkpoint into a model; ValueError if it is damaged or of another model."""
     try:
         model.load_state_dict(read(checkpoint)["model"])
     except RuntimeError as error:
@@ -160,18 +147,18 @@ def fill(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _not_finite(weights: Mapping[str, torch.Tensor]) -> str:
-    """Which of some weights has a NaN or an infinity, or nothing."""
+    """Name a weight with a NaN or an infinity, in a message; empty if there is none."""
     wrong = (name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all())
     return next((f"{name}: expected finite weights" for name in wrong), "")
 
 
 def load_run(folder: Path) -> tuple[Recipe, Any]:
-    """The recipe and the trained model of a run, on the CPU.
+    """Load the recipe and the trained model of a run, on the CPU.
 
     Raises:
-        ValueError: Where the folder holds no run, or one without weights yet.
+        ValueError: If the folder holds no run, or one without final weights.
     """
-    recipe, model = build(folder)
+    recipe, model = build_model(folder)
     weights = folder / WEIGHTS
     if not weights.exists():
         raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
@@ -179,32 +166,32 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     return recipe, model.eval()
 
 
-def begin_with(model: Any, run: Path, anew: tuple[str, ...] = ("head.",)) -> None:
-    """Give a model the weights that a run ended with, but those whose names begin so.
+def warm_start(model: Any, run: Path, reinitialised: tuple[str, ...] = ("head.",)) -> None:
+    """Load the final weights of another run into a model, except those whose names start with `reinitialised`.
 
     Raises:
-        ValueError: Where the run has none, or they are not of the model's names and shapes.
+        ValueError: If the run has no weights, or their names or shapes differ.
     """
-    weights = {name: value for name, value in load_run(run)[1].state_dict().items() if not name.startswith(anew)}
-    others = sorted(name for name in {*model.state_dict()} ^ {*weights} if not name.startswith(anew))
+    weights = {name: value for name, value in load_run(run)[1].state_dict().items() if not name.startswith(reinitialised)}
+    unmatched = sorted(name for name in {*model.state_dict()} ^ {*weights} if not name.startswith(reinitialised))
     try:
-        if others:
-            raise RuntimeError(f"{others[0]} is in one of them only")
+        if unmatched:
+            raise RuntimeError(f"{unmatched[0]} is in one of them only")
         model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"start: expected weights of the model's shapes in {run}, got others: {said}; name another"
+            f"start: expected weights of the model's shapes in {run}, got others: {reason}; name another"
         ) from None
 
 
-def build(folder: Path) -> tuple[Recipe, Any]:
-    """The recipe and the model of a run before its training, on the CPU.
+def build_model(folder: Path) -> tuple[Recipe, Any]:
+    """Read the recipe of a run and build its untrained model, on the CPU.
 
     Raises:
-        ValueError: Where the folder holds no run, or one of which this version can make no model.
+        ValueError: If the folder holds no run, or one whose model this version cannot build.
     """
-    recipe = recipe_of(folder).edit(device="cpu")
+    recipe = read_recipe(folder).edit(device="cpu")
     try:
         return recipe, recipe.task.model(recipe)
     except (ValueError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
@@ -212,16 +199,12 @@ def build(folder: Path) -> tuple[Recipe, Any]:
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """Write the weights that a run ends with.
-
-    Raises:
-        OSError: Where they cannot be written.
-    """
+    """Write the final weights of a run; OSError if they cannot be written."""
     path = folder / WEIGHTS
     try:
         with replacing(path) as part:
             part.touch()
-            mode = part.stat().st_mode  # as other files of the run have it; safetensors has its own
+            mode = part.stat().st_mode  # that of the run's other files; safetensors sets its own
             save_model(model, str(part), metadata={"sha256": _digest(model)})
             part.chmod(stat.S_IMODE(mode))
             _sort_metadata(part)
@@ -232,7 +215,7 @@ def save_weights(model: Any, folder: Path) -> None:
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put the metadata of a safetensors file in order, which differs from one process to the next; the rest stays."""
+    """Sort the metadata of a safetensors file, whose order differs between processes; the tensors are unchanged."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -244,7 +227,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def read_weights(model: Any, path: Path) -> None:
-    """Give a model the weights in a file; ValueError, which names it, where they are damaged or another model's."""
+    """Load a file of weights into a model; ValueError if it is damaged or of another model."""
     remedy = f"put it right, or remove it and make it again by isopos train --name {path.parent.name} --resume"
     try:
         check_plain(path)
@@ -264,7 +247,7 @@ def read_weights(model: Any, path: Path) -> None:
 
 
 def _digest(model: Any) -> str:
-    """The sha256 of a model's tensors, by name."""
+    """The sha256 of a model's tensors, in order of their names."""
     total = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name} {value.dtype} {list(value.shape)}".encode())

@@ -1,7 +1,7 @@
-"""Jobs on the machines of a Ray cluster, which share the working folder; each job leaves its files there.
+"""Jobs on the machines of a Ray cluster that share the working folder; each job writes its files there.
 
-Ray gives each job a process, and says which of them ended. A job whose process was killed, or whose machine went away, is
-begun again, and goes on from what it left in the folder. Ray is the extra `cluster`, and is imported where it is used.
+Ray runs each job in a process and reports which ended. A job whose process or machine was lost starts again, and continues
+from its files. Ray is the extra `cluster`, imported where it is used.
 """
 
 import contextlib
@@ -21,44 +21,42 @@ from typing import Any
 import isopos
 from isopos.lab.runs import signals
 
-__all__ = ["LEASE", "Failed", "Job", "check_cluster", "spread"]
-
-ANSWER = 5.0  # seconds for a connection
-LEASE = 120.0  # seconds for the locks of a machine that went away
-ENDING = 60.0  # seconds for a checkpoint of jobs that are interrupted
-LOSSES = 3  # of a job's processes, after which it is given up
+ANSWER = 5.0  # seconds to wait for a connection
+LEASE = 120.0  # seconds to wait for the locks of a lost machine
+ENDING = 60.0  # seconds for interrupted jobs to write a checkpoint
+LOSSES = 3  # lost processes of a job before it is given up
 
 
 @dataclass(frozen=True)
 class Job:
     """A call in a process of the cluster: `call(*arguments, seconds)`, where `seconds` is how long to wait for locks.
 
-    The call returns a line about what hindered it, or nothing.
+    It returns a message about its failure, or an empty text.
     """
 
-    name: str  # what a reader calls it
-    call: Callable[..., str]  # of a module that all machines have
-    arguments: tuple[Any, ...]  # what can be pickled
-    leaves: Path  # the file that it writes last
-    steps: int  # what it counts for, where progress is shown
-    ready: Callable[[], bool] = lambda: True  # whether it can begin, asked of the process that spreads
+    name: str  # shown to the user
+    call: Callable[..., str]  # a function of a module that all machines have
+    arguments: tuple[Any, ...]  # values that can be pickled
+    output: Path  # the file that it writes last
+    steps: int  # its weight in the progress bar
+    ready: Callable[[], bool] = lambda: True  # whether it can start; called in the process that submits jobs
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What a job comes to that could not be done."""
+    """Failure of a job."""
 
     reason: str
-    again: bool = False  # whether it is begun again
+    retried: bool = False  # whether the job starts again
 
 
 def check_cluster(address: str, device: str, threads: int) -> None:
-    """Raise a ValueError that says why no job can run on the cluster at an address, where none can.
+    """Check that jobs can run on a cluster; raise a ValueError with the reason if not.
 
     Args:
         address: HOST:PORT, or auto for the cluster to which this machine belongs.
-        device: What a job computes on: cpu, or cuda for a GPU of its own.
-        threads: How many CPUs a job takes.
+        device: Device of a job: cpu, or cuda for one GPU per job.
+        threads: Number of CPUs per job.
     """
     import torch
 
@@ -85,19 +83,19 @@ def check_cluster(address: str, device: str, threads: int) -> None:
 def spread(
     jobs: Sequence[Job], address: str, device: str, threads: int, shared: Path
 ) -> Generator[tuple[Job, str | Failed], None, None]:
-    """Do jobs on a cluster; yield each one, as it ends, with what its call returned or `Failed`.
+    """Run jobs on a cluster; yield each job as it ends, with the message that its call returned, or `Failed`.
 
-    A job that was never ready is left out. Closing the iterator, or Ctrl-C, interrupts the jobs that are running and waits
-    until they have left a checkpoint.
+    Jobs that never become ready are skipped. Closing the generator, or Ctrl-C, interrupts running jobs and waits for their
+    checkpoints.
 
     Args:
-        jobs: In the order in which they begin.
-        address: As `check_cluster` takes it; so are the next two.
-        device: What a job computes on.
-        threads: How many CPUs a job takes.
-        shared: A file in the working folder, by which a machine shows that it shares the folder.
+        jobs: In the order in which they start.
+        address: As in `check_cluster`.
+        device: As in `check_cluster`.
+        threads: As in `check_cluster`.
+        shared: A file in the working folder; a machine that sees it shares the folder.
     """
-    place = (os.getcwd(), str(shared), isopos.__version__, threads)
+    environment = (os.getcwd(), str(shared), isopos.__version__, threads)
     waiting, running, lost = [*jobs], {}, Counter()
     with _connected(address) as ray:
         begin = ray.remote(num_cpus=threads, num_gpus=int(device == "cuda"), max_retries=0)(_call)
@@ -106,10 +104,10 @@ def spread(
                 for job in [job for job in waiting if job.ready()]:
                     waiting.remove(job)
                     seconds = LEASE if lost[job.name] else 0.0
-                    running[begin.remote(*place, pickle.dumps((job.call, (*job.arguments, seconds))))] = job
+                    running[begin.remote(*environment, pickle.dumps((job.call, (*job.arguments, seconds))))] = job
                 if not running:
                     return
-                signals.heed()
+                signals.raise_pending()
                 for reference in ray.wait([*running], timeout=1.0)[0]:
                     job = running.pop(reference)
                     try:
@@ -118,11 +116,11 @@ def spread(
                         raise error.cause from None
                     except ray.exceptions.RayError as error:
                         lost[job.name] += 1
-                        if again := lost[job.name] <= LOSSES:
+                        if retried := lost[job.name] <= LOSSES:
                             waiting.append(job)
-                        yield job, Failed(f"its process was lost: {_first_line(error)}", again)
+                        yield job, Failed(f"its process was lost: {_first_line(error)}", retried)
         except KeyboardInterrupt:
-            signals.heed()  # which signal it was, of which Ray's wait leaves no trace
+            signals.raise_pending()  # raises with the signal's number, which Ray's wait loses
             raise
         finally:
             for reference in running:
@@ -133,20 +131,20 @@ def spread(
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """Ray, as long as this process is joined to a cluster; signals are handled as before."""
+    """Connect this process to a cluster within the context; signal handlers are restored."""
     import ray  # pyright: ignore[reportMissingImports]
 
     try:
-        with signals.unchanged():
+        with signals.restored_handlers():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except Exception as error:  # whatever Ray meets: it has no class for a cluster that is not there
+    except Exception as error:  # Ray has no exception class for a missing cluster
         raise ValueError(
             f"ray: cannot join the cluster at {address}: {_first_line(error)}; ray start --head begins one"
         ) from None
     try:
         yield ray
     finally:
-        with signals.unchanged():
+        with signals.restored_handlers():
             ray.shutdown()
 
 
@@ -155,7 +153,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _call(folder: str, shared: str, version: str, threads: int, payload: bytes) -> str | Failed:
-    """Do a job in a process of the cluster, in the folder that all share."""
+    """Run a job in a process of the cluster, in the shared folder."""
     import torch
 
     host = platform.node()
@@ -165,7 +163,7 @@ def _call(folder: str, shared: str, version: str, threads: int, payload: bytes) 
         return Failed(f"{host} has isopos {isopos.__version__}, expected {version}")
     os.chdir(folder)
     if "" not in sys.path:
-        sys.path.append("")  # where tasks and schemes of the user's are
+        sys.path.append("")  # where a user's tasks and schemes are
     torch.set_num_threads(threads)
     try:
         call, arguments = pickle.loads(payload)

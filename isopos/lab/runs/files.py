@@ -1,7 +1,7 @@
-"""The one way in which the laboratory writes and reads files of its own.
+"""Reading and writing of the laboratory's own files.
 
-A reader, a kill, a loss of power meet the old file or the new one. What is read is a plain file of a bounded size whose
-content has the fields and types that it should, or else one error, `Damaged`, names the file and the remedy.
+After a kill or a loss of power a file has its old or its new content. Files are read only if they are regular, of bounded
+size, and have the expected fields and types; otherwise `Damaged` names the file and the remedy.
 """
 
 import contextlib
@@ -11,43 +11,28 @@ import os
 import stat
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-__all__ = [
-    "Damaged",
-    "check_plain",
-    "damaged",
-    "flush_folder",
-    "mismatch",
-    "parse_json",
-    "printable",
-    "read_json",
-    "read_text",
-    "replacing",
-    "write_json",
-    "write_text",
-]
-
-MOST = 256 << 20  # bytes of a file that is read at once
-LEFT = 3600.0  # seconds after which what a killed process was writing is removed
+MOST = 256 << 20  # largest file in bytes
+ABANDONED = 3600.0  # seconds after which the part files of killed processes are removed
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "named values", list: "a list"}
 
 
 class Damaged(ValueError):
-    """A file of the laboratory's own does not hold what it should; the message names it and says what to do."""
+    """A file of the laboratory has unexpected content; the message names it and the remedy."""
 
 
 def damaged(path: Path | str, reason: object, remedy: str) -> NoReturn:
-    """Raise `Damaged`, in one line."""
+    """Raise `Damaged` with a message of one line."""
     reason = reason.strerror or reason if isinstance(reason, OSError) else reason
-    said = " ".join(str(reason).split())
-    raise Damaged(f"{path}: {said if len(said) <= 1000 else said[:1000] + '...'}; {remedy}") from None
+    text = " ".join(str(reason).split())
+    raise Damaged(f"{path}: {text if len(text) <= 1000 else text[:1000] + '...'}; {remedy}") from None
 
 
 def check_plain(path: Path, most: int | None = None) -> None:
-    """Raise OSError or ValueError where a path is no plain file, which could block or never end, or has too many bytes."""
+    """Raise OSError or ValueError if a path is no regular file, or has more than `most` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("expected a plain file, got a folder, a pipe or a device")
@@ -56,11 +41,11 @@ def check_plain(path: Path, most: int | None = None) -> None:
 
 
 def read_text(path: Path, remedy: str, most: int = MOST) -> str:
-    """The text of a file.
+    """Read a text file.
 
     Raises:
-        FileNotFoundError: Where there is none.
-        Damaged: Where it cannot be read, is no plain file, too large or not in UTF-8.
+        FileNotFoundError: If there is none.
+        Damaged: If it cannot be read, is no regular file, too large, or not in UTF-8.
     """
     try:
         check_plain(path, most)
@@ -72,11 +57,11 @@ def read_text(path: Path, remedy: str, most: int = MOST) -> str:
 
 
 def read_json(path: Path, kind: Any, remedy: str, change: Callable[[Any], Any] = lambda value: value) -> Any:
-    """The value in a JSON file, of a kind as in `mismatch`, after a change, as of what is read from before.
+    """Read a JSON file whose value has a kind (see `mismatch`) after `change`, which converts older formats.
 
     Raises:
-        FileNotFoundError: Where there is none.
-        Damaged: As `read_text`, and where it is no JSON or of another kind.
+        FileNotFoundError: If there is none.
+        Damaged: As `read_text`, and if it is not JSON or of another kind.
     """
     return parse_json(read_text(path, remedy), path, kind, remedy, change)
 
@@ -84,7 +69,7 @@ def read_json(path: Path, kind: Any, remedy: str, change: Callable[[Any], Any] =
 def parse_json(
     text: str, path: Path | str, kind: Any, remedy: str, change: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """The value that a text, which `path` holds, stands for, as `read_json`."""
+    """Parse a JSON text from the file `path`; see `read_json`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -99,10 +84,10 @@ def parse_json(
 
 
 def mismatch(value: Any, kind: Any) -> str:
-    """What is wrong with a plain value, or nothing where it is of a kind.
+    """Describe how a plain value differs from a kind; empty if it does not.
 
-    A kind is a type, or Any, a union, a Literal, a list, tuple or mapping of a kind, or a dictionary of kinds by names that
-    a value must have beside others. Whole numbers are numbers, too; true and false are neither.
+    A kind is a type, Any, a union, a Literal, a list, tuple or mapping of a kind, or a dictionary of kinds by the names that
+    a value must have, among others. Integers count as floats; booleans are neither.
 
     Examples:
         >>> mismatch({"step": 3, "loss": None, "more": 1}, {"step": int, "loss": float | None})
@@ -131,12 +116,9 @@ def mismatch(value: Any, kind: Any) -> str:
             return f"expected {len(args)} values, got {_short(value)}"
         parts = ((n, one, of) for n, (one, of) in enumerate(zip(value, args, strict=True)))
     elif args:
-        parts = ((name, one, args[-1 if plain is dict else 0]) for name, one in _items(value))
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = ((name, one, args[-1 if plain is dict else 0]) for name, one in items)
     return next((f"{name}: {wrong}" for name, one, of in parts if (wrong := mismatch(one, of))), "")
-
-
-def _items(value: Any) -> Iterable[tuple[object, Any]]:
-    return value.items() if isinstance(value, dict) else enumerate(value)
 
 
 def _expected(kind: Any, value: object) -> str:
@@ -144,13 +126,13 @@ def _expected(kind: Any, value: object) -> str:
 
 
 def _short(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= 60 else said[:60] + "..."
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, that takes the place of `path` where it was written without an error, and is gone otherwise.
+    """Yield a path to write to; it replaces `path` if the context ends without an error, and is removed otherwise.
 
     Examples:
         >>> import tempfile
@@ -161,10 +143,10 @@ def replacing(path: Path) -> Iterator[Path]:
         [('a.txt', 'whole')]
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFT:
-                left.unlink()
+            if time.time() - other.stat().st_mtime > ABANDONED:
+                other.unlink()
     try:
         yield part
         with part.open("rb+") as file:
@@ -176,18 +158,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by text."""
+    """Replace a file by a text."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file by the value."""
+    """Replace a file by a value as JSON."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power, where the system can."""
+    """Flush the entries of a folder to disk, where the system can."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -197,7 +179,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def printable(text: str) -> str:
-    r"""A text in one line: characters that would move a cursor, hide others or cannot be encoded are written as escapes.
+    r"""The text in one line: control characters, and characters that cannot be encoded, as escapes.
 
     Examples:
         >>> print(printable("a\x1b[2Jb\n±"))

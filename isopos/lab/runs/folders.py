@@ -1,6 +1,6 @@
-"""Run folders: recipe.json, metrics.jsonl, result.json, each written so that a kill at any moment leaves a whole one.
+"""Run folders: recipe.json, metrics.jsonl, result.json, each written so that a kill at any moment leaves a complete file.
 
-A result has ended its run. It is also read in the form that it had before there were tasks.
+A run with a result.json has ended. Results in the format of before tasks existed can be read as well.
 """
 
 import json
@@ -15,52 +15,32 @@ from typing import Any, get_type_hints
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
-__all__ = [
-    "EXAMPLES",
-    "RESULT",
-    "Interrupted",
-    "Log",
-    "Result",
-    "aside",
-    "begin",
-    "check_vacant",
-    "create",
-    "fingerprint",
-    "put_back",
-    "read_ended",
-    "read_rows",
-    "recipe_of",
-    "remove",
-    "run_place",
-    "same_recipe",
-]
-
 RESULT, EXAMPLES = "result.json", "examples.json"
-ROWS = 1 << 30  # bytes of metrics.jsonl
-ROW_START = '{"step": '  # how its rows begin
+ROWS = 1 << 30  # largest metrics.jsonl in bytes
+ROW_START = '{"step": '  # first characters of each row
 REMEDY = "put it right, or remove this run and train it again"
-LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # by which scores were called
+LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # titles of scores in the older format
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended a run, which can be resumed; `code` is the exit status that says so."""
+    """A signal ended a run, which can be resumed; `code` is the exit status."""
 
     def __init__(self, message: str, signal: int):
         super().__init__(message)
         self.code = 128 + signal
 
 
-def run_place(name: str) -> Path:
-    """runs/NAME, or a ValueError where the name is not that of one folder."""
+def run_folder(name: str) -> Path:
+    """The folder runs/NAME; ValueError unless the name is a single folder."""
     if Path(name).name != name or name in (".", ".."):
         raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
     return Path("runs") / name
 
 
 def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise a ValueError where a run cannot have the folder: it exists and is not to be replaced, or holds no run."""
+    """Raise a ValueError if a new run cannot use the folder: it exists without `overwrite`, or holds no run."""
     if not folder.exists():
-        put_back(folder)  # a kill came while it was replaced
+        restore(folder)  # after a kill during its replacement
     if folder.exists() and not overwrite:
         raise ValueError(
             f"name: {folder} exists; go on with it by --resume, replace it by --overwrite, or choose another --name"
@@ -70,60 +50,59 @@ def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
-    """Make the folder of a new run with its recipe.json, both or nothing.
+    """Make the folder of a new run with its recipe.json, both or neither.
 
     Raises:
-        ValueError: Where it exists and is not to be replaced, or holds something else, or cannot be written.
+        ValueError: If it exists without `overwrite`, holds no run, or cannot be written.
     """
     check_vacant(folder, overwrite=overwrite)
-    begin(folder, "recipe.json", recipe.as_dict())
-    remove(aside(folder))
+    start_folder(folder, "recipe.json", recipe.as_dict())
+    remove_folder(aside_path(folder))
 
 
-def begin(folder: Path, file: str, content: object) -> None:
-    """Make a folder with a first file, both or nothing; one that is there is set aside.
+def start_folder(folder: Path, file: str, content: object) -> None:
+    """Make a folder with its first file, both or neither; an existing folder is moved aside.
 
-    What an earlier kill left aside is put back before: a second one does not cost what the first one spared. `put_back`
-    gives the folder its content of before, and `remove(aside(folder))` ends that.
+    A folder that an earlier kill left aside is restored first. `restore` undoes the replacement;
+    `remove_folder(aside_path(folder))` completes it.
     """
     new = folder.with_name(f".{folder.name}.new")
     try:
-        remove(new)
+        remove_folder(new)
         new.mkdir(parents=True)
         write_json(new / file, content)
-        put_back(folder)
+        restore(folder)
         if folder.exists():
-            folder.rename(aside(folder))
+            folder.rename(aside_path(folder))
         new.rename(folder)
     except OSError as error:
         raise ValueError(f"name: cannot write {folder}: {error.strerror}") from None
 
 
-def aside(folder: Path) -> Path:
-    """Where a folder is, whole, while another takes its place."""
+def aside_path(folder: Path) -> Path:
+    """Path of a folder, complete, while another replaces it."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def put_back(folder: Path) -> bool:
-    """Give a folder that is aside its place again, which what stands there loses; whether there was one."""
-    found = aside(folder).exists()
-    if found:
-        remove(folder)
-        aside(folder).rename(folder)
-    return found
+def restore(folder: Path) -> bool:
+    """Move a folder that is aside back, in place of its replacement; return whether there was one."""
+    if exists := aside_path(folder).exists():
+        remove_folder(folder)
+        aside_path(folder).rename(folder)
+    return exists
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder, if it exists; after a kill it is there, whole, or not at all."""
-    gone = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
+def remove_folder(folder: Path) -> None:
+    """Remove a folder if it exists; a kill leaves it complete or removed."""
+    removed = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(removed, ignore_errors=True)
     if folder.exists():
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
-def recipe_of(folder: Path) -> Recipe:
-    """The recipe of a run, or a ValueError where the folder holds none, or one of other fields."""
+def read_recipe(folder: Path) -> Recipe:
+    """Read the recipe of a run; ValueError if the folder holds none, or one with other fields."""
     path = folder / "recipe.json"
     try:
         values = read_json(path, dict[str, Any], REMEDY)
@@ -139,36 +118,36 @@ def recipe_of(folder: Path) -> Recipe:
     return recipe
 
 
-def same_recipe(folder: Path, recipe: Recipe) -> None:
-    """Raise a ValueError that names the fields in which a run that is to be resumed differs from a recipe."""
-    before, now = recipe_of(folder).as_dict(), recipe.as_dict()
+def check_same_recipe(folder: Path, recipe: Recipe) -> None:
+    """Raise a ValueError that names the fields in which a run to resume differs from a recipe."""
+    before, now = read_recipe(folder).as_dict(), recipe.as_dict()
     changed = [name for name in now if before.get(name) != now[name] and name not in PLACEMENT]
     if changed:
         got = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
         raise ValueError(f"resume: expected the recipe of {folder}, got {got}; or choose another --name")
 
 
-def read_ended(run: Path, recipe: Recipe) -> "tuple[list[dict[str, Any]], Result | None]":
-    """The rows of a run and, where it has ended, its result; or a ValueError where a file of them is damaged."""
-    rows, result = read_rows(run / "metrics.jsonl"), Result.of(run)
+def read_run(run: Path, recipe: Recipe) -> "tuple[list[dict[str, Any]], Result | None]":
+    """Read the rows and the result of a run, None if it has not ended; ValueError if a file is damaged."""
+    rows, result = read_rows(run / "metrics.jsonl"), Result.read(run)
     whole = result is not None and result.status == "finished" and not recipe.training.patience
     if rows and whole and rows[-1]["step"] != recipe.training.steps:
-        said = f"expected rows up to step {recipe.training.steps}, got them up to step {rows[-1]['step']}"
-        damaged(run / "metrics.jsonl", said, "remove it")
-    fingerprint(run)  # that it can be read
+        reason = f"expected rows up to step {recipe.training.steps}, got them up to step {rows[-1]['step']}"
+        damaged(run / "metrics.jsonl", reason, "remove it")
+    fingerprint(run)  # raises where data.json is damaged
     return rows, result
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, without a last one that is still being written; none where there is no file.
+    """Read the rows of metrics.jsonl, without a last row that is being written; empty if there is no file.
 
     Raises:
-        Damaged: Where a line is no row, steps go back, the rows end before the last complete checkpoint, or the run has
-            ended and there are none or an unfinished one.
+        Damaged: If a line is no row, steps decrease, the rows end before the last complete checkpoint, or the run has
+            ended and there are no rows or an incomplete one.
     """
     if not path.exists():
         return []
-    ended = (path.parent / RESULT).exists()  # these first: a run that goes on writes its rows before them
+    ended = (path.parent / RESULT).exists()  # read before the rows, which a running process writes first
     marks = [mark.parent.name.removeprefix("step-") for mark in path.parent.glob("checkpoints/step-*/complete.json")]
     reached = max([int(ended), *(int(step) for step in marks if step.isdecimal())])
     remedy = "remove the line, or the file"
@@ -190,7 +169,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Log(AbstractContextManager):
-    """metrics.jsonl of a run, to go on with after a step: what it held of later steps is dropped."""
+    """Writer of metrics.jsonl that continues after a step; rows of later steps are dropped."""
 
     def __init__(self, folder: Path, step: int = 0):
         path = folder / "metrics.jsonl"
@@ -204,7 +183,7 @@ class Log(AbstractContextManager):
         self._file.flush()
 
     def flush(self) -> None:
-        """Make the rows survive a loss of power."""
+        """Flush the rows to disk."""
         os.fsync(self._file.fileno())
 
     def __exit__(self, *error: object) -> None:
@@ -213,43 +192,43 @@ class Log(AbstractContextManager):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """Result of a run."""
 
     status: str  # "finished" or "diverged ..."
-    scores: Mapping[str, float | None]  # by titles of the task's metrics: None where there is none
-    rate: float  # the task's units a second
-    parameters: int  # how many
-    choices: Mapping[str, str]  # of the scheme
-    laws: str  # whether those of the trained scheme hold
+    scores: Mapping[str, float | None]  # by titles of the task's metrics; None where a metric has no value
+    rate: float  # the task's units per second
+    parameters: int  # number of parameters
+    choices: Mapping[str, str]  # the scheme's attention, feature map, decay and denominator
+    laws: str  # whether the laws of the trained scheme hold
 
     def save(self, run: Path) -> None:
-        """Write it, with which the run counts as ended."""
+        """Write result.json, after which the run has ended."""
         write_json(run / RESULT, vars(self))
 
     @classmethod
-    def of(cls, run: Path) -> "Result | None":
-        """That of a run, if it has ended; or a ValueError where the file is damaged."""
+    def read(cls, run: Path) -> "Result | None":
+        """Read the result of a run; None if it has not ended; ValueError if the file is damaged."""
 
-        def change(found: dict[str, Any]) -> dict[str, Any]:
-            if "bits_per_byte" in found:
-                bits, found["rate"] = found.pop("bits_per_byte"), found.pop("tokens_per_second")
-                found["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
-            return found
+        def convert(values: dict[str, Any]) -> dict[str, Any]:
+            if "bits_per_byte" in values:
+                bits, values["rate"] = values.pop("bits_per_byte"), values.pop("tokens_per_second")
+                values["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
+            return values
 
         remedy = "remove it, and train --resume makes it again"
         if not (run / RESULT).exists():
             return None
-        scores = {metric.title: float | None for metric in recipe_of(run).task.metrics}
+        scores = {metric.title: float | None for metric in read_recipe(run).task.metrics}
         choices = dict.fromkeys(("attention", "feature_map", "decay", "denominator"), str)
         kinds = get_type_hints(cls) | {"scores": scores, "choices": choices}
-        found = read_json(run / RESULT, kinds, remedy, change)
-        if not found["status"].startswith(("finished", "diverged")):
-            damaged(run / RESULT, f"status: expected finished or diverged, got {found['status']!r}", remedy)
-        return cls(**{name: found[name] for name in kinds})
+        values = read_json(run / RESULT, kinds, remedy, convert)
+        if not values["status"].startswith(("finished", "diverged")):
+            damaged(run / RESULT, f"status: expected finished or diverged, got {values['status']!r}", remedy)
+        return cls(**{name: values[name] for name in kinds})
 
 
 def fingerprint(run: Path) -> str:
-    """The sha256 of the data that a run was trained on, or nothing."""
+    """The sha256 of the data that a run was trained on; empty if unknown."""
     for path, kinds in ((run / "data.json", {"name": str, "sha256": str}), (run / "text.json", {"sha256": str})):
         if path.exists():
             remedy = "remove it, and the data of this run is no longer compared"

@@ -1,12 +1,12 @@
-"""Locks: one process at a time works on a run, of all processes on all machines that share its folder.
+"""Locks: only one process at a time works on a run, among all processes on all machines that share its folder.
 
-A lock is a hidden file beside what it guards, which the operating system locks (`filelock.FileLock`). Such a lock ends with
-its process, however that ends, in any container; on NFS the server keeps it, and frees it when the machine's lease runs
-out. The alternative, a file whose existence is the lock, would outlive a process that was killed. `filelock` takes it, with
-a warning, only where the file system has no locks.
+A lock is a hidden file next to the folder or file that it guards, locked by the operating system (`filelock.FileLock`). It
+ends with its process, even when that is killed, and works across containers. On NFS the server keeps the lock, and releases
+it when the machine's lease expires. On file systems without locks `filelock` falls back, with a warning, to a file whose
+existence is the lock, which outlives a killed process.
 
-The files stay, since removing one that another process has just opened would make two locks of one. They lie beside the
-folder, which may be moved or removed meanwhile. What only reads, such as a report, asks for no lock.
+Lock files are never removed: another process may just have opened one, and would then lock a different file. They lie next
+to the folder because the folder may be moved or removed. Reading, as for a report, needs no lock.
 """
 
 import contextlib
@@ -17,21 +17,19 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-__all__ = ["check_free", "holder", "lock_path", "locked", "try_lock"]
-
 
 @contextlib.contextmanager
 def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:
-    """Whether this process has the lock of `path`, a folder or a file, for as long as the context is entered.
+    """Try to lock a folder or file within the context; yield whether this process has the lock. It can be taken repeatedly.
 
-    A process that has a lock gets it again.
+    The lock is released on exit.
 
     Args:
-        path: What the lock guards. It need not exist.
+        path: Folder or file to guard. It need not exist.
         seconds: How long to wait for another process.
 
     Raises:
-        OSError: Where the lock's file cannot be written.
+        OSError: If the lock file cannot be written.
 
     Examples:
         >>> import tempfile
@@ -48,8 +46,8 @@ def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:
         yield False
         return
     try:
-        if not isinstance(lock, SoftFileLock):  # whose file says this already
-            with contextlib.suppress(OSError):  # a full disk, or Windows, which locks what is in the file, too
+        if not isinstance(lock, SoftFileLock):  # whose file has this content already
+            with contextlib.suppress(OSError):  # full disk; or Windows, which locks the content, too
                 file.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
         yield True
     finally:
@@ -58,19 +56,19 @@ def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A folder for this process alone, for as long as the context is entered; ValueError says who else works there."""
+    """Lock a folder within the context; ValueError if another process has the lock; the message names it."""
     with contextlib.ExitStack() as held:
         try:
             mine = held.enter_context(try_lock(folder))
         except OSError as error:
-            raise ValueError(f"name: cannot write beside {folder}: {error.strerror}") from None
+            raise ValueError(f"name: cannot write next to {folder}: {error.strerror}") from None
         if not mine:
             raise ValueError(f"name: {folder} is in use by {holder(folder)}; wait for it or choose another --name")
         yield
 
 
 def check_free(folder: Path) -> None:
-    """Raise a ValueError that says who works in a folder, where another process does."""
+    """Raise a ValueError that names the other process if one has the lock of a folder."""
     if lock_path(folder).exists():
         with locked(folder):
             pass
@@ -86,6 +84,6 @@ def holder(path: Path) -> str:
 
 
 def lock_path(path: Path) -> Path:
-    """The file of the lock of `path`: beside it, hidden."""
+    """Path of the lock file: next to `path`, hidden."""
     path = path.resolve()
     return path.with_name(f".{path.name}.lock")

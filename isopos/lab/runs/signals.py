@@ -1,7 +1,7 @@
-"""Signals that end a command: SIGINT and SIGTERM raise `Interrupted`.
+"""Interruption of a command: SIGINT and SIGTERM raise `Interrupted`.
 
-An exception may be lost on its way, for instance in what C calls while a library is imported. So the number is kept too, and
-whoever is about to begin more work asks `heed` or `kept`.
+An exception may be lost, for instance inside C code while a library is imported. Signals are therefore remembered as well;
+code that is about to start more work calls `raise_pending`.
 """
 
 import signal
@@ -12,53 +12,47 @@ from typing import Any
 
 from isopos.lab.runs.folders import Interrupted
 
-__all__ = ["heed", "keep", "kept", "raising", "status", "unchanged", "waiting"]
-
 ENDING = (signal.SIGINT, signal.SIGTERM)
-_kept: list[int] = []
+_pending: list[int] = []
 
 
 def _raise(number: int, frame: Any) -> None:
-    _kept.append(number)
+    _pending.append(number)
     raise Interrupted("", number)
 
 
 def _wait(number: int, frame: Any) -> None:
-    _kept.append(number)
+    _pending.append(number)
 
 
 @contextmanager
 def _handled(handler: Any) -> Iterator[None]:
-    """By this handler, also where the process was started to ignore SIGINT; afterwards as before."""
-    if threading.current_thread() is not threading.main_thread():
+    """Handle signals by `handler` within the context, also where the process was started to ignore SIGINT."""
+    with restored_handlers():
+        if threading.current_thread() is threading.main_thread():
+            for number in ENDING:
+                signal.signal(number, handler)
         yield
-        return
-    before = {number: signal.signal(number, handler) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """While a command runs."""
+    """Raise `Interrupted` on a signal, while a command runs."""
     with _handled(_raise):
         try:
             yield
         finally:
-            _kept.clear()
+            _pending.clear()
 
 
-def waiting() -> Any:
-    """A context in which signals are only kept: what must not be left half done is done first."""
+def deferred() -> Any:
+    """Return a context in which signals are only remembered, so that an operation is not left half done."""
     return _handled(_wait)
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
-    """Whatever handles signals when this is entered handles them again afterwards: libraries take them for themselves."""
+def restored_handlers() -> Iterator[None]:
+    """Restore the signal handlers on exit: some libraries replace them."""
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -68,23 +62,23 @@ def unchanged() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def keep(number: int) -> None:
-    """Keep a signal that another handler took and could not heed; outside of commands nobody would heed it."""
+def remember(number: int) -> None:
+    """Remember a signal that another handler received; ignored outside of commands, where nothing checks for it."""
     if signal.getsignal(number) is _raise:
-        _kept.append(number)
+        _pending.append(number)
 
 
-def kept() -> int:
-    """The first signal that is kept, or 0."""
-    return _kept[0] if _kept else 0
+def pending() -> int:
+    """The first remembered signal, or 0."""
+    return _pending[0] if _pending else 0
 
 
-def heed() -> None:
-    """Raise `Interrupted` where a signal is kept."""
-    if _kept:
-        raise Interrupted("", _kept[0])
+def raise_pending() -> None:
+    """Raise `Interrupted` if a signal is remembered."""
+    if _pending:
+        raise Interrupted("", _pending[0])
 
 
-def status(stop: KeyboardInterrupt) -> int:
-    """The exit status of a command that was interrupted: 130 after Ctrl-C, 143 after SIGTERM."""
+def exit_status(stop: KeyboardInterrupt) -> int:
+    """Exit status of an interrupted command: 130 after Ctrl-C, 143 after SIGTERM."""
     return stop.code if isinstance(stop, Interrupted) else 128 + signal.SIGINT

@@ -1,1 +1,1 @@
-"""The papers' tables: a TOML each, and what reads them."""
+"""Papers' tables, one TOML each, and their loader."""

@@ -1,12 +1,12 @@
-"""Tables of papers as data: `isopos/lab/tables/NAME.toml` holds rows, columns, the paper's figures and edits of a recipe.
+"""Tables of papers as data: `isopos/lab/tables/NAME.toml` has rows, columns, the paper's figures, and edits of a recipe.
 
-Another table is another file, which may lie anywhere: its path is its name then. Keys that none has, figures that miss and
-schemes that do not parse are errors. What fills a table is a cell: one run, which may fill several columns. No torch here.
+A table of your own is another TOML file, named by its path. Unknown keys, missing figures and wrong schemes are errors. A
+cell, one run, may fill several columns. No torch here.
 """
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,27 +17,9 @@ from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
 from isopos.spec import of_layers, split_spec
 
-__all__ = [
-    "ABOUT",
-    "ASK",
-    "SCORES",
-    "TABLES",
-    "TIMED",
-    "Cell",
-    "Column",
-    "Corpus",
-    "PaperTable",
-    "TableRow",
-    "cell_name",
-    "load_table",
-    "read_about",
-    "read_scores",
-    "speed_rounds",
-    "timing",
-]
-
 __getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
+RENAMED = {"along": "x_axis", "begun": "start_scales"}  # keys of tables for version 0.1
 FOLDER = Path(__file__).parent
 SCORES, ABOUT = "scores.json", "about.json"
 TIMED = {
@@ -45,52 +27,52 @@ TIMED = {
     "cost": Metric("relative time of a training step", "", "lower", ".2f"),
     "latency": Metric("relative time of one answer", "", "lower", ".2f"),
 }
-"""Kinds of tables in which nothing is trained, and what they show: ratios of a row to the baseline."""
+"""Kinds of tables without training, and the ratio of a row to the baseline that they show."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
-MEDIUM = "medium"  # a scale that a table may have besides: an hour of one GPU
-ASK = "ask"  # a source that cannot be had freely, so that --data must name a stand-in
+MEDIUM = "medium"  # an optional scale: an hour of one GPU
+ASK = "ask"  # a source that is not freely available: --data must name a replacement
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Data of the paper."""
+    """Data of a paper."""
 
-    name: str  # what --data calls it
-    source: str = ASK  # as `isopos train --data` takes it, or ASK; of no consequence for a task without `data`
-    recipe: str = ""  # its own, of any task; by default that of the table
-    edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, that the paper made for it
-    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # edits of its own by scale, after the table's
-    start: str = ""  # the corpus with whose run, of the same row and seed, training begins; the task of `recipe` has `start`
+    name: str  # as in --data NAME=PATH
+    source: str = ASK  # as in `isopos train --data`, or ASK; ignored by tasks without `data`
+    recipe: str = ""  # a recipe of any task; by default the table's
+    edits: Mapping[str, Any] = field(default_factory=dict)  # the paper's changes of the recipe for this corpus
+    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # edits by scale, applied after the table's
+    start: str = ""  # warm start: the corpus whose run of the same row and seed provides initial weights
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of each row."""
+    """A column: one figure per row."""
 
-    title: str  # of the column
-    corpus: str = ""  # what the model is trained on; none for speeds, and where a task has no `data`
-    figure: str = ""  # one of the task's; by default that of the table
-    split: str = "validation"  # that is scored
-    multiple: int = 1  # of the training length, for the samples that are scored
+    title: str
+    corpus: str = ""  # training data; empty for speeds, and for tasks without `data`
+    figure: str = ""  # one of the task's figures; by default the table's
+    split: str = "validation"  # held-out split to score
+    multiple: int = 1  # length of scored samples as a multiple of the training length
     scored: float = 0.0  # share of each sample, at its end, that counts; 0: all
-    view: Mapping[str, int] = field(default_factory=dict)  # choices of the task's own, as `View.own`
-    after: float = 1.0  # share of the updates after which the validation while training is shown; 1: of the final weights
-    better: str = ""  # lower or higher; by default as the task says of the figure
-    style: str = ""  # of figures; by default as the task says
+    view: Mapping[str, int] = field(default_factory=dict)  # further choices of the task, see `View`
+    after: float = 1.0  # show the validation after this share of the updates; 1: score the final weights
+    better: str = ""  # lower or higher; by default as the task has it
+    style: str = ""  # format of figures; by default as the task has it
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row."""
+    """A row: a scheme, and the paper's figures."""
 
-    name: str  # the paper's, or ours
-    scheme: str = ""  # with options; empty where isopos has none
-    figures: Sequence[float] = ()  # the paper's, one a column; empty for a row of ours
-    schemes: Mapping[str, str] = field(default_factory=dict)  # by corpus, where it is another one, as on a grid
-    fixed: str = ""  # the row with the frequencies or angles with which this one starts, where it learns them
+    name: str  # the paper's name of it, or ours
+    scheme: str = ""  # with options; empty if isopos has none
+    figures: Sequence[float] = ()  # the paper's, one per column; empty for our own rows
+    schemes: Mapping[str, str] = field(default_factory=dict)  # schemes of corpora that need another, such as on grids
+    fixed: str = ""  # for learned frequencies: the row with their initial values, not learned
 
     def on(self, corpus: str) -> str:
-        """The scheme that the models of a corpus have."""
+        """The scheme for a corpus."""
         return self.schemes.get(corpus, self.scheme)
 
 
@@ -98,42 +80,42 @@ class TableRow:
 class PaperTable:
     """A table of a paper."""
 
-    name: str  # of its file
+    name: str  # of the file
     title: str  # what it compares
     citation: str  # paper, table or section
-    baseline: str  # the row whose final loss the others are to reach, whose speed is 1
-    recipe: str  # the paper's, as `isopos train` takes it, with `edits`
+    baseline: str  # the row whose final loss others should reach, and whose speed is 1
+    recipe: str  # name of the paper's recipe, changed by `edits`
     scales: Mapping[str, Mapping[str, Any]]  # edits of the recipe by scale
-    columns: Sequence[Column]  # the figures
+    columns: Sequence[Column]
     rows: Sequence[TableRow]  # in the paper's order, then ours
-    kind: str = "scores"  # of trained models; or one of `TIMED`
-    marked: bool = False  # whether the best figures are, where some differ from them
-    reference: str = ""  # the row from which the others' distance is shown; by default the baseline
-    figure: str = ""  # of the columns that name none; by default the task's first
-    along: str = ""  # one of the task's own choices, by which the picture shows the columns; by default validations
-    corpora: Sequence[Corpus] = ()  # what the columns' models are trained on
-    notes: Sequence[str] = ()  # what a reader must know
-    edits: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, where the paper's differs from the named one
-    begun: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by scale, of the recipes that begin with a run
+    kind: str = "scores"  # figures of trained models; or one of `TIMED`
+    marked: bool = False  # whether the best figures are marked, if others differ from them
+    reference: str = ""  # the row that differences are taken to; by default the baseline
+    figure: str = ""  # default figure of columns; by default the task's first
+    x_axis: str = ""  # a choice of the task on the picture's x axis; by default updates
+    corpora: Sequence[Corpus] = ()  # training data of the columns
+    notes: Sequence[str] = ()  # printed below the table
+    edits: Mapping[str, Any] = field(default_factory=dict)  # the paper's differences from the named recipe
+    start_scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `scales` of runs with a warm start
 
     def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
-        """The recipe of a corpus at a scale, without scheme and seed; that of the scale "original" is what the paper did."""
-        own = corpus or Corpus("")
-        if own.start:
-            before = self.recipe_at(scale, self.corpus(own.start))
-            recipe, scales = replace(preset(own.recipe, "paper").edit(start=""), model=before.model), self.begun
+        """The recipe of a corpus at a scale, without scheme and seed; the scale "original" is exactly the paper's."""
+        data = corpus or Corpus("")
+        if data.start:
+            before = self.recipe_at(scale, self.corpus(data.start))
+            recipe, scales = replace(preset(data.recipe, "paper").edit(start=""), model=before.model), self.start_scales
         else:
-            recipe, scales = preset(own.recipe or self.recipe, "paper").edit(**self.edits), self.scales
+            recipe, scales = preset(data.recipe or self.recipe, "paper").edit(**self.edits), self.scales
         if corpus is not None and "data" in recipe.names:
             recipe = recipe.edit(data=corpus.source)
-        recipe = recipe.edit(**own.edits)
-        return recipe if scale == "original" else recipe.edit(**{**scales[scale], **own.scales.get(scale, {})})
+        recipe = recipe.edit(**data.edits)
+        return recipe if scale == "original" else recipe.edit(**{**scales[scale], **data.scales.get(scale, {})})
 
     def with_steps(self, scale: str, steps: int) -> "PaperTable":
-        """With so many updates at a scale; 0: with as many as it has.
+        """The table with another number of updates at a scale; 0: unchanged.
 
         Raises:
-            ValueError: Where it has no such scale, they are no number of updates, or nothing is trained.
+            ValueError: If it has no such scale, the number is wrong, or the table trains nothing.
         """
         expect(f"scale of {self.name}", scale, [known for known in (*SCALES, MEDIUM) if known in self.scales])
         if not steps:
@@ -150,88 +132,88 @@ class PaperTable:
         return changed
 
     def metric(self, column: Column) -> Metric:
-        """What a column shows, and how."""
+        """The metric of a column: figure, view and format."""
         task = self.task_of(column.corpus)
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.timed:
             figure = TIMED[self.kind]
         view = View(column.split, column.multiple, column.scored, own=tuple(column.view.items()))
-        own = {key: value for key in ("better", "style") if (value := getattr(column, key))}
-        return replace(figure, title=column.title, view=view, **own)
+        changes = {key: value for key in ("better", "style") if (value := getattr(column, key))}
+        return replace(figure, title=column.title, view=view, **changes)
 
     def corpus(self, name: str) -> Corpus | None:
-        """The corpus of that name; none of an empty one, by which a table without corpora goes."""
+        """The corpus of a name; None for the empty name, which tables without corpora use."""
         return next(corpus for corpus in self.corpora if corpus.name == name) if name else None
 
     @property
     def timed(self) -> bool:
-        """Whether it shows seconds, not scores."""
+        """Whether the table shows times instead of scores."""
         return self.kind in TIMED
 
     def ratio(self, seconds: Mapping[str, float], row: str) -> float:
-        """What a round shows of a row."""
+        """Ratio of a row to the baseline in one round of seconds."""
         slower = seconds[row] / seconds[self.baseline]
         return 1 / slower if TIMED[self.kind].better == "higher" else slower
 
     def task_of(self, corpus: str) -> Task:
-        """What the models of a corpus learn."""
+        """The task of a corpus."""
         return self.recipe_at("original", self.corpus(corpus)).task
 
     def row(self, name: str) -> TableRow:
-        """The row of that name."""
+        """The row of a name."""
         return next(row for row in self.rows if row.name == name)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run, of a row, a corpus and a seed: its place, its recipe, and what the columns that it fills show."""
+    """One run of a row, a corpus and a seed: its folder, recipe, and the metrics of its columns."""
 
     folder: Path
     corpus: str
     recipe: Recipe
     metrics: Sequence[Metric]
-    start: Path | None = None  # the cell with whose weights it begins
+    start: Path | None = None  # the cell whose final weights it starts from
 
     @property
     def ready(self) -> bool:
-        """Whether what it begins with is there."""
+        """Whether the cell that it starts from is finished."""
         return self.start is None or ((self.start / SCORES).exists() and read_scores(self.start)["status"] == "finished")
 
     @property
     def done(self) -> bool:
-        """Whether it has its scores."""
+        """Whether it has scores."""
         return (self.folder / SCORES).exists()
 
 
 def load_table(name: str) -> PaperTable:
-    """The table of that name, or in that file.
+    """Load the table of a name, or of a file.
 
     Raises:
-        ValueError: Where there is no such file, or something in it does not fit; the message names the file.
+        ValueError: If there is no such file, or an entry is wrong; the message names the file.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.exists():
         raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}")
     try:
-        values = tomllib.loads(read_text(path, "put it right"))
+        values = {RENAMED.get(key, key): value for key, value in tomllib.loads(read_text(path, "put it right")).items()}
         tables = {"columns": list[dict], "rows": list[dict], "corpora": dict[str, dict]}
         if wrong := mismatch(values, {name: kind for name, kind in tables.items() if name in values}):
             raise ValueError(wrong)
-        columns = tuple(_made(Column, one) for one in values.pop("columns", ()))
-        rows = tuple(_made(TableRow, one) for one in values.pop("rows", ()))
-        corpora = tuple(_made(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
-        table = _made(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
+        columns = tuple(_build(Column, one) for one in values.pop("columns", ()))
+        rows = tuple(_build(TableRow, one) for one in values.pop("rows", ()))
+        corpora = tuple(_build(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
+        table = _build(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
         _check(table)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
     return table
 
 
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    known = {one.name: one for one in fields(kind)}
+def _build(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass from values of TOML; ValueError that names the first wrong key."""
     hints = get_type_hints(kind)
     for key in values:
-        expect(kind.__name__, key, known)
+        expect(kind.__name__, key, hints)
         if wrong := mismatch(values[key], hints[key]):
             raise ValueError(f"{kind.__name__}: {key}: {wrong}")
     try:
@@ -242,28 +224,29 @@ def _made(kind: Any, values: Mapping[str, Any]) -> Any:
 
 def _check(table: PaperTable) -> None:
     names = [row.name for row in table.rows]
-    for what, found in (("rows", names), ("columns", [column.title for column in table.columns])):
-        if not found or len(set(found)) < len(found):
-            raise ValueError(f"{what}: expected different names, got {found}")
+    for key, titles in (("rows", names), ("columns", [column.title for column in table.columns])):
+        if not titles or len(set(titles)) < len(titles):
+            raise ValueError(f"{key}: expected different names, got {titles}")
     expect("kind", table.kind, ("scores", *TIMED))
     if set(table.scales) - {MEDIUM} != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)} and perhaps {MEDIUM}, got {', '.join(table.scales)}")
     for corpus in table.corpora or (Corpus(""),):
         known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
-        given = [table.edits, *table.scales.values()]
+        changes = [table.edits, *table.scales.values()]
         if corpus.start:
-            given = [{"start": ""}, *table.begun.values()]
+            changes = [{"start": ""}, *table.start_scales.values()]
             expect(f"{corpus.name}: start", corpus.start, [other.name for other in table.corpora if not other.start])
-            if set(table.begun) != set(SCALES):
-                raise ValueError(f"begun: expected {', '.join(SCALES)}, got {', '.join(table.begun) or 'none'}")
-        for edits in (*given, corpus.edits, *corpus.scales.values()):
+            if set(table.start_scales) != set(SCALES):
+                scales = ", ".join(table.start_scales) or "none"
+                raise ValueError(f"start_scales: expected {', '.join(SCALES)}, got {scales}")
+        for edits in (*changes, corpus.edits, *corpus.scales.values()):
             for name in edits:
                 expect("field of a recipe", name, known)
         for scale in corpus.scales:
             expect("scale", scale, (*SCALES, MEDIUM))
-    for what, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
+    for key, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
         if row not in names or not table.row(row).scheme:
-            raise ValueError(f"{what}: expected a row with a scheme, got {row!r}")
+            raise ValueError(f"{key}: expected a row with a scheme, got {row!r}")
     known = [corpus.name for corpus in table.corpora] or [""]
     for row in table.rows:
         if row.fixed:
@@ -285,12 +268,12 @@ def _check(table: PaperTable) -> None:
         main = task.metrics[0]
         if not 0 < column.after <= 1 or (column.after < 1 and (metric.figure, metric.view) != (main.figure, main.view)):
             raise ValueError(f"{column.title}: expected after from 0 to 1, and below 1 for {main.title}, got {column.after}")
-        if table.along and table.along not in column.view:
-            raise ValueError(f"{column.title}: expected a view with {table.along}, by which the picture shows columns")
+        if table.x_axis and table.x_axis not in column.view:
+            raise ValueError(f"{column.title}: expected a view with {table.x_axis}, by which the picture shows columns")
 
 
 def cell_name(corpus: str, scheme: str, seed: int) -> str:
-    """The folder of a cell, in characters that every file system takes.
+    """The folder name of a cell, in characters that every file system allows.
 
     Examples:
         >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1)
@@ -300,30 +283,26 @@ def cell_name(corpus: str, scheme: str, seed: int) -> str:
 
 
 def timing(folder: Path, corpus: str = "") -> Path:
-    """Where the seconds of a corpus are."""
+    """Path of the seconds of a corpus."""
     return folder / f"timing{'-' * bool(corpus)}{corpus}.json"
 
 
 def speed_rounds(folder: Path, corpus: str = "") -> list[dict[str, float]]:
-    """Seconds of a training step, or of an answer, by row, in each round so far."""
+    """Seconds of a training step, or of an answer, by row, for each round so far."""
     path = timing(folder, corpus)
     return read_json(path, list[dict[str, float]], "remove it, and steps are timed again") if path.exists() else []
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What was asked of the folder of a table so far."""
-    path, kinds = (
-        folder / ABOUT,
-        {"scale": str, "commands": list[str], "seeds": int, "corpora": dict[str, str], "machine": str},
-    )
+    """Read about.json: the requests for a table's folder so far."""
+    path = folder / ABOUT
     if not path.exists():
         return {"commands": [], "seeds": 0, "corpora": {}}
+    kinds = {"scale": str, "commands": list[str], "seeds": int, "corpora": dict[str, str], "machine": str}
     return read_json(path, kinds, "remove it, and the same command as before writes it again")
 
 
 def read_scores(cell: Path) -> dict[str, Any]:
-    """What a cell came to: its status, its columns' values or the reasons why there is none, and seconds."""
-    columns = dict[str, dict[str, str | float | None]]
-    return read_json(
-        cell / SCORES, {"status": str, "columns": columns, "seconds": float}, "remove it to score the cell again"
-    )
+    """Read a cell's status, seconds, and for each column its values or the reason why there are none."""
+    kinds = {"status": str, "columns": dict[str, dict[str, str | float | None]], "seconds": float}
+    return read_json(cell / SCORES, kinds, "remove it to score the cell again")

@@ -1,8 +1,6 @@
-"""One run from start or checkpoint to result."""
+"""Training of one run, from start or checkpoint to its result."""
 
 from collections.abc import Callable
 
-__all__ = ["OnStep"]
-
 OnStep = Callable[[int, float, float], None]
-"""Hears of a step, its loss as the task shows it, and the task's units a second, on the first process."""
+"""Called after each step on the first process with the step, its loss in the task's unit, and units per second."""

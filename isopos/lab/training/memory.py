@@ -1,4 +1,4 @@
-"""What a step needs at least, and what the machine has: found before a run takes its name, not by a kill in its midst."""
+"""Estimate the memory of a step before a run starts, so that it is refused instead of killed."""
 
 import os
 
@@ -6,24 +6,23 @@ import torch
 
 from isopos.lab.recipes import Recipe
 
-__all__ = ["check_memory"]
-
 
 def check_memory(recipe: Recipe) -> None:
-    """Raise a ValueError where what the blocks leave for the backward pass is more than there is memory."""
+    """Raise a ValueError if the activations that blocks keep for the backward pass exceed the memory."""
     t, m = recipe.training, recipe.model
     units = recipe.task.size(recipe) / (t.accumulate * t.devices * t.nodes)
-    tensors = 1 if m.recompute else 8  # of a block at least: its inputs, q, k, v, and the wide inside of the feed-forward
-    need, there = 4 * units * m.model_dim * m.layers * tensors, _there(t.device, t.devices)
-    if need > there:
+    tensors = 1 if m.recompute else 8  # at least, per block: input, q, k, v, and the wider inside of the feed-forward
+    need, available = 4 * units * m.model_dim * m.layers * tensors, _memory(t.device, t.devices)
+    if need > available:
         raise ValueError(
-            f"batch: expected one whose {t.accumulate} parts fit into the {there / 2**30:.1f} GiB of memory, got {t.batch}, "
-            f"which needs more than {need / 2**30:,.1f} GiB in each; choose a smaller batch, or a larger --accumulate"
+            f"batch: expected one whose {t.accumulate} parts fit into the {available / 2**30:.1f} GiB of memory, "
+            f"got {t.batch}, which needs more than {need / 2**30:,.1f} GiB in each; choose a smaller batch, or a larger "
+            "--accumulate"
         )
 
 
-def _there(device: str, devices: int) -> float:
-    """Bytes that each process may use at most; infinitely many where the system does not say."""
+def _memory(device: str, devices: int) -> float:
+    """Memory in bytes that each process may use; infinite where the system does not tell."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:

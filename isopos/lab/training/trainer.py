@@ -1,6 +1,6 @@
-"""The engine: Lightning's Trainer over a run whose every step is a function of recipe, step, rank and the weights before.
+"""Training by Lightning's Trainer. Each step is a function of recipe, step number, rank and the previous weights.
 
-So a resumed run is a new `fit` over the steps that are left. Importing this takes seconds, since it imports Lightning.
+A resumed run is therefore a new `fit` over the remaining steps. Importing this module takes seconds (Lightning).
 """
 
 import logging
@@ -36,28 +36,26 @@ from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
 
-__all__ = ["Batches", "Fitted", "fit", "randomness", "share"]
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-BESIDE = 1 << 20  # bytes of results, examples and metrics
-NOT_OURS = (".*does not have many workers", ".*LeafSpec.* is deprecated")  # Lightning's warnings
+SMALL_FILES = 1 << 20  # bytes of results, examples and metrics
+LIGHTNING_WARNINGS = (".*does not have many workers", ".*LeafSpec.* is deprecated")
 for name in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(name).setLevel(logging.WARNING)  # its remarks on devices and tips
+    logging.getLogger(name).setLevel(logging.WARNING)  # hides its remarks on devices and its tips
 
 
 class Fitted(NamedTuple):
-    """What training came to."""
+    """Result of training."""
 
     status: str  # "finished" or "diverged at step n"
     weights: Mapping[str, Any]  # the state dict of the model on the CPU, on the first process; empty on the others
-    rate: float  # the task's units a second, of the steps that this process saw
-    stopped: int  # the signal that ended it before its time, or 0
-    step: int  # the last one
+    rate: float  # the task's units per second, over the steps of this process
+    stopped: int  # the signal that ended training early, or 0
+    step: int  # the last step
 
 
 class Batches(Dataset):
-    """The parts of every step's batch that one rank computes, from a step on: item i is (step, part, *batch)."""
+    """One rank's parts of the batches after step `done`: item i is (step, part, *batch)."""
 
     def __init__(self, recipe: Recipe, data: Data, done: int, rank: int, ranks: int):
         self.recipe, self.data, self.done, self.rank, self.ranks = recipe, data, done, rank, ranks
@@ -74,30 +72,30 @@ class Batches(Dataset):
         return step, part, *self.data.batch(self.recipe, step, self.rank * parts + part, self.ranks * parts)
 
 
-def randomness(seed: int, step: int, rank: int, part: int) -> int:
-    """The seed of dropout in one part of a step: a function of its arguments that tells all of them apart."""
+def dropout_seed(seed: int, step: int, rank: int, part: int) -> int:
+    """Seed of dropout in one part of a step; different arguments give independent seeds."""
     return int(np.random.SeedSequence((seed, step, rank, part)).generate_state(1, np.uint64)[0])
 
 
-def share(t: Training, step: int) -> float:
-    """Of the peak learning rate, at a step from 1 on: a linear warm-up, then the recipe's schedule.
+def learning_rate_factor(t: Training, step: int) -> float:
+    """Learning-rate multiplier at step >= 1: a linear warm-up, then the recipe's schedule.
 
-    The inverse square root is that of Fairseq, sqrt(warmup / step). The others reach their end after the last step.
+    The inverse square root is Fairseq's, sqrt(warmup / step). The other schedules end after the last step.
 
     Examples:
         >>> training = Training(steps=100, warmup=10, schedule="polynomial")
-        >>> [share(training, step) for step in (1, 10, 11, 56, 100)]
+        >>> [learning_rate_factor(training, step) for step in (1, 10, 11, 56, 100)]
         [0.1, 1.0, 1.0, 0.5, 0.011...]
     """
     warm = max(1, t.steps // 10) if t.warmup < 0 else t.warmup
     if step <= warm:
         return step / warm
-    left = 1 - (step - 1 - warm) / max(1, t.steps - warm)
+    remaining = 1 - (step - 1 - warm) / max(1, t.steps - warm)
     match t.schedule:
         case "cosine":
-            return 0.5 + 0.5 * math.cos(math.pi * (1 - left))
+            return 0.5 + 0.5 * math.cos(math.pi * (1 - remaining))
         case "polynomial":
-            return left**t.power
+            return remaining**t.power
         case "inverse-sqrt":
             return math.sqrt(max(1, warm) / step)
         case "constant":
@@ -105,22 +103,22 @@ def share(t: Training, step: int) -> float:
 
 
 class _Training(LightningModule):
-    """The steps of one run that are left; `log` is that of the first process."""
+    """The remaining steps of one run; only the first process has a `log`."""
 
     def __init__(
-        self, recipe: Recipe, data: Data, folder: Path, log: Log | None, on_step: OnStep, begin: dict[str, Any] | None
+        self, recipe: Recipe, data: Data, folder: Path, log: Log | None, on_step: OnStep, checkpoint: dict[str, Any] | None
     ):
         super().__init__()
         self.recipe, self.data, self.folder, self.log_rows, self.on_step = recipe, data, folder, log, on_step
         self.settings, self.metric = recipe.training, recipe.task.metrics[0]
-        self.begin, self.first = begin, begin["step"] if begin else 0
+        self.checkpoint, self.first = checkpoint, checkpoint["step"] if checkpoint else 0  # first: the last step done
         self.model = recipe.task.model(recipe)
-        if begin is None and (origin := recipe.task.origin(recipe)) is not None:
-            checkpoints.begin_with(self.model, origin, recipe.task.anew(recipe))
+        if checkpoint is None and (origin := recipe.task.origin(recipe)) is not None:
+            checkpoints.warm_start(self.model, origin, recipe.task.anew(recipe))
         self.losses: list[Tensor] = []
         self.step, self.status, self.best = self.first, "finished", (0, math.inf)  # step and rank
         self.ended = self.stopping = self.sharded = False
-        self.signal, self.begun, self.row = signals.kept(), 0.0, {}
+        self.signal, self.start, self.row = signals.pending(), 0.0, {}
         self.weights: Mapping[str, Any] = {}
 
     def configure_model(self) -> None:
@@ -141,12 +139,12 @@ class _Training(LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         batches = Batches(self.recipe, self.data, self.first, self.global_rank, self.trainer.world_size)
-        start = _leave_signals if self.settings.workers else None
+        start = _reset_signals if self.settings.workers else None
         return DataLoader(batches, batch_size=None, num_workers=self.settings.workers, worker_init_fn=start)
 
     def on_fit_start(self) -> None:
-        if self.begin is not None:
-            state, self.begin = self.begin, None  # frees the memory
+        if self.checkpoint is not None:
+            state, self.checkpoint = self.checkpoint, None  # frees the memory
             content = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
             try:
                 set_state_dict(self.model, self._optimizer, **content, options=StateDictOptions(full_state_dict=True))
@@ -154,7 +152,7 @@ class _Training(LightningModule):
                 for weight, moments in self._optimizer.state.items():
                     if not weight.shape == moments["exp_avg"].shape == moments["exp_avg_sq"].shape:
                         raise ValueError("expected averages of gradients of the shapes of the weights")
-            except Exception as error:  # whatever PyTorch meets in what is not this run's
+            except Exception as error:  # whatever PyTorch raises for another run's checkpoint
                 last = checkpoints.newest(self.folder)
                 damaged(last.folder if last else self.folder, error, "remove it, and --resume goes on from the one before")
 
@@ -163,26 +161,26 @@ class _Training(LightningModule):
         return self.trainer.optimizers[0]
 
     def on_train_start(self) -> None:
-        """Rows that are kept go to the loggers, which begin anew; signals end the run after a step."""
+        """Replay the rows of earlier steps to the loggers, which start empty; take over the signals."""
         for row in self.log_rows.rows if self.log_rows else ():
             self._to_loggers(row)
-        self.take_signals()  # again: Lightning has taken SIGTERM meanwhile
-        self.begun = time.perf_counter()
+        self.take_signals()  # again: Lightning has replaced the handler of SIGTERM
+        self.start = time.perf_counter()
 
     def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
         step, part, *samples = batch
-        torch.manual_seed(randomness(self.recipe.seed, step, self.global_rank, part))
-        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * share(self.settings, step)
+        torch.manual_seed(dropout_seed(self.recipe.seed, step, self.global_rank, part))
+        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * learning_rate_factor(self.settings, step)
         loss = self.data.loss(self.model, *samples)
         self.losses.append(loss.detach().double())
         self.step = step
         return loss
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clip; where loss or gradient is not finite drop the gradient, so that the weights stay as they are."""
-        own = torch.stack((torch.stack(self.losses).mean(), torch.tensor(float(self.signal > 0), device=self.device)))
+        """Clip the gradient; drop it if it or the loss is not finite, so that the weights do not change."""
+        values = torch.stack((torch.stack(self.losses).mean(), torch.tensor(float(self.signal > 0), device=self.device)))
         self.losses.clear()
-        loss, stop = self.trainer.strategy.reduce(own, reduce_op="sum").tolist()
+        loss, stop = self.trainer.strategy.reduce(values, reduce_op="sum").tolist()
         loss, self.stopping = loss / self.trainer.world_size, stop > 0
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
@@ -193,7 +191,7 @@ class _Training(LightningModule):
         self.row = {"step": self.step, "loss": _number(loss), "gradient_norm": _number(norm), "learning_rate": rate}
 
     def on_train_batch_end(self, outputs: Any, batch: tuple[Any, ...], batch_idx: int) -> None:
-        """After the last part of a step: log, validate, save and decide whether to go on. All ranks decide alike."""
+        """After the last part of a step: log, validate, save, and decide whether to stop. All ranks decide alike."""
         r, step = self.settings, self.step
         if batch[1] + 1 < r.accumulate:
             return
@@ -211,13 +209,13 @@ class _Training(LightningModule):
         self.trainer.should_stop = self.ended or self.stopping
 
     def on_train_end(self) -> None:
-        self.weights = get_model_state_dict(self.model, options=WHOLE)
+        self.weights = get_model_state_dict(self.model, options=FULL)
 
     @property
     def rate(self) -> float:
-        """The task's units a second."""
+        """The task's units per second."""
         done = (self.step - self.first) * self.recipe.task.size(self.recipe)
-        return done / (time.perf_counter() - self.begun)
+        return done / (time.perf_counter() - self.start)
 
     def _validate(self) -> float | None:
         value = _number(self.data.evaluate(self.model, self.recipe, (self.metric,))[self.metric.title])
@@ -234,7 +232,7 @@ class _Training(LightningModule):
             try:
                 self.on_step(self.step, loss * self.recipe.task.loss_scale, self.rate)
             except KeyboardInterrupt as stop:
-                self.signal = signals.status(stop) - 128
+                self.signal = signals.exit_status(stop) - 128
 
     def _to_loggers(self, row: dict[str, Any]) -> None:
         values = {name: value for name, value in row.items() if name != "step" and value is not None}
@@ -242,8 +240,8 @@ class _Training(LightningModule):
             logger.log_metrics(values, row["step"])
 
     def _save(self, validation: float | None) -> None:
-        """A checkpoint, which the first process writes; all fail where it fails."""
-        model, optimizer = get_state_dict(self.model, self._optimizer, options=WHOLE)
+        """Write a checkpoint, in the first process; raise in all processes if it fails."""
+        model, optimizer = get_state_dict(self.model, self._optimizer, options=FULL)
         state = {"model": model, "optimizer": optimizer, "best": list(self.best), "step": self.step}
         error = ""
         if self.log_rows is not None:
@@ -257,7 +255,7 @@ class _Training(LightningModule):
             raise OSError(error)
 
     def take_signals(self) -> None:
-        """Let SIGINT and SIGTERM end the run after the step in progress; a second SIGINT ends it at once."""
+        """Make SIGINT and SIGTERM end the run after the current step; a second SIGINT ends it at once."""
 
         def note(number: int, frame: Any) -> None:
             if self.signal == number == signal.SIGINT:
@@ -275,14 +273,14 @@ def fit(
     folder: Path,
     log: Log | None,
     on_step: OnStep,
-    begin: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
 ) -> Fitted:
-    """Train from the content of a checkpoint, or the start, to the last step; all ranks call it, the first with a log."""
-    training, t = _Training(recipe, data, folder, log, on_step, begin), recipe.training
+    """Train from the content of a checkpoint, or from the start; all ranks call it, only the first has a log."""
+    training, t = _Training(recipe, data, folder, log, on_step, checkpoint), recipe.training
     if log:
         _check_room(folder, training.model)
-    with signals.unchanged(), warnings.catch_warnings():
-        for message in NOT_OURS:
+    with signals.restored_handlers(), warnings.catch_warnings():
+        for message in LIGHTNING_WARNINGS:
             warnings.filterwarnings("ignore", message)
         device = torch.device(t.device)
         trainer = Trainer(
@@ -308,16 +306,16 @@ def fit(
             _wait_for_nodes(t.nodes)
         trainer.fit(training)
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # its threads would now and then abort a process that ends
+        torch.distributed.destroy_process_group()  # its threads sometimes abort a process that exits
     stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
-    if training.signal and not stopped:  # it came too late for this run, not for what follows
-        signals.keep(training.signal)
+    if training.signal and not stopped:  # too late for this run; the command checks for it next
+        signals.remember(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
 
 
 def _check_room(folder: Path, model: nn.Module) -> None:
-    """Raise an OSError where the disk has no room for the weights at the end, and for what is written beside them."""
-    size = sum(value.numel() * value.element_size() for value in model.state_dict().values()) + BESIDE
+    """Raise an OSError if the disk has no space for the final weights and the smaller files."""
+    size = sum(value.numel() * value.element_size() for value in model.state_dict().values()) + SMALL_FILES
     if (free := shutil.disk_usage(folder).free) < size:
         raise OSError(
             f"room: expected {size:,} bytes on the disk of {folder} for the weights at the end, got {free:,}; "
@@ -326,7 +324,7 @@ def _check_room(folder: Path, model: nn.Module) -> None:
 
 
 def _wait_for_nodes(nodes: int) -> None:
-    """Say so; signals end the process at once, since no handler of Python runs until all are there."""
+    """Let signals end the process at once, since Python runs no handler until all nodes are connected; print a line."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -341,13 +339,13 @@ def _strategy(t: Training) -> Any:
 
 
 def _environment() -> list[Any]:
-    """SLURM's, where it starts the processes: without requeueing, which would write checkpoints of its own."""
+    """SLURM's plugin, if it starts the processes, without requeueing, which would write its own checkpoints."""
     slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     return [SLURMEnvironment(auto_requeue=False)] if slurm else []
 
 
 def _loggers(t: Training, folder: Path) -> list[Logger]:
-    """Beside metrics.jsonl, whose rows they show from the first on: what an earlier start left is removed."""
+    """Loggers in addition to metrics.jsonl. All rows are replayed to them, so files of an earlier start are removed."""
     if t.logger == "none":
         return []
     shutil.rmtree(folder / t.logger, ignore_errors=True)
@@ -355,12 +353,12 @@ def _loggers(t: Training, folder: Path) -> list[Logger]:
     return [kind(folder, name="", version=t.logger)]
 
 
-def _leave_signals(worker: int) -> None:
-    """In a process that prepares batches: Ctrl-C is for the others, and it ends when it is told to."""
+def _reset_signals(worker: int) -> None:
+    """Signals of a process that prepares batches: ignore Ctrl-C, end on SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _number(value: float | None) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """The value; None if it is not finite, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
