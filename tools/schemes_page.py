@@ -283,7 +283,7 @@ def _laws(schemes: list[_Measured]) -> Iterator[str]:
         held += f", and {STEPS}" if STEPS in holds else ""
         periodic = [f for f in s.report.findings if f.name == "periodic" and f.holds]
         repeats = f"{periodic[0].figure:,.0f}" if periodic else "-"
-        direction = "-" if s.unseen else "causal" if s.scheme.phases else "directional" if s.directional else "not directional"
+        direction = "-" if s.unseen else "causal" if s.scheme.phases else "directional" if s.directional else "symmetric"
         rows.append((f"`{s.name}`", direction, repeats, held, ", ".join(s.report.broken) or "none"))
     yield markdown(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
 
