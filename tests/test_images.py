@@ -549,7 +549,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{name}: expected 0, or the . of .*, got 7"):
             recipe.edit(**{name: 7}).task.load(recipe)
     (note,) = check(scheme="permuteformer-2d", height=400, width=400)
-    assert re.search(r"permutations repeat after \d+ positions, fewer than the 200 of an image", note)
+    assert re.search(r"permutations repeat after \d+ positions, fewer than the 200 evaluated", note)
 
 
 def test_a_short_training_finds_which_side_a_dot_is_on_by_its_place(tmp_path):

@@ -235,7 +235,7 @@ def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
     [
         ({"pairs": "towers"}, "pair: expected the column of a second text, which towers compare, got none"),
         ({"vocabulary": 300}, "vocabulary: expected none beside bytes"),
-        ({"classes": 3}, "classes: expected the 4 of the data, or 0 for those, got 3"),
+        ({"classes": 3}, "classes: expected 0, or the 4 of the data, got 3"),
         ({"data": "nowhere.csv"}, r"data: expected a file or a folder, but nowhere\.csv does not exist"),
         ({"scheme": "learned:length=9"}, "longest: expected at most 9, for which learned:length=9 has positions, got 64"),
         ({"scheme": "ape-tree:branches=2"}, "schemes: expected positions on a line, which text has"),

@@ -12,7 +12,8 @@ import pytest
 import torch
 from cases import close
 
-from isopos.lab.data.pairs import Pairs, read_texts, sequences
+from isopos.lab.data.pairs import read_texts, sequences
+from isopos.lab.data.splits import Splits
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.transduction import Transduction
@@ -158,7 +159,7 @@ def gathered(source, languages=""):
     left, splits = Counter(), {"train": [], "validation": [], "test": []}
     for name, pair in read_texts(source, languages, left):
         splits[name].append(pair)
-    return Pairs(splits, {reason: left[reason] for reason in ("repeated", "with an empty side")})
+    return Splits(splits, {reason: left[reason] for reason in ("repeated", "with an empty side")})
 
 
 def test_formats_of_texts_agree(tmp_path):
@@ -191,10 +192,10 @@ def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path)
         lines(tmp_path / f"{name}.de", *(b for _, b in rows), "", "x", "")
     found = gathered(str(tmp_path), ".en,.de")
     assert [len(found.splits[name]) for name in ("train", "validation", "test")] == [20, 15, 13]
-    assert found.said == ", 15 repeated, 9 with an empty side"
+    assert found.summary == ", 15 repeated, 9 with an empty side"
     assert not set(found.splits["train"]) & set(found.splits["validation"])
     with pytest.raises(ValueError, match="data: expected pairs for validation, got none among 1"):
-        Pairs({"train": [("a", "b")], "validation": [], "test": []})
+        Splits({"train": [("a", "b")], "validation": [], "test": []})
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_texts_are_tokens_of_one_vocabulary_that_stays_with_the_run(tmp_path, to
 
 def test_longer_pairs_are_left_out_and_what_cannot_be_is_refused():
     recipe, data = ready(operation="repeat", longest=13)
-    assert max(sides.max() for sides in data.sides.values()) <= 13
+    assert max(data.lengths(rows).max() for rows in data.pairs.values()) <= 13
     left = re.search(r", (\d+) longer, 20 tokens", data.summary)
     assert left
     assert sum(map(len, data.pairs.values())) == 80 - int(left[1])
@@ -325,7 +326,7 @@ def test_a_short_training_copies():
 def test_captions():
     found = gathered(str(SHARED), "en,de")
     assert [len(found.splits[name]) for name in ("train", "validation", "test")] == [29_000, 1014, 1000]
-    assert found.said == ""
+    assert found.summary == ""
 
 
 TINY = ["--samples=60", "--held-out=10", "--length=6", "--layers=1", "--model-dim=16", "--heads=2", "--batch=8"]

@@ -338,10 +338,10 @@ def test_trees_of_files_are_tokens_of_labels_and_arities(tmp_path):
     ("row", "message"),
     [
         ("(a b)\t(a b", r"line 2, column 1 of the target: expected balanced parentheses, got \( that nothing closes"),
-        ("(a (b c)) d\ta", "line 2, column 11: expected one tree, got d after it"),
-        ("(a () b)\ta", r"line 2, column 4: expected a label after \(, got \)"),
+        ("(a (b c)) d\ta", "line 2, column 11: expected one expression, got another"),
+        ("(a () b)\ta", r"line 2, column 5: expected a label after \(, got \)"),
         ("a)\ta", r"line 2, column 2: expected .*, got \) "),
-        ("\ta", "line 2, column 1: expected a tree, got none"),
+        ("\ta", "line 2, column 1: expected an expression, got empty text"),
         ("(a b)", "line 2: expected a source, a tab and a target, got 1 columns"),
     ],
 )
@@ -365,7 +365,7 @@ def test_what_does_not_fit_is_refused():
             data.settle(recipe.edit(scheme=scheme))
     with pytest.raises(ValueError, match="labels: expected at least 2, of leaves and of others, got 1"):
         recipe.edit(labels=1).task.check(recipe.edit(labels=1))
-    with pytest.raises(ValueError, match="vocabulary: expected at least the 20 of the data, or 0, got 7"):
+    with pytest.raises(ValueError, match="vocabulary: expected 0, or at least the 20 of the data, got 7"):
         ready(vocabulary=7)
 
 

@@ -201,13 +201,13 @@ def test_a_class_that_train_lacks_and_numbers_that_do_not_fit(tmp_path):
         treebank.load(str(tmp_path))
     (tmp_path / "dev.txt").write_text("(1 a b)\n")
     for edits, message in (
-        ({"branches": 2}, "branches: expected at least the 3 of the data, got 2"),
-        ({"classes": 5}, "classes: expected the 2 of the data, or 0 for those, got 5"),
+        ({"branches": 2}, "branches: expected 0, or at least the 3 of the data, got 2"),
+        ({"classes": 5}, "classes: expected 0, or the 2 of the data, got 5"),
         ({"vocabulary": 1}, "vocabulary: expected 0, or 2 at least, got 1"),
         ({"scheme": "ape-tree:branches=2"}, "branches: expected at most the 2 of ape-tree:branches=2, got trees with 3"),
         (
             {"scheme": "learned:length=2"},
-            "longest: expected at most 2, for which learned:length=2 has positions, got trees of 4",
+            "longest: expected at most 2, for which learned:length=2 has positions, got 4",
         ),
         ({"scheme": "ape-grid"}, "expected positions in a tree or on a line"),
         ({"longest": 2}, "data: expected trees for train, got none; 19 are larger: raise --longest"),

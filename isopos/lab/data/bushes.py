@@ -3,7 +3,6 @@
 A bush is its labels and how many children each node has, both in preorder. Nothing here recurses: chains of any depth work.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -14,6 +13,7 @@ __all__ = [
     "Bush",
     "Growth",
     "Order",
+    "arities_of",
     "grow",
     "mirrored",
     "parsed",
@@ -179,43 +179,30 @@ def grow(random: np.random.Generator, depth: int, most: int) -> tuple[int, ...]:
     return tuple(arities)
 
 
+def arities_of(parents: np.ndarray) -> list[int]:
+    """How many children each node has, of the rows of their parents ``[n]``, -1 for roots.
+
+    Examples:
+        >>> arities_of(np.array([-1, 0, 0, 1]))
+        [2, 1, 0, 0]
+    """
+    return np.bincount(parents[parents >= 0], minlength=len(parents)).tolist()
+
+
 def parsed(text: str) -> tuple[list[str], list[int]]:
     """Labels and numbers of children, in preorder, of an s-expression ``(label child child ...)``; an atom is a leaf.
 
     Raises:
-        ValueError: Where it is none; the message begins with the column.
+        isopos.trees.Unread: Where it is none.
 
     Examples:
         >>> parsed("(S (NP the cat) sat)")
         (['S', 'NP', 'the', 'cat', 'sat'], [2, 2, 0, 0, 0])
     """
-    labels, arities, opened, begins = [], [], [], None  # lists that are open, and where one begins that has no label yet
-    for match in re.finditer(r"[()]|[^\s()]+", text):
-        token, column = match.group(), match.start() + 1
-        if begins is not None and token in "()":
-            raise ValueError(f"column {begins}: expected a label after (, got {token}")
-        if labels and not opened and begins is None:
-            raise ValueError(f"column {column}: expected one tree, got {token} after it")
-        if token == ")":
-            if not opened:
-                raise ValueError(f"column {column}: expected balanced parentheses, got ) that closes nothing")
-            opened.pop()
-        elif token == "(":
-            begins = column
-        else:
-            if opened:
-                arities[opened[-1][0]] += 1
-            if begins is not None:
-                opened.append((len(labels), begins))
-            labels.append(token)
-            arities.append(0)
-            begins = None
-    if begins is not None or opened:
-        column = begins if begins is not None else opened[-1][1]
-        raise ValueError(f"column {column}: expected balanced parentheses, got ( that nothing closes")
-    if not labels:
-        raise ValueError("column 1: expected a tree, got none")
-    return labels, arities
+    from isopos.trees import read
+
+    rows, labels = read(text)
+    return labels, arities_of(np.array(rows)[:, 0])
 
 
 def shown(labels: Sequence[str], arities: Sequence[int]) -> str:

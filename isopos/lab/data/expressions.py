@@ -9,21 +9,20 @@ References:
     https://arxiv.org/abs/2011.04006
 """
 
-import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
-from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.lab.data.labelled import assigned, lines_of, two_columns, wrong
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import find
+from isopos.lab.data.splits import Splits, stored
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,13 +33,12 @@ __all__ = [
     "OPERATORS",
     "TOKENS",
     "Expression",
-    "Rows",
-    "Stored",
     "encode",
     "evaluate",
     "generate",
     "nodes",
     "read",
+    "splits_of",
     "text",
     "write",
 ]
@@ -94,44 +92,6 @@ class Expression(NamedTuple):
     branches: int
 
 
-@dataclass(frozen=True, eq=False)
-class Stored(Sequence[Expression]):
-    """The expressions of a split, made of what `write` wrote where they are asked for."""
-
-    arrays: Arrays
-    split: str
-    rows: np.ndarray  # which of those that are there
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each."""
-        return self.arrays.lengths(self.split)[self.rows]
-
-    @property
-    def answers(self) -> np.ndarray:
-        """Values, from 0 to 9."""
-        return self.arrays[f"{self.split}-about"][self.rows, 0]
-
-    @property
-    def branches(self) -> np.ndarray:
-        """Of each one's tree."""
-        return self.arrays[f"{self.split}-about"][self.rows, 1]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, n: int) -> Expression: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Expression]: ...
-    def __getitem__(self, n: int | slice) -> Expression | list[Expression]:
-        if isinstance(n, slice):
-            return [self[row] for row in range(*n.indices(len(self)))]
-        row = int(self.rows[n])
-        answer, branches = self.arrays[f"{self.split}-about"][row].tolist()
-        return Expression(self.arrays.sequence(self.split, row).tobytes(), answer, branches)
-
-
 def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
     """Write expressions, each after its split: SPLIT-tokens and SPLIT-starts, and SPLIT-about, answers and branches."""
     sequences = {split: Ragged(writer, split, 256) for split in SPLITS}
@@ -142,50 +102,14 @@ def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
         writer.add(f"{split}-about", np.array([[answer, branches]]))
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Expressions by split, and how many there were besides.
+def splits_of(arrays: Arrays) -> Splits[Expression]:
+    """The expressions that `write` wrote, with the column `about`: answers and branches ``[n 2]``."""
+    return Splits(stored(arrays, _expression), arrays.facts, "expressions")
 
-    Args:
-        splits: Those of train, validation and test; the last may be empty.
-        long: Left out, since they were longer than wanted.
-        repeated: Left out, since a split that is held out has the same expression.
 
-    Raises:
-        ValueError: Where train or validation has none.
-    """
-
-    splits: Mapping[str, Stored]
-    long: int = 0
-    repeated: int = 0
-
-    def __post_init__(self) -> None:
-        remedy = f"{self.long} are longer: raise --longest" if self.long else "give it more rows"
-        for split in SPLITS[:2]:
-            if not len(self.splits[split]):
-                count = sum(map(len, self.splits.values()))
-                raise ValueError(f"data: expected expressions for {split}, got none among {count}; {remedy}")
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> "Rows":
-        """All that was written, and as repeated what its facts say."""
-        splits = {split: Stored(arrays, split, np.arange(len(arrays[f"{split}-about"]))) for split in SPLITS}
-        return cls(splits, repeated=arrays.facts.get("repeated", 0))
-
-    @property
-    def sha256(self) -> str:
-        """A fingerprint of all that is left, in its order."""
-        digest = hashlib.sha256()
-        for split in SPLITS:
-            digest.update(split.encode())
-            for n, row in enumerate(self.splits[split]):
-                digest.update(b"\xff" * (n > 0) + row.tokens)
-        return digest.hexdigest()
-
-    def up_to(self, longest: int) -> "Rows":
-        """Those of at most so many tokens."""
-        short = {name: replace(rows, rows=rows.rows[rows.lengths <= longest]) for name, rows in self.splits.items()}
-        return Rows(short, sum(len(self.splits[name]) - len(short[name]) for name in SPLITS), self.repeated)
+def _expression(arrays: Arrays, split: str, row: int) -> Expression:
+    answer, branches = arrays[f"{split}-about"][row].tolist()
+    return Expression(arrays.sequence(split, row).tobytes(), answer, branches)
 
 
 def encode(text: str) -> bytes:
@@ -278,7 +202,7 @@ def nodes(tokens: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def read(source: str, root: Path | None = None, console: "Console | None" = None) -> Rows:
+def read(source: str, console: "Console | None" = None) -> Splits[Expression]:
     """The expressions of a file, or of those in a folder whose names end with .tsv; also packed, as .tsv.gz.
 
     A row is a label, a tab and an expression; or the columns are named, Source and Target, in the first. Every label is
@@ -289,7 +213,6 @@ def read(source: str, root: Path | None = None, console: "Console | None" = None
 
     Args:
         source: A path.
-        root: Of the cache.
         console: Shows the progress of the preparation.
 
     Raises:
@@ -299,7 +222,7 @@ def read(source: str, root: Path | None = None, console: "Console | None" = None
         raise ValueError(
             f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
         )
-    with preparing(find(source), root=root, console=console) as preparation:
+    with preparing(find(source), console=console) as preparation:
         (found,), alone = preparation.sources, Path(source).is_file()
         names = [name for name in preparation.names if alone or name.lower().endswith(".tsv")]
         if not names:
@@ -315,7 +238,7 @@ def read(source: str, root: Path | None = None, console: "Console | None" = None
             write(writer, assigned(rows, names, lambda row: (row.tokens, row.tokens), left))
             return dict(left)
 
-        return Rows.of(preparation.arrays("expressions", fill))
+        return splits_of(preparation.arrays("expressions", fill))
 
 
 def _nothing(what: str) -> ValueError:
@@ -323,23 +246,16 @@ def _nothing(what: str) -> ValueError:
 
 
 def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
-    label, formula, some = 0, 1, False
-    for number, line in enumerate(lines, 1):
-        cells = line.removesuffix("\n").split("\t")
-        if not line.strip():
-            continue
-        if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
-            formula = [cell.strip().lower() for cell in cells].index("source")
-            label = 1 - formula
-            continue
+    some = False
+    for number, cells, formula in two_columns(lines, source=1):
         try:
             if len(cells) != 2:
                 raise ValueError(f"expected a label, a tab and an expression, got {len(cells)} columns")
-            row, given = evaluate(encode(cells[formula])), cells[label].strip()
-            if given not in TOKENS[:10]:
-                raise ValueError(f"expected a label from 0 to 9, got {given!r}")
-            if int(given) != row.answer:
-                raise ValueError(f"expected the label {row.answer}, to which the expression evaluates, got {given}")
+            row, label = evaluate(encode(cells[formula])), cells[1 - formula].strip()
+            if label not in TOKENS[:10]:
+                raise ValueError(f"expected a label from 0 to 9, got {label!r}")
+            if int(label) != row.answer:
+                raise ValueError(f"expected the label {row.answer}, to which the expression evaluates, got {label}")
         except ValueError as error:
             column = None
             if isinstance(error, Misplaced):
@@ -354,7 +270,7 @@ def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
 
 def generate(
     seed: int, counts: Sequence[int], *, operators: Sequence[str], depth: int, arguments: int, longest: int
-) -> Rows:
+) -> Splits[Expression]:
     """Random expressions, all different, of the published procedure: an argument is a list with probability 1/4.
 
     Args:
@@ -390,7 +306,7 @@ def generate(
         write(writer, zip(splits, map(evaluate, different), strict=False))
         return {}
 
-    return Rows.of(collect(fill))
+    return splits_of(collect(fill))
 
 
 def _uniform(seed: int) -> Iterator[float]:

@@ -85,9 +85,7 @@ def subset_of(source: str) -> str:
     return found or "CoLA"
 
 
-def load(
-    source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = None, console: "Console | None" = None
-) -> Arrays:
+def load(source: str, name: str, tokenizer: Tokenizer, *, console: "Console | None" = None) -> Arrays:
     """The samples of a source, prepared once, then memory-mapped, by split.
 
     Those of a split are SPLIT-tokens and SPLIT-starts, of one text after another, and SPLIT-answers; `left` of the facts
@@ -97,7 +95,6 @@ def load(
         source: As in `read`; empty: `phrases`.
         name: Of `SUBSETS`.
         tokenizer: Makes tokens of texts.
-        root: Of the cache.
         console: Shows the progress of the preparation.
 
     Raises:
@@ -108,7 +105,7 @@ def load(
         return collect(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
     if not Path(source).exists():
         raise ValueError(f"data: expected a folder with {name}'s train.tsv and dev.tsv, but {source} does not exist")
-    with preparing(find(source), root=root, console=console) as preparation:
+    with preparing(find(source), console=console) as preparation:
         (found,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:

@@ -9,14 +9,14 @@ https://arxiv.org/abs/2011.04006; its data/listops.py) has more than 500 and les
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Writer, key_of, prepared
-from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, Rows, write
+from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, splits_of, write
 from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.splits import Splits
 
 __all__ = ["Settings", "grow", "prepare"]
 
@@ -52,7 +52,7 @@ class Level:
         return np.cumsum(self.counts) - self.counts
 
 
-def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | None = None) -> Rows:
+def prepare(seed: int, counts: Sequence[int], settings: Settings) -> Splits[Expression]:
     """So many different expressions of train, validation and test, of the cache, written there if they are absent.
 
     Raises:
@@ -82,7 +82,7 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | N
         return {}
 
     key = f"listops-{key_of(FORMAT, seed, list(counts), vars(settings))[:32]}"
-    return Rows.of(prepared(cache.default_root() if root is None else root, key, fill))
+    return splits_of(prepared(cache.default_root(), key, fill))
 
 
 def grow(seed: int, settings: Settings) -> Iterator[Expression]:

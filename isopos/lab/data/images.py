@@ -93,7 +93,6 @@ def read(
     width: int = 0,
     *,
     grey: bool = False,
-    cache_root: Path | None = None,
     console: "Console | None" = None,
 ) -> Pictures:
     """The images of a folder, an archive or a dataset, memory-mapped from the cache; what is not there is decoded first.
@@ -107,7 +106,6 @@ def read(
         source: A path, or hf:NAME[:CONFIG] of the hub.
         height, width: In pixels; 0: as found, where all are alike.
         grey: Make those with colours grey.
-        cache_root: As in `corpora.load`.
         console: Hears of the preparation.
 
     Raises:
@@ -124,7 +122,7 @@ def read(
     found = (hub_images if hub else find)(source)
     _check_folders(found)
     with shown(console, "images") as progressing:
-        root, stamp = cache.default_root() if cache_root is None else cache_root, found.stamp()
+        root, stamp = cache.default_root(), found.stamp()
         index = f"index-images-{key_of(FORMAT, source, [path for path, _, _ in stamp])[:32]}"
         kept = cache.remembered(root, index, stamp, dict[str, Any], lambda: vars(_survey(found, progressing)))
         survey = _Survey(**kept)

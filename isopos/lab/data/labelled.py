@@ -33,6 +33,7 @@ __all__ = [
     "rows",
     "table_cells",
     "table_rows",
+    "two_columns",
     "wrong",
 ]
 
@@ -112,6 +113,20 @@ def lines_of(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise wrong(name, number, f"expected UTF-8, got the byte {line[error.start]:#04x}") from None
             number += 1
+
+
+def two_columns(lines: Iterable[str], source: int = 0) -> Iterator[tuple[int, list[str], int]]:
+    """The number and the cells of each line that is not blank, and which cell is the source.
+
+    The first line may name the columns, Source and Target, in either order; otherwise it is as given.
+    """
+    for number, line in enumerate(lines, 1):
+        cells = line.removesuffix("\n").split("\t")
+        names = [cell.strip().lower() for cell in cells]
+        if number == 1 and sorted(names) == ["source", "target"]:
+            source = names.index("source")
+        elif line.strip():
+            yield number, cells, source
 
 
 def table_rows(

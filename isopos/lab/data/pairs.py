@@ -2,87 +2,24 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress, zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
-from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.lab.data.labelled import assigned, lines_of, two_columns, wrong
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find
+from isopos.lab.data.splits import Splits, stored
 from isopos.lab.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Pairs", "Stored", "found_of", "hashed", "load_texts", "names_of", "read_texts", "sequences", "stored", "tables"]
-
-Side = TypeVar("Side")
-
-
-@dataclass(frozen=True)
-class Pairs(Generic[Side]):
-    """Sources and targets by split, and how many there were besides.
-
-    Args:
-        splits: Those of train, validation and test; the last may be empty.
-        left: Pairs that are not among them, by the reason why.
-
-    Raises:
-        ValueError: Where train or validation has none.
-    """
-
-    splits: Mapping[str, Sequence[tuple[Side, Side]]]
-    left: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in SPLITS[:2]:
-            if not self.splits[name]:
-                count = sum(map(len, self.splits.values()))
-                raise ValueError(f"data: expected pairs for {name}, got none among {count}{self.said}; give it more")
-
-    @property
-    def said(self) -> str:
-        """What was left out, for a summary."""
-        return "".join(f", {count:,} {reason}" for reason, count in self.left.items() if count)
-
-    def keep(self, others: str, wanted: Mapping[str, Any]) -> "Pairs[Side]":
-        """Those that are wanted, by split ``[n]``; the others are counted under that name."""
-        kept = {name: _kept(pairs, wanted[name]) for name, pairs in self.splits.items()}
-        gone = sum(len(self.splits[name]) - len(kept[name]) for name in SPLITS)
-        return Pairs(kept, self.left | {others: gone})
-
-
-@dataclass(frozen=True, eq=False)
-class Stored(Sequence[tuple[Side, Side]]):
-    """Pairs of a split, that are made of memory-mapped tokens where they are asked for."""
-
-    arrays: Arrays
-    split: str
-    rows: np.ndarray  # which of those that are there
-    made: Callable[[np.ndarray], Side]  # a side of its tokens
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of sources and of targets ``[n 2]``."""
-        return self.arrays.lengths(self.split).reshape(-1, 2)[self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, n: Any) -> Any:
-        source, target = (self.arrays.sequence(self.split, 2 * int(self.rows[n]) + side) for side in (0, 1))
-        return self.made(source), self.made(target)
-
-
-def _kept(pairs: Sequence[Any], wanted: Any) -> Sequence[Any]:
-    if isinstance(pairs, Stored):
-        return replace(pairs, rows=pairs.rows[np.array(wanted, bool)])
-    return [*compress(pairs, wanted)]
+__all__ = ["hashed", "load_texts", "names_of", "pair_source", "read_texts", "sequences", "tables"]
 
 
 def sequences(
@@ -139,7 +76,7 @@ def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
     endings = [ending.strip().lstrip(".") for ending in languages.split(",")] if languages else []
     if endings and (len(endings) != 2 or endings[0] == endings[1]):
         raise ValueError(f"languages: expected the two endings of a folder's files, as en,de, got {languages!r}")
-    found = [found_of(part) for part in _parts(source, languages)]
+    found = [pair_source(part) for part in _parts(source, languages)]
 
     def pairs() -> Iterator[tuple[str, tuple[str, str]]]:
         if len(found) == 2:
@@ -173,10 +110,8 @@ def load_texts(
     languages: str,
     tokenizer: str | Tokenizer,
     vocabulary: int | None = None,
-    *,
-    root: Path | None = None,
     console: "Console | None" = None,
-) -> tuple[Pairs[np.ndarray], Tokenizer]:
+) -> tuple[Splits[tuple[np.ndarray, np.ndarray]], Tokenizer]:
     """Tokens of the pairs of `read_texts`, prepared once, then memory-mapped, and what they are tokens of.
 
     Args:
@@ -184,13 +119,12 @@ def load_texts(
         languages: As there.
         tokenizer: words or bpe, learned of both sides of the train split, or a tokenizer that is there already.
         vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
-        root: Of the cache.
         console: Shows the progress of the preparation.
 
     Raises:
         ValueError: As of `read_texts`.
     """
-    with preparing(*map(found_of, _parts(source, languages)), root=root, console=console) as preparation:
+    with preparing(*map(pair_source, _parts(source, languages)), console=console) as preparation:
 
         def training() -> Iterator[str]:
             read = read_texts(source, languages, Counter())
@@ -205,17 +139,13 @@ def load_texts(
 
         used = preparation.tokenizer(tokenizer, vocabulary, training, languages)
         arrays = preparation.arrays("pairs", fill, languages, used.fingerprint)
-    return Pairs(stored(arrays, tokens_of), arrays.facts), used
+    return Splits(stored(arrays, _tokens, each=2), arrays.facts), used
 
 
-def stored(arrays: Arrays, made: Callable[[np.ndarray], Side]) -> dict[str, Sequence[tuple[Side, Side]]]:
-    """The pairs of every split, whose sides are made of tokens."""
-    return {name: Stored(arrays, name, np.arange(len(arrays.lengths(name)) // 2), made) for name in SPLITS}
-
-
-def tokens_of(stored: np.ndarray) -> np.ndarray:
-    """Tokens as int64."""
-    return stored.astype(np.int64)
+def _tokens(arrays: Arrays, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target as int64."""
+    source, target = (arrays.sequence(split, 2 * row + n).astype(np.int64) for n in (0, 1))
+    return source, target
 
 
 def _parts(source: str, languages: str) -> list[str]:
@@ -224,7 +154,7 @@ def _parts(source: str, languages: str) -> list[str]:
     return files if len(files) == 2 and not languages else [source]
 
 
-def found_of(source: str) -> Source:
+def pair_source(source: str) -> Source:
     """The source of that name, of files or of the hub."""
     if not source:
         raise ValueError(f"data: expected files of pairs, got {source!r}")
@@ -239,19 +169,14 @@ def tables(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:
     Raises:
         ValueError: Where there is no table, or a row has not two columns (with file and line).
     """
-    some, names = False, names_of(source)
+    found, names = False, names_of(source)
     for name, blocks in source.read(raw=False):
-        order = (0, 1)
-        for number, line in enumerate(lines_of(name, blocks) if name in names else (), 1):
-            cells = line.removesuffix("\n").split("\t")
-            some = some or bool(line.strip())
-            if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
-                order = (0, 1) if cells[0].strip().lower() == "source" else (1, 0)
-            elif len(cells) == 2:
-                yield name, number, (cells[order[0]].strip(), cells[order[1]].strip())
-            elif line.strip():
+        for number, cells, at in two_columns(lines_of(name, blocks) if name in names else ()):
+            if len(cells) != 2:
                 raise wrong(name, number, f"expected a source, a tab and a target, got {len(cells)} columns")
-    if not some:
+            found = True
+            yield name, number, (cells[at].strip(), cells[1 - at].strip())
+    if not found:
         raise ValueError(
             f"data: expected rows of a source, a tab and a target, in files that end with .tsv, none in {source.name}"
         )

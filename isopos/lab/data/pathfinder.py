@@ -19,7 +19,7 @@ References:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 import numpy as np
@@ -156,18 +156,11 @@ def _long(random: np.random.Generator, stubs: np.ndarray, side: int, dashes: int
 
 def _alike(some: np.ndarray, others: np.ndarray) -> np.ndarray | None:
     """A mask of each ``[2 side side]``: equally many lit pixels, and the most alike out of focus; or None."""
-    one, other = (_blurred(masks).reshape(len(masks), -1) for masks in (some, others))
+    one, other = (_spread(masks.astype(np.float32), BLUR, np.add).reshape(len(masks), -1) for masks in (some, others))
     unlike = (one**2).sum(1)[:, None] + (other**2).sum(1) - 2 * one @ other.T
     unlike[some.sum((1, 2))[:, None] != others.sum((1, 2))] = math.inf
     first, second = np.unravel_index(unlike.argmin(), unlike.shape)
     return None if unlike.min() == math.inf else np.stack((some[first], others[second]))
-
-
-def _blurred(masks: np.ndarray) -> np.ndarray:
-    side, by = masks.shape[-1], BLUR
-    rows = np.pad(masks.astype(np.float32), [(0, 0), (by, by), (0, 0)])
-    columns = np.pad(reduce(np.add, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
-    return reduce(np.add, (columns[..., n : n + side] for n in range(2 * by + 1)))
 
 
 def _half(random: np.random.Generator, stub: np.ndarray, more: int, side: int) -> np.ndarray:
@@ -202,7 +195,7 @@ def _distract(random: np.random.Generator, lit: np.ndarray, dashes: int, distrac
         picture = lit.copy()
         for _ in range(distractors):
             pixels = _pixels(_placed(random, _walk(random, SHORT, max(1, dashes)), side)).reshape(SHORT, -1, 2)
-            free = ~_widened(picture[None], REACH)[0][pixels[..., 0], pixels[..., 1]].any(1)
+            free = ~_spread(picture[None], REACH, np.logical_or)[0][pixels[..., 0], pixels[..., 1]].any(1)
             if not free.any():
                 break
             picture[tuple(pixels[free.argmax()].T)] = True
@@ -265,13 +258,14 @@ def _masks(pixels: np.ndarray, side: int, dots: Sequence[np.ndarray] = ()) -> np
 def _apart(some: np.ndarray, others: np.ndarray, reach: int) -> np.ndarray:
     """Whether masks ``[n side side]`` and others ``[m side side]`` are further apart than this ``[n m]``."""
     side = some.shape[-1]
-    wide, thin = (masks.reshape(len(masks), side**2).astype(np.float32) for masks in (_widened(some, reach), others))
-    return wide @ thin.T == 0
+    near = _spread(some, reach, np.logical_or)
+    near, others = (masks.reshape(len(masks), side**2).astype(np.float32) for masks in (near, others))
+    return near @ others.T == 0
 
 
-def _widened(masks: np.ndarray, by: int) -> np.ndarray:
-    """Masks ``[n side side]`` and all pixels at most so far from them, along either axis."""
+def _spread(masks: np.ndarray, by: int, operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    """Each pixel of masks ``[n side side]`` as the operation on all pixels at most so far from it, along either axis."""
     side = masks.shape[-1]
     rows = np.pad(masks, [(0, 0), (by, by), (0, 0)])
-    columns = np.pad(reduce(np.logical_or, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
-    return reduce(np.logical_or, (columns[..., n : n + side] for n in range(2 * by + 1)))
+    columns = np.pad(reduce(operation, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
+    return reduce(operation, (columns[..., n : n + side] for n in range(2 * by + 1)))

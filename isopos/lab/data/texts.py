@@ -9,7 +9,6 @@ Example:
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,7 +66,6 @@ def load(
     *,
     tokenizer: str | Tokenizer = "bytes",
     vocabulary: int | None = None,
-    root: Path | None = None,
     console: "Console | None" = None,
 ) -> Texts:
     """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.rows`.
@@ -80,7 +78,6 @@ def load(
         label: The column of the class.
         tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
         vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
-        root: Of the cache.
         console: Shows the progress of the preparation.
 
     Raises:
@@ -89,7 +86,7 @@ def load(
     check_tokenizer(tokenizer, vocabulary)
     if not source:
         return _own(len(columns) > 1, tokenizer, vocabulary)
-    with preparing(find(source, tables=True), root=root, console=console) as preparation:
+    with preparing(find(source, tables=True), console=console) as preparation:
         return _prepared(preparation, columns, label, tokenizer, vocabulary)
 
 

@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.arrays import Ragged, Writer
+from isopos.lab.data.arrays import Arrays, Ragged, Writer
 from isopos.lab.data.bushes import Bush, grow, mirrored, parsed, part, reduced, sizes
 from isopos.lab.data.labelled import assigned
-from isopos.lab.data.pairs import Pairs, found_of, hashed, names_of, stored, tables
+from isopos.lab.data.pairs import hashed, names_of, pair_source, tables
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source
+from isopos.lab.data.splits import Splits, stored
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ class TreePairs:
         arities: How many children a node of a target has, by its token.
     """
 
-    pairs: Pairs[Bush]
+    pairs: Splits[tuple[Bush, Bush]]
     names: tuple[str, ...]
     arities: tuple[int, ...]
 
@@ -98,7 +98,7 @@ def random_trees(
         if len(different) == sum(counts):
             every = iter(different.values())
             splits = {name: [next(every) for _ in range(count)] for name, count in zip(SPLITS, counts, strict=True)}
-            return TreePairs(Pairs(splits), tuple(names), tuple(arities))
+            return TreePairs(Splits(splits), tuple(names), tuple(arities))
     raise ValueError(
         f"depth: expected {sum(counts):,} different trees, with labels for all nodes, of a depth about {depth}, got only "
         f"{len(different):,}; choose deeper trees, more labels (--vocabulary), or fewer samples"
@@ -137,7 +137,7 @@ def _made(operation: Operation, tree: Bush, leaves: int, inner: int, random: np.
     return source, made[ACTIONS[action]]()
 
 
-def read_trees(source: str, root: Path | None = None, console: "Console | None" = None) -> TreePairs:
+def read_trees(source: str, console: "Console | None" = None) -> TreePairs:
     """Trees of rows, a source, a tab and a target, each an s-expression; see `pairs.tables` and `pairs.read_texts`.
 
     A token is a label with its number of children, so that a label of two kinds of nodes is two tokens. Prepared once, then
@@ -145,13 +145,12 @@ def read_trees(source: str, root: Path | None = None, console: "Console | None" 
 
     Args:
         source: A table, or a folder of those that end with .tsv.
-        root: Of the cache.
         console: Shows the progress of the preparation.
 
     Raises:
         ValueError: Where there is nothing to read, or a row or a tree is wrong (with file, line and column).
     """
-    with preparing(found_of(source), root=root, console=console) as preparation:
+    with preparing(pair_source(source), console=console) as preparation:
         (found,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
@@ -165,32 +164,30 @@ def read_trees(source: str, root: Path | None = None, console: "Console | None" 
 
         arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])
-    pairs = Pairs(stored(arrays, Planted(arities)), arrays.facts["left"])
-    return TreePairs(pairs, tuple(arrays.facts["names"]), arities)
+    return TreePairs(Splits(stored(arrays, _pair, each=2), arrays.facts["left"]), tuple(arrays.facts["names"]), arities)
 
 
-@dataclass(frozen=True)
-class Planted:
-    """Trees of tokens in preorder, of which each has so many children."""
-
-    arities: tuple[int, ...]
-
-    def __call__(self, tokens: np.ndarray) -> Bush:
-        labels = tuple(tokens.tolist())
-        return Bush(labels, tuple(self.arities[label] for label in labels))
+def _pair(arrays: Arrays, split: str, row: int) -> tuple[Bush, Bush]:
+    """Source and target of tokens in preorder; the number of a node's children follows from its token."""
+    arities = arrays.facts["arities"]
+    both = (tuple(arrays.sequence(split, 2 * row + n).tolist()) for n in (0, 1))
+    source, target = (Bush(labels, tuple(arities[label] for label in labels)) for labels in both)
+    return source, target
 
 
 def _trees(source: Source, known: dict[tuple[str, int], int]) -> Iterator[tuple[str, tuple[Bush, Bush]]]:
     """Name of the file and both trees of each row; tokens that come for the first time get the next number."""
+    from isopos.trees import Unread
+
     for name, number, sides in tables(source):
         made: list[Bush] = []
         for text in sides:
             try:
                 labels, arities = parsed(text)
-            except ValueError as error:
-                where, _, said = str(error).partition(": ")
+            except Unread as error:
                 side = " of the target" if made else ""
-                raise ValueError(f"data: {name}, line {number}, {where}{side}: {said}; repair or remove the line") from None
+                problem = f"line {number}, column {error.at + 1}{side}: {error.said.partition(';')[0]}"
+                raise ValueError(f"data: {name}, {problem}; repair or remove the line") from None
             tokens = [known.setdefault(token, len(known)) for token in zip(labels, arities, strict=True)]
             made.append(Bush(tuple(tokens), tuple(arities)))
         yield name, (made[0], made[1])

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
+from isopos.lab.data.bushes import arities_of, shown
 from isopos.lab.data.labelled import LINES, Classes, Row, json_rows, lines_of, parts, table_rows, wrong
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find
@@ -84,7 +84,6 @@ def load(
     inner: bool = False,
     vocabulary: int = 0,
     words: Sequence[str] = (),
-    root: Path | None = None,
     console: "Console | None" = None,
 ) -> Bank:
     """The labelled trees of a source, prepared once, then memory-mapped.
@@ -101,7 +100,6 @@ def load(
         inner: See the labels of inner nodes below the root, too, where the root's is the class.
         vocabulary: At most so many tokens; 0: as many as train has.
         words: What they are, where that is known already.
-        root: Of the cache.
         console: Shows the progress of the preparation.
 
     Raises:
@@ -111,7 +109,7 @@ def load(
         own = [*_random()]
         arrays = collect(lambda writer: _fill(writer, lambda: own, parts(SPLITS), 0, words))
         return Bank("random trees of and, or and not", arrays)
-    with preparing(find(source, tables=True), root=root, console=console) as preparation:
+    with preparing(find(source, tables=True), console=console) as preparation:
         (found,) = preparation.sources
 
         def reading() -> Iterator[Read]:
@@ -222,15 +220,12 @@ def text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
         >>> text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
         '(and T (not F))'
     """
-    parent = [int(row) for row in nodes[:, 0]]
-    inner, depth, pieces = {*parent}, [0] * len(parent), []
-    for row, (label, above) in enumerate(zip(labels, parent, strict=True)):
-        depth[row] = depth[above] + 1 if above >= 0 else 0
-        shown = "" if label in (None, NODE) else str(label)
-        pieces.append(f"({shown}" if row in inner else shown or "()")
-    closing = [(d + (row in inner)) - after for row, (d, after) in enumerate(pairwise([*depth, 0]))]
-    said = [piece + ")" * count for piece, count in zip(pieces, closing, strict=True)]
-    return re.sub(r"\( ", "(", " ".join(said))
+    arities = arities_of(nodes[:, 0])
+    unlabelled = {True: "", False: "()"}  # of inner nodes and of leaves
+    names = [
+        unlabelled[arity > 0] if label in (None, NODE) else str(label) for label, arity in zip(labels, arities, strict=True)
+    ]
+    return shown(names, arities).replace("( ", "(")
 
 
 ATOM = re.compile(r'\s*([\[\]{},:]|"(?:[^"\\]|\\.)*"|[^\s\[\]{},:"]+|"|$)')

@@ -9,15 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from isopos.encodings import Permutation
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import OTHERS, check_other, replace_attention
 from isopos.lab.tasks.task import Recipe, Task, require
 from isopos.models import TOKEN_STD, PerLayer
-from isopos.positions import Group
+from isopos.positions import Group, Tree
 from isopos.schemes import Scheme, build
 from isopos.spec import of_layers, split_spec
 
-__all__ = ["begun", "build_model", "build_scheme", "check_group", "group_of", "memory", "scheme_of"]
+__all__ = ["begun", "build_model", "build_scheme", "check_group", "group_of", "memory", "repeated_positions", "scheme_of"]
 
 Built = TypeVar("Built")
 WEIGHTS = "model.safetensors"  # which a run has when it ends
@@ -60,8 +61,30 @@ def _build(recipe: Recipe, spec: str) -> Scheme:
     return scheme
 
 
-def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> Scheme | PerLayer:
-    """That of `build_scheme`, or a ValueError where its positions are not of these kinds: "on a line, which text has"."""
+def check_group(
+    recipe: Recipe,
+    kinds: tuple[type[Group], ...],
+    where: str,
+    *,
+    length: int = 0,
+    field: str = "longest",
+    remedy: str = "leaves longer ones out",
+    branches: int = 0,
+) -> Scheme | PerLayer:
+    """The scheme of a recipe, as of `build_scheme`, after checks that it fits the samples.
+
+    Args:
+        recipe: Of the scheme.
+        kinds: Groups of positions that samples have.
+        where: These in words: "on a line, which text has".
+        length: Tokens of the longest sample.
+        field: The field of the task that limits these.
+        remedy: What a smaller value of the field does.
+        branches: Branches of the trees.
+
+    Raises:
+        ValueError: Where the scheme has positions of another kind, or too few of them.
+    """
     scheme = build_scheme(recipe)
     if not isinstance(scheme.group, kinds):
         name = split_spec(of_layers(recipe.scheme)[0])[0]
@@ -69,7 +92,26 @@ def check_group(recipe: Recipe, kinds: tuple[type[Group], ...], where: str) -> S
             f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}; "
             f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
         )
+    longest = scheme.max_length
+    if longest is not None and longest < length:
+        raise ValueError(
+            f"{field}: expected at most {longest}, for which {recipe.scheme} has positions, got {length}; "
+            f"--{field} {longest} {remedy}"
+        )
+    if isinstance(scheme.group, Tree) and scheme.group.branches < branches:
+        raise ValueError(
+            f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {branches}"
+        )
     return scheme
+
+
+def repeated_positions(recipe: Recipe, scheme: Scheme | PerLayer, length: int) -> list[str]:
+    """A warning for each permutation of a scheme that repeats within so many positions."""
+    return [
+        f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {length} evaluated"
+        for module in scheme.modules()
+        if isinstance(module, Permutation) and (order := module.common_order) < length
+    ]
 
 
 def begun(folder: Path, recipe: Recipe, kind: type[Task], also: Sequence[str] = ()) -> Recipe:

@@ -13,8 +13,8 @@ from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load, subset_of
 from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
-from isopos.lab.tasks.samples import Labelled
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.samples import Labelled, padded
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,6 +53,7 @@ class Glue(Task):
     schemes = "none,rope,lrpe-orthogonal,permuteformer"
     edits = MappingProxyType({"steps": 300, "batch": 32, "length": 128, "learning_rate": 2e-3})
     unit = "rows"
+    counted = "rows"
     limits = (("length", 4, 10**9), (("vocabulary", "validation_rows"), 0, 10**9))
     settled = ("subset", "vocabulary")
 
@@ -65,10 +66,6 @@ class Glue(Task):
     def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         loss = Metric("loss", "loss", note=f"loss: {self.loss_unit}")
         return (*(FIGURES[name] for name in self.own.figures), loss)
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "rows", "higher", ",.0f"),)
 
     @property
     def loss_unit(self) -> str:
@@ -87,10 +84,8 @@ class Glue(Task):
         from isopos.positions import Line
 
         catalog.expect("subset", self.subset or subset_of(self.data), SUBSETS)
-        scheme = check_group(recipe, (Line,), "on a line, which text has")
-        longest = scheme.max_length
-        at_most = f"at most {longest}, for which {recipe.scheme} has positions"
-        require("length", self.length, at_most, longest is None or self.length <= longest)
+        where = "on a line, which text has"
+        check_group(recipe, (Line,), where, length=self.length, field="length", remedy="cuts texts there")
         self.model(recipe)
         self.origin(recipe)
         return []
@@ -148,7 +143,7 @@ class GlueSamples(Labelled):
         self.own, self.name, self.end = task.own, task.data or "built-in phrases", tokenizer.encode("\n")
         self.sha256 = f"{arrays.sha256[:32]}{tokenizer.fingerprint[:32]}"
         splits, cut = [split for split in SPLITS if arrays.facts["rows"][split]], 0
-        self.splits = tuple(split for split in splits if split != "train")
+        self.exact = {"vocabulary": tokenizer.size}
         self.kept, self.sizes = {}, {}
         for split in splits:
             lengths = arrays.lengths(split).reshape(-1, len(self.own.texts))
@@ -181,13 +176,11 @@ class GlueSamples(Labelled):
         return [self.arrays.sequence(split, len(kept) * row + n)[:length] for n, length in enumerate(kept)]
 
     def settle(self, recipe: Recipe) -> Recipe:
-        size, given = self.tokenizer.size, self.task.vocabulary
-        require("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
         if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
             raise ValueError(
                 f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"
             )
-        return super().settle(recipe.edit(vocabulary=size, subset=self.task.subset or subset_of(self.task.data)))
+        return super().settle(recipe.edit(subset=self.task.subset or subset_of(self.task.data)))
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save(folder)
@@ -201,11 +194,8 @@ class GlueSamples(Labelled):
 
         from isopos.positions import sequence
 
-        lengths = torch.from_numpy(self.sizes[split][rows])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        tokens = torch.zeros(mask.shape, dtype=torch.int64)
-        parts = [part for row in rows for text in self.texts(split, row) for part in (text, self.end)]
-        tokens[mask] = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        parts = [[part for text in self.texts(split, row) for part in (text, self.end)] for row in rows]
+        tokens, mask = padded([np.concatenate(part) for part in parts])
         answers = torch.from_numpy(self.arrays[f"{split}-answers"][rows])
         answers = answers.long() if self.own.labels else answers.float()
         return tokens, sequence(mask.shape[1]), mask, answers
@@ -218,15 +208,12 @@ class GlueSamples(Labelled):
         *sample, scores = batch
         return F.mse_loss(model(*sample)[:, 0], scores)
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """The task's own figures, of all rows together; a model that says the same of all has a correlation of 0."""
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        """The figures of the subset, of all rows together; the correlation of a constant prediction is 0."""
         import torch
         from torch.nn import functional as F
 
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        rounds = self.rounds(view.split, self.limit if view.limit < 0 else view.limit)
-        found = [self.answers(model, recipe, view.split, rows) for rows in rounds]
+        found = [self.answers(model, recipe, view.split, rows) for rows in self.rounds(view.split, limit)]
         logits, answers = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
         loss = F.cross_entropy(logits, answers) if self.own.labels else F.mse_loss(logits[:, 0], answers)
         own = {name: _figure(name, logits, answers) for name in self.own.figures}

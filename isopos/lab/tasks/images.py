@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.task import Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,6 +64,7 @@ class Images(Task):
     schemes = "none,sinusoidal,rope,ape-sequence,ape-grid,permuteformer-2d,horn-clipped:axes=2"
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 48, "heads": 4, "learning_rate": 5e-3})
     unit = "images"
+    counted = "images"
     limits = (
         (("height", "width", "margin"), 0, 10**5),
         ("patch", 1, 10**5),
@@ -76,10 +77,6 @@ class Images(Task):
     settled = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
     metrics = accuracy("held-out images", "whose class is named")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "images", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         return (
@@ -103,8 +100,7 @@ class Images(Task):
         return {"scale": 1.0, **known}  # tokens of pixels vary about as much
 
     def check(self, recipe: Recipe) -> list[str]:
-        from isopos.encodings import Permutation
-        from isopos.lab.tasks.build import check_group
+        from isopos.lab.tasks.build import check_group, repeated_positions
         from isopos.positions import Line, Product
 
         where = "on a line or on a grid of 2 axes, which images have"
@@ -131,11 +127,7 @@ class Images(Task):
                 f"got {longest}; choose a smaller one, or a larger --patch"
             )
         span = longest if scheme.group.columns == 1 else (max(self.height, self.width) + 2 * self.margin) // self.patch
-        return [
-            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {span} of an image"
-            for module in scheme.modules()
-            if isinstance(module, Permutation) and (order := module.common_order) < span
-        ]
+        return repeated_positions(recipe, scheme, span)
 
     def extent(self, view: View, axes: int) -> tuple[float, int]:
         """The axis that grows most, at least as long as in training; of positions on a line all tokens."""
@@ -180,10 +172,7 @@ class Album(Labelled):
         self.copies = task.repeats
         self.show(pictures)
         train, validation, test = (pictures.splits[split] for split in ("train", "validation", "test"))
-        self.splits = ("validation", "test") if len(test) else ("validation",)
-        for name, count in self.found.items():
-            given = getattr(task, name)
-            require(name, given, f"0, or the {count} of {self.name}", given in (0, count))
+        self.exact = {"channels": pictures.pixels.shape[1], "classes": len(pictures.classes)}
         usual = int(np.bincount(pictures.labels[train]).argmax())
         share = (pictures.labels[validation] == usual).mean()
         height, width = pictures.pixels.shape[2:]
@@ -200,16 +189,9 @@ class Album(Labelled):
         self.pictures = pictures
         self.sizes = {split: np.full(len(rows), tokens) for split, rows in pictures.splits.items()}
 
-    @property
-    def found(self) -> dict[str, int]:
-        """What the data tells of fields of the task."""
-        return {"channels": self.pictures.pixels.shape[1], "classes": len(self.pictures.classes)}
-
     def settle(self, recipe: Recipe) -> Recipe:
         height, width = self.pictures.pixels.shape[2:]
-        recipe = recipe.edit(height=height, width=width, **self.found)
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+        return super().settle(recipe.edit(height=height, width=width))
 
     def labels(self, split: str) -> np.ndarray:
         return self.pictures.labels[self.pictures.splits[split]]

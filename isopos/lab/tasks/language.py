@@ -64,8 +64,7 @@ class TextTask(Task):
     def check(self, recipe: Recipe) -> list[str]:
         import torch
 
-        from isopos.encodings import Permutation
-        from isopos.lab.tasks.build import check_group
+        from isopos.lab.tasks.build import check_group, repeated_positions
         from isopos.positions import Line
 
         few = 0 < self.validation_tokens < self.length
@@ -74,11 +73,7 @@ class TextTask(Task):
         with torch.no_grad():
             small = recipe.edit(vocabulary=0)  # of no consequence for the scheme
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
-        return [
-            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {self.reach} evaluated"
-            for module in scheme.modules()
-            if isinstance(module, Permutation) and (order := module.common_order) < self.reach
-        ]
+        return repeated_positions(recipe, scheme, self.reach)
 
     def corpus(self, console: "Console | None", run: Path | None) -> "Corpus":
         """The text as tokens of its own tokenizer, or of that of a run."""

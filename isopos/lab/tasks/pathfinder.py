@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, require
+from isopos.lab.tasks.task import Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +39,7 @@ class Pathfinder(Task):
     schemes = "none,rope,ape-sequence,ape-grid"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "pictures"
+    counted = "pictures"
     limits = (
         ("side", 8, 1024),
         ("dashes", 1, 1000),
@@ -46,10 +47,6 @@ class Pathfinder(Task):
         ("pictures", 20, 10**8),
     )
     metrics = accuracy("held-out pictures", "whose dots are rightly said to be connected or not")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "pictures", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."
@@ -87,7 +84,6 @@ class Pictures(Labelled):
     """Pictures to train on and to score."""
 
     unit = "pictures"
-    splits = ("validation", "test")
 
     def __init__(self, task: Pathfinder, arrays: "Arrays"):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows

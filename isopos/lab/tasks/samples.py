@@ -1,19 +1,19 @@
 """What tasks of finite sets of samples share: the batches of an epoch, and the loss and figures of classifiers."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-__all__ = ["Labelled", "Samples", "accuracy"]
+__all__ = ["Labelled", "Samples", "accuracy", "padded"]
 
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # tokens that are scored at once
@@ -24,8 +24,8 @@ def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
     """The figures of a classifier: its accuracy, the share of `what` that is `right`, and its cross-entropy.
 
     Examples:
-        >>> accuracy("held-out texts", "named rightly")[0].note
-        'accuracy: share of held-out texts named rightly'
+        >>> accuracy("held-out texts", "named correctly")[0].note
+        'accuracy: share of held-out texts named correctly'
     """
     return (
         Metric("accuracy", "accuracy", "higher", ".1%", note=f"accuracy: share of {what} {right}"),
@@ -33,12 +33,36 @@ def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
     )
 
 
+def padded(sequences: Sequence[Any], fill: int = 0) -> "tuple[Tensor, Tensor]":
+    """Sequences ``[n ...]`` of different lengths as one int64 tensor ``[b t ...]``, and its mask ``[b t]``.
+
+    Examples:
+        >>> tokens, mask = padded([np.array([1, 2]), np.array([3])])
+        >>> tokens.tolist(), mask.tolist()
+        ([[1, 2], [3, 0]], [[True, True], [True, False]])
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    tensors = [torch.from_numpy(np.array(one, np.int64)) for one in sequences]
+    lengths = torch.tensor([len(one) for one in tensors])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill), mask
+
+
 class Samples(Data):
-    """A finite set of samples. What `score` yields of them is found in batches of `rounds`."""
+    """A finite set of samples, scored in batches of similar sizes."""
 
     sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; those of train make the epochs
-    unit: str = "samples"  # what they are, for messages
+    unit: str = "samples"  # noun for messages
     copies: int = 1  # how often an epoch has a sample; with more than one it has the fewer different ones
+    limit: int = 0  # held-out samples scored while training, at most; 0: all
+    exact: Mapping[str, int] = MappingProxyType({})  # fields of the task that are 0, or this number of the data
+    least: Mapping[str, int] = MappingProxyType({})  # fields of the task that are 0, or at least this number of the data
+
+    @property
+    def splits(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(split for split, sizes in self.sizes.items() if split != "train" and len(sizes))
 
     @abstractmethod
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
@@ -48,7 +72,25 @@ class Samples(Data):
         number of samples on are copies, which are changed otherwise.
         """
 
+    @abstractmethod
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        """Figures of at most `limit` samples (0: all) of a view whose split exists."""
+
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        return self.score_split(model, recipe, view, self.limit if view.limit < 0 else view.limit)
+
     def settle(self, recipe: Recipe) -> Recipe:
+        for name, count in self.exact.items():
+            value = getattr(recipe.task, name)
+            require(name, value, f"0, or the {count} of the data", value in (0, count))
+        for name, count in self.least.items():
+            value = getattr(recipe.task, name)
+            require(name, value, f"0, or at least the {count} of the data", value == 0 or value >= count)
+        if changes := {**self.exact, **{name: getattr(recipe.task, name) or count for name, count in self.least.items()}}:
+            recipe = recipe.edit(**changes)
+            recipe.task.check(recipe)
         count = len(self.sizes["train"])
         if recipe.training.batch > count:
             raise ValueError(f"batch: expected at most the {count} {self.unit}, got {recipe.training.batch}")
@@ -85,11 +127,14 @@ class Samples(Data):
             yield order[begin:end]
             begin = end
 
+    def on_device(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "list[Tensor]":
+        """The tensors of samples on the device of a model."""
+        device = next(model.parameters()).device
+        return [tensor.to(device) for tensor in self.tensors(split, rows, recipe)]
+
 
 class Labelled(Samples):
     """Samples with a class each: the last of their tensors, ``[b]``."""
-
-    limit: int = 0  # at most so many held-out samples are scored while training; 0: all
 
     @abstractmethod
     def labels(self, split: str) -> np.ndarray:
@@ -101,14 +146,12 @@ class Labelled(Samples):
         *sample, answers = batch
         return F.cross_entropy(model(*sample), answers)
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
         """Accuracy, nats, and the number of samples by the name of their unit."""
         from torch.nn import functional as F
 
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
         nats, right, count = 0.0, 0, 0
-        for rows in self.rounds(view.split, self.limit if view.limit < 0 else view.limit):
+        for rows in self.rounds(view.split, limit):
             logits, answers = self.answers(model, recipe, view.split, rows)
             nats += F.cross_entropy(logits, answers, reduction="sum").item()
             right += int((logits.argmax(-1) == answers).sum())
@@ -123,17 +166,16 @@ class Labelled(Samples):
         return int(counts.max()) / int(counts.sum()), int(counts.sum())
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
-        """A model's logits ``[b classes]`` and the right answers ``[b]``, with the model in evaluation mode for the time."""
-        import torch
+        """A model's logits ``[b classes]`` in evaluation mode, and the right answers ``[b]``."""
+        *sample, answers = self.on_device(model, recipe, split, rows)
+        with evaluation(model):
+            return model(*sample), answers
 
-        device, training = next(model.parameters()).device, model.training
-        *sample, answers = (tensor.to(device) for tensor in self.tensors(split, rows, recipe))
-        model.eval()
-        try:
-            with torch.no_grad():
-                return model(*sample), answers
-        finally:
-            model.train(training)
+    def guesses(self, model: Any, recipe: Recipe, count: int) -> list[tuple[int, int, int]]:
+        """Row, right class and the model's class of a few validation samples, evenly spread."""
+        rows = self.some("validation", count)
+        logits, answers = self.answers(model, recipe, "validation", rows)
+        return [*zip(rows.tolist(), answers.tolist(), logits.argmax(-1).tolist(), strict=True)]
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, evaluation, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +54,7 @@ class Forecast(Task):
     schemes = "none,learned,rope,clock"
     edits = MappingProxyType({"steps": 300, "batch": 16, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "forecasts"
+    counted = "values"
     limits = ((("context", "horizon"), 1, 10**6), (("channels", "validation_rows"), 0, 10**9))
     settled = ("channels",)
     metrics = (
@@ -61,10 +62,6 @@ class Forecast(Task):
         Metric("MSE", "mse"),
         Metric("to naive", "naive", note="to naive: MAE, one of the seasonal-naive forecast = 1"),
     )
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "values", "higher", ",.0f"),)
 
     @property
     def loss_unit(self) -> str:
@@ -128,7 +125,6 @@ class Spans(Samples):
     """
 
     unit = "forecasts"
-    splits = ("validation", "test")
 
     def __init__(self, task: Forecast, series: "Series"):
         self.task, self.series, self.name, self.sha256 = task, series, series.name, series.sha256
@@ -141,8 +137,7 @@ class Spans(Samples):
                 f"{task.horizon}, got {count} in {series.name}; shorten both"
             )
         self.series, constant = _varying(series, ends[0])
-        there = len(self.series.titles)
-        require("channels", task.channels, f"0, or the {there} of the data", task.channels in (0, there))
+        self.exact, self.limit = {"channels": len(self.series.titles)}, task.validation_rows
         series, train = self.series, self.series.values[: ends[0]]
         self.values = (series.values - np.nanmean(train, axis=0)) / np.nanstd(train, axis=0)
         if (far := np.argwhere(np.abs(self.values) > FAR)).size:
@@ -169,11 +164,6 @@ class Spans(Samples):
             + f", left out as constant: {', '.join(constant)[:200]}" * bool(constant)
         )
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        recipe = recipe.edit(channels=len(self.series.titles))
-        recipe.task.check(recipe)
-        return super().settle(recipe)
-
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Values ``[b t c]``, NaN where unknown, positions ``[t 1]`` or ``[b t c]``, and answers ``[b horizon c]``."""
         import torch
@@ -194,11 +184,9 @@ class Spans(Samples):
         sums = (errors.square() * known).flatten(1).sum(1)
         return (sums / known.flatten(1).sum(1).clamp_min(1)).mean()
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
         """Errors of standardised values, "naive", the share of them that the naive forecast has, and how many "values"."""
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        limit, found = self.task.validation_rows if view.limit < 0 else view.limit, []
+        found = []
         for rows in self.rounds(view.split, limit):
             guesses, answers = self.answers(model, recipe, view.split, rows)
             errors = np.stack((guesses - answers, self.naive(self.begins[view.split][rows]) - answers))
@@ -212,12 +200,9 @@ class Spans(Samples):
         return Scored(figures | {"values": len(errors)})
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a model in evaluation mode finds and what was, ``[n horizon c]``, of samples of a split."""
-        import torch
-
-        device = next(model.parameters()).device
-        values, positions, answers = (tensor.to(device) for tensor in self.tensors(split, rows, recipe))
-        with torch.no_grad():
+        """The forecasts of a model in evaluation mode and the true values, ``[n horizon c]``, of samples of a split."""
+        values, positions, answers = self.on_device(model, recipe, split, rows)
+        with evaluation(model):
             found = model(values, positions)[:, self.task.context :]
         return found.cpu().double().numpy(), answers.cpu().double().numpy()
 

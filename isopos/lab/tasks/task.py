@@ -9,7 +9,8 @@ recipes by name are imported when they are first used. No torch here, so that he
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "Task",
     "Training",
     "View",
+    "evaluation",
     "find",
     "require",
     "spec",
@@ -80,6 +82,20 @@ def require(name: str, value: object, what: str, met: bool) -> None:
     """Raise a ValueError where a field is not what it should be."""
     if not met:
         raise ValueError(f"{name}: expected {what}, got {value}")
+
+
+@contextmanager
+def evaluation(model: Any) -> Iterator[None]:
+    """Evaluation mode without gradients; then the mode of before."""
+    import torch
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,7 @@ class Task(ABC):
     schemes: ClassVar[str] = "none,rope"  # compared by default: a comma list
     edits: ClassVar[Mapping[str, Any]] = {}  # of the recipe of a comparison, by default: flat names
     unit: ClassVar[str] = "samples"  # what a throughput counts
+    counted: ClassVar[str] = ""  # the figure of `Data.score` that says how many samples were scored
     loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
     limits: ClassVar[tuple[tuple[str | tuple[str, ...], int, int], ...]] = ()
     """A field or several, and the least and the most that they may be."""
@@ -186,8 +203,8 @@ class Task(ABC):
 
     @property
     def more(self) -> tuple[Metric, ...]:
-        """What `Data.score` finds besides, for tables and evaluations."""
-        return ()
+        """What `Data.score` finds besides, for tables and evaluations: by default how many samples were scored."""
+        return (Metric("scored", self.counted, "higher", ",.0f"),) if self.counted else ()
 
     @property
     def loss_unit(self) -> str:
@@ -257,16 +274,9 @@ class Data(ABC):
         """Figures of held-out data, of a model in evaluation mode; no gradients are recorded."""
 
     def measure(self, model: Any, recipe: "Recipe", view: View) -> Scored:
-        """`score`, which the model is put in evaluation mode for."""
-        import torch
-
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                return self.score(model, recipe, view)
-        finally:
-            model.train(training)
+        """`score` of a model that is in evaluation mode meanwhile."""
+        with evaluation(model):
+            return self.score(model, recipe, view)
 
     def evaluate(self, model: Any, recipe: "Recipe", metrics: Sequence[Metric]) -> dict[str, float | None]:
         """Scores by title; None where scheme or data have none. Each view is scored once."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.lab.data.labelled import alike
-from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, require
+from isopos.lab.tasks.samples import Labelled, accuracy, padded
+from isopos.lab.tasks.task import Recipe, Task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,13 +46,10 @@ class TextClasses(Task):
     schemes = "none,sinusoidal,rope,ape-sequence"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "texts"
+    counted = "texts"
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     settled = ("vocabulary", "classes")
     metrics = accuracy("held-out texts", "whose class is found")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "texts", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         tokens = "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
@@ -69,12 +66,7 @@ class TextClasses(Task):
 
         if self.pairs == "towers" and not self.pair:
             raise ValueError("pair: expected the column of a second text, which towers compare, got none")
-        length = check_group(recipe, (Line,), "on a line, which text has").max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
-                f"--longest {length} cuts texts there"
-            )
+        check_group(recipe, (Line,), "on a line, which text has", length=self.longest, remedy="cuts texts there")
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
@@ -106,7 +98,7 @@ class LabelledTexts(Labelled):
         every = {split: texts.lengths(split) for split in ("train", "validation", "test")}
         self.kept = kept = {split: self._kept(lengths) for split, lengths in every.items()}
         self.sizes = {split: self._size(lengths) for split, lengths in kept.items()}
-        self.splits = ("validation", "test") if len(self.sizes["test"]) else ("validation",)
+        self.exact = {"classes": len(texts.classes)}
         cut = sum(int((kept[split] < every[split]).any(-1).sum()) for split in every)
         counts = " + ".join(str(len(sizes)) for sizes in self.sizes.values())
         left = "".join(f", {file} left out, which has no labels" for file in texts.arrays.facts["left"])
@@ -133,10 +125,7 @@ class LabelledTexts(Labelled):
         return joined + (t.pooling == "first")
 
     def settle(self, recipe: Recipe) -> Recipe:
-        found, task = len(self.texts.classes), self.task
-        require("classes", task.classes, f"the {found} of the data, or 0 for those", task.classes in (0, found))
-        recipe = recipe.edit(vocabulary=self.texts.tokenizer.size, classes=found)
-        return super().settle(recipe)
+        return super().settle(recipe.edit(vocabulary=self.texts.tokenizer.size))
 
     def labels(self, split: str) -> np.ndarray:
         return self.texts.labels(split)
@@ -147,16 +136,10 @@ class LabelledTexts(Labelled):
 
         from isopos.positions import sequence
 
-        samples = self._sequences(split, rows)
-        longest = max(map(len, samples))
-        tokens, mask = np.zeros((len(samples), longest), np.int64), np.zeros((len(samples), longest), bool)
-        for n, sample in enumerate(samples):
-            tokens[n, : len(sample)], mask[n, : len(sample)] = sample, True
-        labels = torch.from_numpy(self.texts.labels(split)[rows])
-        both = (torch.from_numpy(tokens), torch.from_numpy(mask))
+        tokens, mask = padded(self._sequences(split, rows))
         if self.task.pairs == "towers":
-            both = tuple(one.unflatten(0, (-1, 2)) for one in both)
-        return both[0], sequence(longest), both[1], labels
+            tokens, mask = tokens.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2))
+        return tokens, sequence(tokens.shape[-1]), mask, torch.from_numpy(self.texts.labels(split)[rows])
 
     def _sequences(self, split: str, rows: np.ndarray) -> list[np.ndarray]:
         """The tokens that a model reads of each sample, or one after the other of the two texts of each."""
@@ -167,20 +150,18 @@ class LabelledTexts(Labelled):
             own = [texts.sequence(split, texts.each * row + n)[:count] for n, count in enumerate(kept)]
             if len(own) == 2 and task.pairs == "joined":
                 own = [np.concatenate([own[0], [between], own[1]])]
-            found += [np.concatenate([start, one]).astype(np.int64) for one in own]
+            found += [np.concatenate([start, one]) for one in own]
         return found
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         texts = self.texts
-        rows = self.some("validation", count)
-        logits, answers = self.answers(model, recipe, "validation", rows)
         return [
             {
                 **{name: self._shown(texts.each * row + n) for n, name in enumerate(("text", "second text")[: texts.each])},
                 "class": texts.classes[answer],
-                "model": texts.classes[found],
+                "model": texts.classes[guess],
             }
-            for row, answer, found in zip(rows, answers.tolist(), logits.argmax(-1).tolist(), strict=True)
+            for row, answer, guess in self.guesses(model, recipe, count)
         ]
 
     def _shown(self, n: int) -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.pairs import Pairs, Stored, load_texts, sequences
+from isopos.lab.data.pairs import load_texts, sequences
+from isopos.lab.data.splits import Splits, Stored
 from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
-from isopos.lab.tasks.samples import Samples
+from isopos.lab.tasks.samples import Samples, padded
 from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
@@ -62,13 +63,32 @@ class Transducing(Task):
 
 
 class Transduced(Samples):
-    """Pairs to train on and to score: teacher-forced, and decoded freely."""
+    """Pairs to train on and to score: teacher-forced, and decoded freely.
+
+    Args:
+        task: The settings.
+        pairs: Sources and targets; pairs with a side of more than `task.longest` tokens are dropped.
+        longer: What the summary calls these.
+    """
 
     unit = "pairs"
     calls = ("greedy",)
-    limit: int  # at most so many held-out pairs are scored while training; 0: all
-    free: int  # at most so many of them are decoded freely; 0: all
     start: int  # the token that every target is decoded from
+
+    def __init__(self, task: Transducing, pairs: Splits[Any], longer: str):
+        self.limit, self.decoded = task.validation_rows, task.decoded
+        lengths = {split: self.lengths(rows) for split, rows in pairs.splits.items()}
+        if task.longest:
+            short = {split: (sides <= task.longest).all(1) for split, sides in lengths.items()}
+            pairs, lengths = pairs.keep(longer, short), {split: sides[short[split]] for split, sides in lengths.items()}
+        self.pairs, self.dropped = pairs.splits, pairs.summary
+        self.sizes = {split: sides.sum(1) for split, sides in lengths.items()}
+        self.longest = int(max(sides.max(initial=1) for sides in lengths.values()))
+        self.least = {"longest": self.longest}
+
+    @abstractmethod
+    def lengths(self, pairs: Sequence[Any]) -> np.ndarray:
+        """Tokens of the sources and of the targets that a model is given ``[n 2]``."""
 
     @abstractmethod
     def follow(self, recipe: Recipe) -> "Follow":
@@ -98,16 +118,14 @@ class Transduced(Samples):
         nats = F.cross_entropy(model(*sample).flatten(0, 1), answers.flatten(), ignore_index=-1, reduction="none")
         return (nats.view_as(answers).sum(1) / (answers >= 0).sum(1)).mean()
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
         """Perplexity, nats and accuracy of targets' tokens, the share of targets that are decoded whole, and the counts."""
         from torch.nn import functional as F
 
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        limit, free = (self.limit, self.free) if view.limit < 0 else (view.limit,) * 2
+        most = self.decoded if view.limit < 0 else view.limit
         nats, right, tokens, pairs = 0.0, 0, 0, 0
         for rows in self.rounds(view.split, limit):
-            *sample, answers = self._on(model, recipe, view.split, rows)
+            *sample, answers = self.on_device(model, recipe, view.split, rows)
             logits, own = model(*sample), answers >= 0
             nats += F.cross_entropy(logits[own], answers[own], reduction="sum").item()
             right += int((logits.argmax(-1) == answers)[own].sum())
@@ -117,7 +135,7 @@ class Transduced(Samples):
         found = {"perplexity": perplexity, "nats": nats, "accuracy": right / tokens, "pairs": pairs}
         decoded = [
             one
-            for rows in self.rounds(view.split, min(free or pairs, pairs))
+            for rows in self.rounds(view.split, min(most or pairs, pairs))
             for one in self.freely(model, recipe, view.split, rows)
         ]
         return Scored(found | self.of_decoded(decoded) | {"decoded": len(decoded)})
@@ -128,7 +146,7 @@ class Transduced(Samples):
 
     def freely(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """The right and the decoded target of each row."""
-        source, _, positions, _, mask, answers = self._on(model, recipe, split, rows)
+        source, _, positions, _, mask, answers = self.on_device(model, recipe, split, rows)
         tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(recipe), positions, mask)
         pairs = zip(answers.cpu().numpy(), tokens.cpu().numpy(), strict=True)
         return [(right[right >= 0], self.ended(found)) for right, found in pairs]
@@ -143,10 +161,14 @@ class Transduced(Samples):
             for sides, (_, found) in zip(shown, decoded, strict=True)
         ]
 
-    def _on(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "list[Tensor]":
-        """A batch on the model's device."""
-        device = next(model.parameters()).device
-        return [tensor.to(device) for tensor in self.tensors(split, rows, recipe)]
+    def batched(self, sources: Sequence[Any], targets: Sequence[Any]) -> "tuple[Tensor, Tensor, Tensor, Tensor]":
+        """Sources ``[b s]`` and their mask ``[b s]``, inputs of the decoder and answers ``[b t]``, -1 beyond the end."""
+        import torch
+
+        source, mask = padded(sources)
+        answers, _ = padded(targets, -1)
+        inputs = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
+        return source, mask, inputs, answers
 
 
 @dataclass(frozen=True)
@@ -196,12 +218,7 @@ class Transduction(Transducing):
         from isopos.positions import Line
 
         require("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)
-        length = check_group(recipe, (Line,), "on a line, which sequences have").max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
-                f"--longest {length} leaves longer pairs out"
-            )
+        check_group(recipe, (Line,), "on a line, which sequences have", length=self.longest)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> "Seq2Seq":
@@ -220,7 +237,7 @@ class Transduction(Transducing):
                 deviation=self.deviation,
                 vocabulary=self.vocabulary or SYMBOLS,
             )
-            return Sequences(self, Pairs({name: [(row, row) for row in rows] for name, rows in made.items()}))
+            return Sequences(self, Splits({name: [(row, row) for row in rows] for name, rows in made.items()}))
         kind = self.tokenizer if run is None else load_tokenizer(run)
         return Sequences(self, *load_texts(self.data, self.languages, kind, self.vocabulary or None, console=console))
 
@@ -228,44 +245,27 @@ class Transduction(Transducing):
 class Sequences(Transduced):
     """Symbols or tokens; the last two tokens of the vocabulary end and start a target."""
 
-    def __init__(self, task: Transduction, pairs: Pairs[np.ndarray], tokenizer: Tokenizer | None = None):
+    def __init__(self, task: Transduction, pairs: Splits[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer | None = None):
         self.task, self.tokenizer, self.name = task, tokenizer, task.data or f"random symbols to {task.operation}"
         self.end = tokenizer.size if tokenizer else task.vocabulary or SYMBOLS
-        self.start, self.limit, self.free = self.end + 1, task.validation_rows, task.decoded
-        if task.longest:
-            short = {name: (self._sides(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
-            pairs = pairs.keep("longer", short)
-        self.pairs = pairs.splits
-        self.sides = {name: self._sides(rows) for name, rows in self.pairs.items()}
-        self.sizes = {name: sides.sum(1) for name, sides in self.sides.items()}
-        self.longest = int(max(sides.max(initial=0) for sides in self.sides.values()))
-        self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
+        self.start = self.end + 1
+        super().__init__(task, pairs, "longer")
         self.sha256 = self._hash()
-        self.summary = (
-            " + ".join(f"{len(rows):,}" for rows in self.pairs.values()) + f" pairs{pairs.said}, {self.end:,} tokens"
-        )
+        counts = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
+        self.summary = f"{counts} pairs{self.dropped}, {self.end:,} tokens"
 
     def settle(self, recipe: Recipe) -> Recipe:
-        recipe = recipe.edit(longest=self.task.longest or self.longest, vocabulary=self.end)
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+        return super().settle(recipe.edit(vocabulary=self.end))
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
         Answers are -1 beyond the end of a target.
         """
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
         from isopos.positions import sequence
 
-        sources, targets = zip(*(self.pair(split, row) for row in rows), strict=True)
-        source = pad_sequence([torch.from_numpy(side) for side in sources], batch_first=True, padding_value=-1)
-        answers = pad_sequence([torch.from_numpy(side) for side in targets], batch_first=True, padding_value=-1)
-        given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
-        positions = sequence(source.shape[1]), sequence(answers.shape[1])
-        return source.clamp_min(0), given, *positions, source >= 0, answers
+        source, mask, inputs, answers = self.batched(*zip(*(self.pair(split, row) for row in rows), strict=True))
+        return source, inputs, sequence(source.shape[1]), sequence(answers.shape[1]), mask, answers
 
     def pair(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a source, and those of its target with the end."""
@@ -314,8 +314,8 @@ class Sequences(Transduced):
         if self.tokenizer:
             self.tokenizer.save(folder)
 
-    def _sides(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Tokens of sources, and of targets with their end ``[n 2]``."""
+    def lengths(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """Targets have an end, too."""
         twice = not self.task.data and self.task.operation == "repeat"
         lengths = pairs.lengths if isinstance(pairs, Stored) else [(len(source), len(target)) for source, target in pairs]
         return np.array(lengths, np.int64).reshape(-1, 2) * (1, 1 + twice) + (0, 1)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from isopos.lab.data.bushes import Bush, Growth, Order, rebuilt, shown, written
-from isopos.lab.data.pairs import Stored
+from isopos.lab.data.splits import Stored
 from isopos.lab.data.tree_pairs import Operation, TreePairs, labels_of, random_trees, read_trees
+from isopos.lab.tasks.samples import padded
 from isopos.lab.tasks.task import Recipe, require
 from isopos.lab.tasks.transduction import Transduced, Transducing
 
@@ -78,17 +79,8 @@ class TreeTransduction(Transducing):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
-        scheme = check_group(recipe, (Line, Tree), "on a line or in a tree, which nodes have")
-        length = scheme.max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
-                f"--longest {length} leaves larger trees out"
-            )
-        if isinstance(scheme.group, Tree) and scheme.group.branches < self.branches:
-            raise ValueError(
-                f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
-            )
+        where = "on a line or in a tree, which nodes have"
+        check_group(recipe, (Line, Tree), where, length=self.longest, branches=self.branches)
         least = 9 if self.operation == "ops" else 2  # four are what roots say
         require(
             "labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least
@@ -123,17 +115,10 @@ class Trees(Transduced):
 
     def __init__(self, task: TreeTransduction, found: TreePairs):
         self.task, self.names, self.arities = task, found.names, np.array((*found.arities, 0))
-        self.start, self.limit, self.free = len(found.names), task.validation_rows, task.decoded
-        self.name = task.data or f"random trees for {task.operation}, {task.ordered} first"
-        pairs = found.pairs
-        if task.longest:
-            small = {name: (_nodes(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
-            pairs = pairs.keep("larger", small)
-        self.pairs = pairs.splits
-        sides = {name: _nodes(rows) for name, rows in self.pairs.items()}
-        self.sizes = {name: nodes.sum(1) for name, nodes in sides.items()}
-        self.longest = int(max(nodes.max(initial=1) for nodes in sides.values()))
-        self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
+        self.start, self.name = len(found.names), task.data or f"random trees for {task.operation}, {task.ordered} first"
+        super().__init__(task, found.pairs, "larger")
+        branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
+        self.least = {**self.least, "branches": branches, "vocabulary": self.start}
         digest = hashlib.sha256(f"{task.ordered} {self.names} {found.arities}".encode())
         for name, rows in self.pairs.items():
             digest.update(f"{name} [".encode())
@@ -143,45 +128,29 @@ class Trees(Transduced):
         self.sha256 = digest.hexdigest()
         count = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
         nodes = np.mean(np.concatenate([*self.sizes.values()])) / 2
-        self.summary = f"{count} pairs{pairs.said} of {nodes:.1f} nodes on average, {self.start:,} tokens"
-
-    def settle(self, recipe: Recipe) -> Recipe:
-        branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
-        for field, least in (("branches", branches), ("vocabulary", self.start)):
-            given = getattr(self.task, field)
-            require(field, given, f"at least the {least} of the data, or 0", not 0 < given < least)
-        recipe = recipe.edit(
-            longest=self.task.longest or self.longest,
-            branches=self.task.branches or branches,
-            vocabulary=self.task.vocabulary or self.start,
-        )
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+        self.summary = f"{count} pairs{self.dropped} of {nodes:.1f} nodes on average, {self.start:,} tokens"
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
         Answers are -1 beyond the end of a target. Positions are those of lines ``[t 1]`` or of trees ``[b t 2]``.
         """
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
         from isopos.lab.tasks.build import group_of
         from isopos.positions import Tree, sequence
 
+        pairs = [self.pairs[split][row] for row in rows]
         orders = self.task.orders
-        pairs = [[written(*both) for both in zip(self.pairs[split][row], orders, strict=True)] for row in rows]
-        (source, x), (answers, y) = (
-            [
-                pad_sequence([torch.tensor(pair[side][what]) for pair in pairs], batch_first=True, padding_value=-1)
-                for what in (0, 1)
-            ]
-            for side in (0, 1)
-        )
-        if not isinstance(group_of(recipe), Tree):
+        sources, targets = ([written(pair[side], orders[side]) for pair in pairs] for side in (0, 1))
+        source, mask, inputs, answers = self.batched([labels for labels, _ in sources], [labels for labels, _ in targets])
+        if isinstance(group_of(recipe), Tree):
+            x, y = (padded([nodes for _, nodes in side], -1)[0] for side in (sources, targets))
+        else:
             x, y = sequence(source.shape[1]), sequence(answers.shape[1])
-        given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
-        return source.clamp_min(0), given, x, y, source >= 0, answers
+        return source, inputs, x, y, mask, answers
+
+    def lengths(self, pairs: Sequence[tuple[Bush, Bush]]) -> np.ndarray:
+        lengths = pairs.lengths if isinstance(pairs, Stored) else [[len(tree.labels) for tree in pair] for pair in pairs]
+        return np.array(lengths, np.int64).reshape(-1, 2)
 
     def follow(self, recipe: Recipe) -> "Follow":
         import torch
@@ -222,9 +191,3 @@ class Trees(Transduced):
             return " ".join((*self.names, "start")[token] for token in own) + " ..."
         tree = rebuilt(own, arities, self.task.order)
         return shown([self.names[label] for label in tree.labels], tree.arities)
-
-
-def _nodes(pairs: Sequence[tuple[Bush, Bush]]) -> np.ndarray:
-    """Those of sources and of targets ``[n 2]``."""
-    lengths = pairs.lengths if isinstance(pairs, Stored) else [[len(tree.labels) for tree in pair] for pair in pairs]
-    return np.array(lengths, np.int64).reshape(-1, 2)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.data.labelled import alike
-from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, require
+from isopos.lab.tasks.samples import Labelled, accuracy, padded
+from isopos.lab.tasks.task import Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,13 +48,10 @@ class TreeClasses(Task):
     schemes = "none,rope,ape-sequence,shiv-quirk,ape-tree"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "trees"
+    counted = "trees"
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     settled = ("vocabulary", "classes", "branches", "longest")
     metrics = accuracy("held-out trees", "whose class is found")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "trees", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of trees of at most {self.longest} nodes and {self.branches} branches."
@@ -68,17 +65,7 @@ class TreeClasses(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
-        scheme = check_group(recipe, (Line, Tree), "in a tree or on a line")
-        length = scheme.max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got trees of {self.longest} "
-                f"nodes; --longest {length} leaves those out"
-            )
-        if isinstance(scheme.group, Tree) and scheme.group.branches < self.branches:
-            raise ValueError(
-                f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
-            )
+        check_group(recipe, (Line, Tree), "in a tree or on a line", length=self.longest, branches=self.branches)
         require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
@@ -109,11 +96,11 @@ class LabelledTrees(Labelled):
         most = task.longest or max(int(sizes.max(initial=1)) for sizes in every.values())
         self.rows = {split: (sizes <= most).nonzero()[0] for split, sizes in every.items()}
         self.sizes = {split: every[split][rows] for split, rows in self.rows.items()}
-        self.longest, left = most, sum(len(every[split]) - len(rows) for split, rows in self.rows.items())
+        self.exact, self.least = {"classes": len(bank.classes)}, {"branches": bank.branches, "longest": most}
+        left = sum(len(every[split]) - len(rows) for split, rows in self.rows.items())
         for split in ("train", "validation"):
             if not len(self.rows[split]):
                 raise ValueError(f"data: expected trees for {split}, got none; {left} are larger: raise --longest")
-        self.splits = ("validation", "test") if len(self.rows["test"]) else ("validation",)
         counts = " + ".join(str(len(rows)) for rows in self.rows.values())
         usual = np.bincount(bank.labels("validation")[self.rows["validation"]], minlength=len(bank.classes))
         self.summary = (
@@ -124,17 +111,7 @@ class LabelledTrees(Labelled):
         )
 
     def settle(self, recipe: Recipe) -> Recipe:
-        found, task = self.bank, self.task
-        for name, there in (("classes", len(found.classes)), ("vocabulary", len(found.words))):
-            given = getattr(task, name)
-            right = given in (0, there) or (name == "vocabulary" and given >= there)
-            require(name, given, f"the {there} of the data, or 0 for those", right)
-        few = 0 < task.branches < found.branches
-        require("branches", task.branches, f"at least the {found.branches} of the data", not few)
-        recipe = recipe.edit(classes=len(found.classes), vocabulary=len(found.words))
-        recipe = recipe.edit(branches=task.branches or found.branches, longest=self.longest)
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+        return super().settle(recipe.edit(vocabulary=len(self.bank.words)))
 
     def labels(self, split: str) -> np.ndarray:
         return self.bank.labels(split)[self.rows[split]]
@@ -146,27 +123,18 @@ class LabelledTrees(Labelled):
         from isopos.lab.tasks.build import group_of
         from isopos.positions import Tree, sequence
 
-        own = self.rows[split][rows]
-        trees = [self.bank.tree(split, row) for row in own.tolist()]
-        longest = max(len(tokens) for tokens, _ in trees)
-        tokens, mask = np.zeros((len(own), longest), np.int64), np.zeros((len(own), longest), bool)
-        nodes = np.full((len(own), longest, 2), -1)
-        for n, (some, at) in enumerate(trees):
-            tokens[n, : len(some)], mask[n, : len(some)], nodes[n, : len(some)] = some, True, at
-        positions = torch.from_numpy(nodes) if isinstance(group_of(recipe), Tree) else sequence(longest)
-        labels = torch.from_numpy(self.bank.labels(split)[own])
-        return torch.from_numpy(tokens), positions, torch.from_numpy(mask), labels
+        chosen = self.rows[split][rows]
+        tokens, nodes = zip(*(self.bank.tree(split, row) for row in chosen.tolist()), strict=True)
+        tokens, mask = padded(tokens)
+        positions = padded(nodes, -1)[0] if isinstance(group_of(recipe), Tree) else sequence(mask.shape[1])
+        return tokens, positions, mask, torch.from_numpy(self.bank.labels(split)[chosen])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         from isopos.lab.data.treebank import text
 
-        bank, rows = self.bank, self.some("validation", count)
-        logits, answers = self.answers(model, recipe, "validation", rows)
-        found = []
-        for row, answer, guess in zip(
-            self.rows["validation"][rows].tolist(), answers.tolist(), logits.argmax(-1).tolist(), strict=True
-        ):
-            tokens, nodes = bank.tree("validation", row)
+        bank, found = self.bank, []
+        for row, answer, guess in self.guesses(model, recipe, count):
+            tokens, nodes = bank.tree("validation", self.rows["validation"][row])
             shown = text([bank.words[token] for token in tokens], nodes)
             shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
             found.append({"tree": shown, "class": bank.classes[answer], "model": bank.classes[guess]})
