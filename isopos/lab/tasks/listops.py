@@ -1,4 +1,4 @@
-"""ListOps: what a nested operation on lists of digits evaluates to, from a sequence of tokens or from their tree."""
+"""ListOps: the value of nested operations on lists of digits, from a sequence of tokens or from their tree."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.data import growth
-from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, generate, nodes, read, text
+from isopos.lab.data import random_expressions
+from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, generate, read_expressions, to_text, tree_nodes
 from isopos.lab.data.splits import Splits
 from isopos.lab.tasks.samples import Labelled, accuracy, padded
 from isopos.lab.tasks.task import Recipe, Task, require
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Expressions", "ListOps"]
 
-RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # of the built-in expressions
+RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # built-in expressions
 COUNTS = (10_000, 1000, 1000)
-HELD_OUT = 2000  # of other random expressions, at most, in each held-out split: a twelfth, as here
+HELD_OUT = 2000  # largest held-out split of other random expressions; they are a twelfth each, too
 
 
 @dataclass(frozen=True)
 class ListOps(Task):
-    """What a classifier of ListOps reads: expressions whose value is a digit, by accuracy.
+    """A classifier of expressions by their value, a digit.
 
-    Positions are those of the tokens in a line, or in the tree of the expression, as the scheme has it: an operator is a
-    node, its arguments and then its closing bracket are its children.
+    The scheme determines whether positions are those of a line or of the expression's tree: the children of an operator are
+    its arguments and its closing bracket.
     """
 
     data: str = ""
-    """A file or a folder of rows, a label, a tab and an expression: those of Nangia and Bowman or of the Long Range Arena.
-    Names with train, valid and test make the splits; by default 12,000 random expressions of at most 50 tokens."""
-    depth: int = 4  # Lists inside each other, at most, in random expressions.
-    arguments: int = 5  # Of a list in random expressions, at most.
-    shortest: int = 0  # Tokens of a random expression, at least.
-    expressions: int = 12_000  # How many are random; a twelfth, and at most 2000, for validation, and as many for the test.
-    longest: int = 0  # Tokens: longer expressions are left out; 0: none are.
-    branches: int = 0  # Of the trees, closing brackets counted; 0: as many as the data has.
-    validation_rows: int = 0  # At most so many held-out expressions are scored; 0: all.
+    """A file or a folder with rows of a label, a tab and an expression, as published by Nangia and Bowman and in the Long
+    Range Arena. Names with train, valid and test make the splits. Empty: 12,000 random expressions of at most 50 tokens."""
+    depth: int = 4  # Largest depth of nested lists in random expressions.
+    arguments: int = 5  # Largest number of arguments in random expressions.
+    shortest: int = 0  # Smallest number of tokens of a random expression.
+    expressions: int = 12_000  # Number of random expressions; a twelfth, at most 2000, each for validation and test.
+    longest: int = 0  # Largest number of tokens: longer expressions are dropped; 0: none.
+    branches: int = 0  # Largest number of children in trees, with closing brackets; 0: that of the data.
+    validation_rows: int = 0  # Largest number of held-out expressions that are scored; 0: all.
 
     name = "listops"
     schemes = "none,rope,ape-sequence,ape-tree"
@@ -57,7 +57,7 @@ class ListOps(Task):
         ("arguments", 2, 250),
         ("expressions", 36, 10**8),
     )
-    settled = ("longest", "branches")
+    inferred = ("longest", "branches")
     metrics = accuracy("held-out expressions", "whose value is found")
 
     def setting(self, recipe: Recipe) -> str:
@@ -84,9 +84,9 @@ class ListOps(Task):
 
     @property
     def random(self) -> dict[str, int]:
-        """What random expressions have of their own, not as the built-in ones."""
-        own = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
-        return {name: value for name, value in own.items() if value != getattr(ListOps, name)}
+        """Settings of random expressions that are not those of the built-in ones."""
+        values = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
+        return {name: value for name, value in values.items() if value != getattr(ListOps, name)}
 
     def model(self, recipe: Recipe) -> "Classifier":
         from isopos.lab.tasks.build import build_model
@@ -97,16 +97,16 @@ class ListOps(Task):
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Expressions":
         if self.random and not self.data:
             held = min(HELD_OUT, self.expressions // 12)
-            settings = growth.Settings(self.depth, self.arguments, self.shortest, self.longest)
-            return Expressions(self, growth.prepare(0, (self.expressions - 2 * held, held, held), settings))
-        rows = read(self.data, console=console) if self.data else generate(0, COUNTS, **RANDOM)
+            settings = random_expressions.Settings(self.depth, self.arguments, self.shortest, self.longest)
+            return Expressions(self, random_expressions.prepare(0, (self.expressions - 2 * held, held, held), settings))
+        rows = read_expressions(self.data, console=console) if self.data else generate(0, COUNTS, **RANDOM)
         if self.longest:
             rows = rows.keep("longer", {name: some.lengths[:, 0] <= self.longest for name, some in rows.splits.items()})
         return Expressions(self, rows)
 
 
 class Expressions(Labelled):
-    """Expressions to train on and to score."""
+    """Expressions for training and evaluation."""
 
     unit = "expressions"
 
@@ -148,7 +148,7 @@ class Expressions(Labelled):
         samples = [self.rows[split][n] for n in rows]
         tokens, mask = padded([np.frombuffer(sample.tokens, np.uint8) for sample in samples])
         if isinstance(group_of(recipe), Tree):
-            positions, _ = padded([nodes(sample.tokens) for sample in samples], -1)
+            positions, _ = padded([tree_nodes(sample.tokens) for sample in samples], -1)
         else:
             positions = sequence(mask.shape[1])
         return tokens, positions, mask, torch.tensor([sample.answer for sample in samples])
@@ -156,11 +156,11 @@ class Expressions(Labelled):
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = self.rows["validation"]
         return [
-            {"expression": text(rows[row].tokens), "answer": answer, "model": guess}
+            {"expression": to_text(rows[row].tokens), "answer": answer, "model": guess}
             for row, answer, guess in self.guesses(model, recipe, count)
         ]
 
 
 def _by_first(row: Expression) -> int:
-    """A guess that looks at the first token only: 0 of a minimum, 9 of a maximum, else in the middle."""
+    """A guess by the first token only: 0 for a minimum, 9 for a maximum, else 4."""
     return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)

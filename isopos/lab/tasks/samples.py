@@ -1,4 +1,4 @@
-"""What tasks of finite sets of samples share: the batches of an epoch, and the loss and figures of classifiers."""
+"""Tasks with finite sets of samples: batches of an epoch, and loss and figures of classifiers."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["Labelled", "Samples", "accuracy", "padded"]
 
 POOL = 50  # batches whose samples are sorted by size together
-AT_ONCE = 1 << 14  # tokens that are scored at once
-PAIRS = 1 << 21  # of tokens, that softmax attention may compare at once, a head
+AT_ONCE = 1 << 14  # largest number of tokens scored at once
+PAIRS = 1 << 21  # largest number of scores per head scored at once
 
 
 def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
-    """The figures of a classifier: its accuracy, the share of `what` that is `right`, and its cross-entropy.
+    """Metrics of a classifier: accuracy, described as the share of `what` that is `right`, and cross-entropy.
 
     Examples:
         >>> accuracy("held-out texts", "named correctly")[0].note
@@ -68,8 +68,8 @@ class Samples(Data):
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Samples of a split as one batch.
 
-        In training they are those of a step, and may be changed at random: a function of (seed, step, row). Rows from the
-        number of samples on are copies, which are changed otherwise.
+        In training, samples of a step may be augmented: a function of (seed, step, row). Rows beyond the number of samples
+        are copies, which are augmented differently.
         """
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Samples(Data):
             return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
         return self.score_split(model, recipe, view, self.limit if view.limit < 0 else view.limit)
 
-    def settle(self, recipe: Recipe) -> Recipe:
+    def infer(self, recipe: Recipe) -> Recipe:
         for name, count in self.exact.items():
             value = getattr(recipe.task, name)
             require(name, value, f"0, or the {count} of the data", value in (0, count))
@@ -97,10 +97,10 @@ class Samples(Data):
         return recipe
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
-        """What `tensors` makes of a rank's share of a step.
+        """The tensors of a rank's share of a step.
 
-        Every sample is drawn once an epoch, but those that are left over after its last whole batch. A batch has samples of
-        similar sizes.
+        An epoch has every sample once, except the remainder after its last whole batch. A batch has samples of similar
+        sizes.
         """
         count = recipe.training.batch
         if count % ranks or not 0 <= rank < ranks:
@@ -110,16 +110,16 @@ class Samples(Data):
         drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
         return self.tensors("train", drawn, recipe, step)
 
-    def some(self, split: str, limit: int) -> np.ndarray:
-        """So many rows of a split, 0: all of them, evenly spread, since a source may be sorted by class."""
+    def spread(self, split: str, limit: int) -> np.ndarray:
+        """At most `limit` rows of a split (0: all), evenly spread, since a source may be sorted by class."""
         count = len(self.sizes[split])
         wanted = min(limit or count, count)
         return np.arange(wanted) * count // wanted
 
     def rounds(self, split: str, limit: int) -> Iterator[np.ndarray]:
-        """The rows of `some`, the longest first, as many at once as memory surely has room for."""
+        """The rows of `spread`, the longest first, in batches that fit into memory."""
         sizes, begin = self.sizes[split], 0
-        order = self.some(split, limit)
+        order = self.spread(split, limit)
         order = order[np.argsort(-sizes[order], kind="stable")]
         while begin < len(order):
             longest = int(sizes[order[begin]])
@@ -162,7 +162,7 @@ class Labelled(Samples):
         """The share of the most frequent class, where accuracy ranks."""
         if recipe.task.metrics[0].figure != "accuracy":
             return None
-        _, counts = np.unique(self.labels("validation")[self.some("validation", self.limit)], return_counts=True)
+        _, counts = np.unique(self.labels("validation")[self.spread("validation", self.limit)], return_counts=True)
         return int(counts.max()) / int(counts.sum()), int(counts.sum())
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
@@ -173,14 +173,14 @@ class Labelled(Samples):
 
     def guesses(self, model: Any, recipe: Recipe, count: int) -> list[tuple[int, int, int]]:
         """Row, right class and the model's class of a few validation samples, evenly spread."""
-        rows = self.some("validation", count)
+        rows = self.spread("validation", count)
         logits, answers = self.answers(model, recipe, "validation", rows)
         return [*zip(rows.tolist(), answers.tolist(), logits.argmax(-1).tolist(), strict=True)]
 
 
 @lru_cache(maxsize=1)
 def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Which samples are in the batches of an epoch, ``[batches count]``."""
+    """Rows of the batches of an epoch ``[batches count]``."""
     random, sizes = np.random.default_rng((seed, epoch)), data.sizes["train"]
     order = random.permutation(len(sizes))
     if data.copies > 1:
@@ -189,5 +189,5 @@ def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
     pool = np.arange(len(order)) // (POOL * count)
     order = order[np.lexsort((sizes[order % len(sizes)], pool))].reshape(-1, count)
     if data.copies > 1:
-        order = random.permuted(order, axis=1)  # copies are no neighbours
+        order = random.permuted(order, axis=1)  # so that copies are not neighbours
     return order[random.permutation(len(order))]

@@ -1,4 +1,4 @@
-"""Classes of texts, or of pairs of texts: of a table, or of a folder a class, as film reviews that are for or against."""
+"""Classification of texts or pairs of texts, read from tables or from one folder per class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.labelled import alike
+from isopos.lab.data.labelled import similar_classes
 from isopos.lab.tasks.samples import Labelled, accuracy, padded
 from isopos.lab.tasks.task import Recipe, Task
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 __all__ = ["LabelledTexts", "TextClasses"]
 
 SHOWN = 300  # characters of a text in a report
-SPECIAL = 2  # tokens beyond those of the tokenizer: what stands between two texts, and what stands for a whole one
+SPECIAL = 2  # tokens after those of the tokenizer: the separator of two texts, and the class token
 
 
 @dataclass(frozen=True)
 class TextClasses(Task):
-    """What a classifier of texts reads."""
+    """A classifier of texts."""
 
     data: str = ""
-    """A .csv, .tsv or .jsonl, a folder or an archive of them, one with a folder a class (as aclImdb's), or hf:NAME; empty:
-    passages with brackets that are turned, or not. Names with train, valid and test make the splits, or else a hash does."""
-    column: str = "text"  # Of the text: its name, or its number from 1 on in a table without names.
-    pair: str = ""  # Of a second text, where two are compared.
-    label: str = "label"  # Of the class.
-    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # What a token is.
-    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
-    classes: int = 0  # Different labels; 0: as many as the data has.
-    longest: int = 512  # Tokens of a sample, or of each of two towers: the rest of a longer text is cut off, and counted.
-    pairs: Literal["joined", "towers"] = "joined"  # Two texts in one sequence, or each by itself, with the same weights.
-    pooling: Literal["mean", "first"] = "mean"  # What names the class: all tokens, or one for it ahead of them.
-    validation_rows: int = 0  # At most so many held-out samples are scored; 0: all.
+    """A .csv, .tsv or .jsonl, a folder or an archive of them, or with one folder per class (as aclImdb), or hf:NAME; empty:
+    passages with turned brackets. Names with train, valid and test make the splits, otherwise a hash of the text."""
+    column: str = "text"  # Column of the text: its name, or its number from 1 on in a table without names.
+    pair: str = ""  # Column of a second text, to classify pairs.
+    label: str = "label"  # Column of the class.
+    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # Kind of tokens.
+    vocabulary: int = 0  # Largest number of tokens; 0: that of the tokenizer.
+    classes: int = 0  # Number of classes; 0: that of the data.
+    longest: int = 512  # Largest number of tokens of a sample, or of each of two towers; longer texts are cut.
+    pairs: Literal["joined", "towers"] = "joined"  # Two texts as one sequence, or as two with the same weights.
+    pooling: Literal["mean", "first"] = "mean"  # Classify the mean of all tokens, or an additional first token.
+    validation_rows: int = 0  # Largest number of held-out samples that are scored; 0: all.
 
     name = "text"
     schemes = "none,sinusoidal,rope,ape-sequence"
@@ -48,7 +48,7 @@ class TextClasses(Task):
     unit = "texts"
     counted = "texts"
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
-    settled = ("vocabulary", "classes")
+    inferred = ("vocabulary", "classes")
     metrics = accuracy("held-out texts", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
@@ -84,11 +84,11 @@ class TextClasses(Task):
         if run is not None:
             choice = {"tokenizer": load_tokenizer(run)}
         columns = (self.column, self.pair) if self.pair else (self.column,)
-        return LabelledTexts(self, texts.load(self.data, columns, self.label, **choice, console=console))
+        return LabelledTexts(self, texts.load_texts(self.data, columns, self.label, **choice, console=console))
 
 
 class LabelledTexts(Labelled):
-    """Texts to train on and to score."""
+    """Texts for training and evaluation."""
 
     unit = "texts"
 
@@ -106,11 +106,11 @@ class LabelledTexts(Labelled):
         self.summary = (
             f"{counts} texts of {len(texts.classes)} classes, {cut} of them cut at {task.longest} tokens{left}; without a "
             f"model: at most {usual.max() / usual.sum():.1%}, of {texts.classes[int(usual.argmax())]}"
-            + (f"; {same}" if (same := alike(texts.classes)) else "")
+            + (f"; {same}" if (same := similar_classes(texts.classes)) else "")
         )
 
     def _kept(self, lengths: np.ndarray) -> np.ndarray:
-        """How many tokens of each text ``[samples each]`` are read."""
+        """Number of tokens of each text ``[samples each]`` that are kept."""
         t = self.task
         room = t.longest - (t.pooling == "first") - (lengths.shape[1] == 2 and t.pairs == "joined")
         if lengths.shape[1] == 1 or t.pairs == "towers":
@@ -119,19 +119,19 @@ class LabelledTexts(Labelled):
         return np.minimum(lengths, half)
 
     def _size(self, kept: np.ndarray) -> np.ndarray:
-        """Tokens of each sample; of towers, those of the longer text."""
+        """Number of tokens of each sample; for towers, of the longer text."""
         t = self.task
         joined = kept.sum(-1) + kept.shape[1] - 1 if t.pairs == "joined" else kept.max(-1)
         return joined + (t.pooling == "first")
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        return super().settle(recipe.edit(vocabulary=self.texts.tokenizer.size))
+    def infer(self, recipe: Recipe) -> Recipe:
+        return super().infer(recipe.edit(vocabulary=self.texts.tokenizer.size))
 
     def labels(self, split: str) -> np.ndarray:
         return self.texts.labels(split)
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, or ``[b 2 t]`` of towers, positions ``[t 1]``, mask like tokens, and classes ``[b]``."""
+        """Tokens ``[b t]``, or ``[b 2 t]`` for towers, positions ``[t 1]``, a mask like tokens, and classes ``[b]``."""
         import torch
 
         from isopos.positions import sequence
@@ -142,16 +142,16 @@ class LabelledTexts(Labelled):
         return tokens, sequence(tokens.shape[-1]), mask, torch.from_numpy(self.texts.labels(split)[rows])
 
     def _sequences(self, split: str, rows: np.ndarray) -> list[np.ndarray]:
-        """The tokens that a model reads of each sample, or one after the other of the two texts of each."""
+        """The tokens of each sample; for towers, of both texts of each sample in turn."""
         texts, task, between = self.texts, self.task, self.texts.tokenizer.size
         start = [between + 1] * (task.pooling == "first")
-        found = []
+        sequences = []
         for row, kept in zip(rows, self.kept[split][rows], strict=True):
-            own = [texts.sequence(split, texts.each * row + n)[:count] for n, count in enumerate(kept)]
-            if len(own) == 2 and task.pairs == "joined":
-                own = [np.concatenate([own[0], [between], own[1]])]
-            found += [np.concatenate([start, one]) for one in own]
-        return found
+            sample = [texts.sequence(split, texts.each * row + n)[:count] for n, count in enumerate(kept)]
+            if len(sample) == 2 and task.pairs == "joined":
+                sample = [np.concatenate([sample[0], [between], sample[1]])]
+            sequences += [np.concatenate([start, one]) for one in sample]
+        return sequences
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         texts = self.texts

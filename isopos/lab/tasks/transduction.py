@@ -1,4 +1,4 @@
-"""Sequences into sequences: copied, reversed and repeated symbols, and texts into their translations."""
+"""Sequence to sequence: copying, reversing and repeating symbols, and translating texts."""
 
 import hashlib
 import math
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.pairs import load_texts, sequences
+from isopos.lab.data.pairs import load_pairs, sequences
 from isopos.lab.data.splits import Splits, Stored
 from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
 from isopos.lab.tasks.samples import Samples, padded
@@ -36,16 +36,16 @@ EXACT = Metric("exact", "exact", "higher", ".1%", note="exact: share of targets 
 
 @dataclass(frozen=True)
 class Transducing(Task):
-    """What an encoder-decoder reads: sources and their targets, from files or made from a seed of their own."""
+    """Settings of encoder-decoders: pairs of sources and targets, from files or random."""
 
     data: str = ""
-    samples: int = 4000  # Pairs to train with, where they are made.
-    held_out: int = 500  # Pairs of validation, and as many of the test, where they are made.
-    data_seed: int = 0  # Of the pairs that are made: seeds of weights leave them as they are.
-    longest: int = 0  # Tokens of a source or a target: longer pairs are left out; 0: none are.
-    tied: bool = True  # One matrix for the vectors of sources and targets, and the logits.
-    validation_rows: int = 0  # At most so many held-out pairs are scored; 0: all.
-    decoded: int = 200  # At most so many of them are decoded freely; 0: all.
+    samples: int = 4000  # Number of random training pairs.
+    held_out: int = 500  # Number of random pairs of validation, and of test.
+    data_seed: int = 0  # Seed of random pairs, independent of the seed of weights.
+    longest: int = 0  # Largest number of tokens of a source or a target: longer pairs are dropped; 0: none.
+    tied: bool = True  # Share one matrix between the embeddings of sources and targets and the logits.
+    validation_rows: int = 0  # Largest number of held-out pairs that are scored; 0: all.
+    decoded: int = 200  # Largest number of these that are decoded greedily; 0: all.
 
     unit = "pairs"
     limits = (
@@ -53,7 +53,7 @@ class Transducing(Task):
         ("data_seed", 0, 2**63 - 1),
         (("longest", "validation_rows", "decoded"), 0, 10**9),
     )
-    settled = ("longest",)
+    inferred = ("longest",)
     metrics = (PERPLEXITY, TOKENS, EXACT)
 
     @property
@@ -63,7 +63,7 @@ class Transducing(Task):
 
 
 class Transduced(Samples):
-    """Pairs to train on and to score: teacher-forced, and decoded freely.
+    """Pairs for training and evaluation: teacher-forced, and decoded greedily.
 
     Args:
         task: The settings.
@@ -73,7 +73,7 @@ class Transduced(Samples):
 
     unit = "pairs"
     calls = ("greedy",)
-    start: int  # the token that every target is decoded from
+    start: int  # the first input token of the decoder
 
     def __init__(self, task: Transducing, pairs: Splits[Any], longer: str):
         self.limit, self.decoded = task.validation_rows, task.decoded
@@ -92,7 +92,7 @@ class Transduced(Samples):
 
     @abstractmethod
     def follow(self, recipe: Recipe) -> "Follow":
-        """Where the tokens of decoded targets stand; see `Seq2Seq.greedy`."""
+        """Positions of the tokens of decoded targets; see `Seq2Seq.greedy`."""
 
     @abstractmethod
     def ended(self, tokens: np.ndarray) -> np.ndarray:
@@ -107,11 +107,11 @@ class Transduced(Samples):
         """A decoded target as text."""
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
-        """How many tokens a decoded target may have: those that are right have no more."""
+        """Largest number of tokens of a decoded target: by default that of the right answers."""
         return answers.shape[1]
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
-        """The mean of a pair's tokens, and of pairs: so shares of a batch weigh the same, whatever their lengths."""
+        """The mean over pairs of the mean over tokens, so that ranks' shares of a batch have equal weight."""
         from torch.nn import functional as F
 
         *sample, answers = batch
@@ -119,29 +119,29 @@ class Transduced(Samples):
         return (nats.view_as(answers).sum(1) / (answers >= 0).sum(1)).mean()
 
     def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
-        """Perplexity, nats and accuracy of targets' tokens, the share of targets that are decoded whole, and the counts."""
+        """Perplexity, nats and accuracy of the tokens of targets, the share of exactly decoded targets, and the counts."""
         from torch.nn import functional as F
 
         most = self.decoded if view.limit < 0 else view.limit
         nats, right, tokens, pairs = 0.0, 0, 0, 0
         for rows in self.rounds(view.split, limit):
             *sample, answers = self.on_device(model, recipe, view.split, rows)
-            logits, own = model(*sample), answers >= 0
-            nats += F.cross_entropy(logits[own], answers[own], reduction="sum").item()
-            right += int((logits.argmax(-1) == answers)[own].sum())
-            tokens, pairs = tokens + int(own.sum()), pairs + len(rows)
+            logits, real = model(*sample), answers >= 0
+            nats += F.cross_entropy(logits[real], answers[real], reduction="sum").item()
+            right += int((logits.argmax(-1) == answers)[real].sum())
+            tokens, pairs = tokens + int(real.sum()), pairs + len(rows)
         nats /= tokens
         perplexity = math.exp(nats) if nats < 700 else math.inf
-        found = {"perplexity": perplexity, "nats": nats, "accuracy": right / tokens, "pairs": pairs}
+        figures = {"perplexity": perplexity, "nats": nats, "accuracy": right / tokens, "pairs": pairs}
         decoded = [
             one
             for rows in self.rounds(view.split, min(most or pairs, pairs))
             for one in self.freely(model, recipe, view.split, rows)
         ]
-        return Scored(found | self.of_decoded(decoded) | {"decoded": len(decoded)})
+        return Scored(figures | self.of_decoded(decoded) | {"decoded": len(decoded)})
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """Figures of right and of decoded targets."""
+        """Figures of pairs of right and decoded targets."""
         return {"exact": sum(np.array_equal(*pair) for pair in decoded) / len(decoded)}
 
     def freely(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -149,7 +149,7 @@ class Transduced(Samples):
         source, _, positions, _, mask, answers = self.on_device(model, recipe, split, rows)
         tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(recipe), positions, mask)
         pairs = zip(answers.cpu().numpy(), tokens.cpu().numpy(), strict=True)
-        return [(right[right >= 0], self.ended(found)) for right, found in pairs]
+        return [(right[right >= 0], self.ended(output)) for right, output in pairs]
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(len(self.sizes["validation"]))[:count]
@@ -157,8 +157,8 @@ class Transduced(Samples):
         shown = [self.shown("validation", row) for row in rows]
         titles = ("source", "target", "model")
         return [
-            dict(zip(titles, (*sides, self.text(found)), strict=True))
-            for sides, (_, found) in zip(shown, decoded, strict=True)
+            dict(zip(titles, (*sides, self.text(output)), strict=True))
+            for sides, (_, output) in zip(shown, decoded, strict=True)
         ]
 
     def batched(self, sources: Sequence[Any], targets: Sequence[Any]) -> "tuple[Tensor, Tensor, Tensor, Tensor]":
@@ -173,18 +173,18 @@ class Transduced(Samples):
 
 @dataclass(frozen=True)
 class Transduction(Transducing):
-    """What an encoder-decoder of sequences learns: to copy, to reverse, to repeat, or to translate."""
+    """An encoder-decoder that learns to copy, to reverse, to repeat, or to translate."""
 
     data: str = ""
     """Pairs of texts: a table with a tab between source and target or a folder of such .tsv, two files SOURCE,TARGET, a
-    folder and --languages, or hf:NAME; names make the splits. By default random symbols are transduced."""
-    languages: str = ""  # Endings of the files in a folder of texts, or columns of hf:NAME: en,de.
+    folder and --languages, or hf:NAME; names make the splits. Empty: random symbols."""
+    languages: str = ""  # Suffixes of the files in a folder of texts, or columns of hf:NAME: en,de.
     operation: Literal["copy", "reverse", "repeat"] = "reverse"
-    """What targets of random symbols are: the source, the source from its end on, or twice the source."""
-    length: int = 16  # Symbols of a random source, on average.
-    deviation: int = 2  # Their standard deviation.
-    tokenizer: Literal["words", "bpe"] = "words"  # What a token of texts is; sources and targets share them.
-    vocabulary: int = 0  # Random symbols, 0: 20; of texts at most so many words or pieces, 0: as many as the tokenizer has.
+    """Targets of random symbols: the source, the reversed source, or the source twice."""
+    length: int = 16  # Mean number of symbols of a random source.
+    deviation: int = 2  # Standard deviation of that number.
+    tokenizer: Literal["words", "bpe"] = "words"  # Kind of tokens of texts, shared by sources and targets.
+    vocabulary: int = 0  # Number of random symbols, 0: 20; for texts the largest number of tokens, 0: the tokenizer's.
 
     name = "transduction"
     schemes = (
@@ -192,11 +192,11 @@ class Transduction(Transducing):
     )
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     limits = (*Transducing.limits, ("length", 1, 10**6), (("deviation", "vocabulary"), 0, 10**9))
-    settled = ("longest", "vocabulary")
+    inferred = ("longest", "vocabulary")
 
     @property
     def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Texts have BLEU instead of whole targets."""
+        """For texts BLEU instead of exact targets."""
         bleu = Metric("BLEU", "bleu", "higher", ".1f", note="BLEU: of words, decoded greedily")
         return (PERPLEXITY, TOKENS, bleu if self.data else EXACT)
 
@@ -239,11 +239,11 @@ class Transduction(Transducing):
             )
             return Sequences(self, Splits({name: [(row, row) for row in rows] for name, rows in made.items()}))
         kind = self.tokenizer if run is None else load_tokenizer(run)
-        return Sequences(self, *load_texts(self.data, self.languages, kind, self.vocabulary or None, console=console))
+        return Sequences(self, *load_pairs(self.data, self.languages, kind, self.vocabulary or None, console=console))
 
 
 class Sequences(Transduced):
-    """Symbols or tokens; the last two tokens of the vocabulary end and start a target."""
+    """Pairs of symbols or tokens; the last two tokens of the vocabulary end and start a target."""
 
     def __init__(self, task: Transduction, pairs: Splits[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer | None = None):
         self.task, self.tokenizer, self.name = task, tokenizer, task.data or f"random symbols to {task.operation}"
@@ -254,8 +254,8 @@ class Sequences(Transduced):
         counts = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
         self.summary = f"{counts} pairs{self.dropped}, {self.end:,} tokens"
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        return super().settle(recipe.edit(vocabulary=self.end))
+    def infer(self, recipe: Recipe) -> Recipe:
+        return super().infer(recipe.edit(vocabulary=self.end))
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
@@ -268,7 +268,7 @@ class Sequences(Transduced):
         return source, inputs, sequence(source.shape[1]), sequence(answers.shape[1]), mask, answers
 
     def pair(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a source, and those of its target with the end."""
+        """The tokens of a source, and of its target with the end token."""
         source, target = self.pairs[split][row]
         if not self.task.data:
             target = {"copy": source, "reverse": source[::-1], "repeat": np.tile(source, 2)}[self.task.operation]
@@ -288,19 +288,21 @@ class Sequences(Transduced):
         return tokens[: ends[0] + 1] if len(ends) else tokens
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
-        """Of texts, as many as a translation may have that is not the reference, within the longest."""
+        """For texts more than the reference has, up to the longest."""
         free = min(2 * source.shape[1] + 10, self.longest) if self.tokenizer else 0
         return max(answers.shape[1], free)
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """Also BLEU of texts, in per cent; a word that the vocabulary has not is never right."""
-        found = super().of_decoded(decoded)
+        """With BLEU of texts, in per cent; a word that is not in the vocabulary is never right."""
+        figures = super().of_decoded(decoded)
         if self.tokenizer:
             from torchmetrics.functional.text import bleu_score
 
             references, texts = ([self.text(side) for side in sides] for sides in zip(*decoded, strict=True))
-            found["bleu"] = 100 * float(bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references]))
-        return found
+            figures["bleu"] = 100 * float(
+                bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references])
+            )
+        return figures
 
     def shown(self, split: str, row: int) -> tuple[str, str]:
         source, target = self.pair(split, row)
@@ -315,13 +317,13 @@ class Sequences(Transduced):
             self.tokenizer.save(folder)
 
     def lengths(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Targets have an end, too."""
+        """With the end token of targets."""
         twice = not self.task.data and self.task.operation == "repeat"
         lengths = pairs.lengths if isinstance(pairs, Stored) else [(len(source), len(target)) for source, target in pairs]
         return np.array(lengths, np.int64).reshape(-1, 2) * (1, 1 + twice) + (0, 1)
 
     def _hash(self) -> str:
-        """Of all tokens, in their order, and of what becomes of them."""
+        """A fingerprint of all tokens, in order, and of the operation."""
         digest = hashlib.sha256(f"{self.task.operation if not self.task.data else ''} {self.end}".encode())
         for name, rows in self.pairs.items():
             if isinstance(rows, Stored):

@@ -1,4 +1,4 @@
-"""Classes of trees: of s-expressions, as of sentences with their syntax, or of nested lists."""
+"""Classification of trees: s-expressions, such as parsed sentences, or nested lists."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.data.labelled import alike
+from isopos.lab.data.labelled import similar_classes
 from isopos.lab.tasks.samples import Labelled, accuracy, padded
 from isopos.lab.tasks.task import Recipe, Task, require
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.lab.data.treebank import Bank
+    from isopos.lab.data.treebank import TreeDataset
 
 __all__ = ["LabelledTrees", "TreeClasses"]
 
@@ -27,22 +27,22 @@ WORDS = "words.json"
 
 @dataclass(frozen=True)
 class TreeClasses(Task):
-    """What a classifier of trees reads: nodes in preorder, a token each.
+    """A classifier of trees: nodes in preorder, one token per node.
 
-    Their positions are those in the tree, or in the line of tokens, as the scheme has it; the tokens are the same.
+    The scheme determines whether positions are those of the tree or of a line; the tokens are the same.
     """
 
     data: str = ""
-    """A file or a folder: an s-expression a line with its class at the root (as the Stanford Sentiment Treebank), .tsv of a
-    label and a tree, .jsonl with nested lists, or hf:NAME; empty: random trees of and, or, not. Names make the splits."""
-    column: str = "tree"  # Of the tree, in tables with names.
-    label: str = "label"  # Of its class, likewise.
-    inner: bool = False  # See the labels of inner nodes below the root, too, where the root's is the class.
-    vocabulary: int = 0  # Tokens; 0: as many as the train split has.
-    classes: int = 0  # Different labels; 0: as many as the data has.
-    branches: int = 0  # Of the trees; 0: as many as the data has.
-    longest: int = 0  # Nodes: larger trees are left out, and counted; 0: none are.
-    validation_rows: int = 0  # At most so many held-out trees are scored; 0: all.
+    """A file or a folder: one s-expression per line with its class at the root (as the Stanford Sentiment Treebank), .tsv of
+    a label and a tree, .jsonl with nested lists, or hf:NAME; empty: random trees of and, or, not. Names make the splits."""
+    column: str = "tree"  # Column of the tree, in tables with names.
+    label: str = "label"  # Column of the class, in tables with names.
+    inner: bool = False  # Keep the labels of inner nodes below the root, where the root's label is the class.
+    vocabulary: int = 0  # Largest number of tokens; 0: that of the train split.
+    classes: int = 0  # Number of classes; 0: that of the data.
+    branches: int = 0  # Largest number of children of a node; 0: that of the data.
+    longest: int = 0  # Largest number of nodes: larger trees are dropped; 0: none.
+    validation_rows: int = 0  # Largest number of held-out trees that are scored; 0: all.
 
     name = "trees"
     schemes = "none,rope,ape-sequence,shiv-quirk,ape-tree"
@@ -50,7 +50,7 @@ class TreeClasses(Task):
     unit = "trees"
     counted = "trees"
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
-    settled = ("vocabulary", "classes", "branches", "longest")
+    inferred = ("vocabulary", "classes", "branches", "longest")
     metrics = accuracy("held-out trees", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
@@ -81,15 +81,15 @@ class TreeClasses(Task):
 
         words = read_json(run / WORDS, list[str], "put it right; a run cannot be read without its words") if run else ()
         choice: dict[str, Any] = {"inner": self.inner, "vocabulary": self.vocabulary, "words": words}
-        return LabelledTrees(self, treebank.load(self.data, self.column, self.label, **choice, console=console))
+        return LabelledTrees(self, treebank.load_trees(self.data, self.column, self.label, **choice, console=console))
 
 
 class LabelledTrees(Labelled):
-    """Trees to train on and to score."""
+    """Trees for training and evaluation."""
 
     unit = "trees"
 
-    def __init__(self, task: TreeClasses, bank: "Bank"):
+    def __init__(self, task: TreeClasses, bank: "TreeDataset"):
         self.task, self.bank = task, bank
         self.name, self.sha256, self.limit = bank.name, bank.arrays.sha256, task.validation_rows
         every = {split: bank.sizes(split) for split in ("train", "validation", "test")}
@@ -107,11 +107,11 @@ class LabelledTrees(Labelled):
             f"{counts} trees of {len(bank.classes)} classes, {len(bank.words)} different tokens"
             + f", {left} larger ones left out" * (left > 0)
             + f"; without a model: at most {usual.max() / usual.sum():.1%}, of {bank.classes[int(usual.argmax())]}"
-            + (f"; {same}" if (same := alike(bank.classes)) else "")
+            + (f"; {same}" if (same := similar_classes(bank.classes)) else "")
         )
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        return super().settle(recipe.edit(vocabulary=len(self.bank.words)))
+    def infer(self, recipe: Recipe) -> Recipe:
+        return super().infer(recipe.edit(vocabulary=len(self.bank.words)))
 
     def labels(self, split: str) -> np.ndarray:
         return self.bank.labels(split)[self.rows[split]]
@@ -130,12 +130,12 @@ class LabelledTrees(Labelled):
         return tokens, positions, mask, torch.from_numpy(self.bank.labels(split)[chosen])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        from isopos.lab.data.treebank import text
+        from isopos.lab.data.treebank import to_text
 
         bank, found = self.bank, []
         for row, answer, guess in self.guesses(model, recipe, count):
             tokens, nodes = bank.tree("validation", self.rows["validation"][row])
-            shown = text([bank.words[token] for token in tokens], nodes)
+            shown = to_text([bank.words[token] for token in tokens], nodes)
             shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
             found.append({"tree": shown, "class": bank.classes[answer], "model": bank.classes[guess]})
         return found
